@@ -1,0 +1,342 @@
+"""The privacy ledger: one durable line per privacy event, chained so that no line can be lost, moved or edited unseen.
+
+An event is on disk *before* its round's model is released; whatever happens afterwards, the ledger shows at least what
+was released. A line is JSON: ``line`` (0, 1, …), the payload, ``previous`` (SHA-256 of the line before, of a fixed
+header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other fields). The chain finds accidents and
+careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its end, goes unseen here
+(``verify.verify_run`` compares with the released metrics for that).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedflat.core.checks import InputError, RunError, whole, wrong
+
+HEADER = b"fedflat privacy ledger, version 1"
+CHAIN = ("line", "previous", "checksum")
+# Fields that say why an event was charged, not what it is: two events that differ only here spend the same.
+REASONS = ("attempt", "reason")
+
+Entry = dict[str, Any]
+
+
+class LedgerError(InputError):
+    """The ledger on disk is not the one that was written: a line is missing, edited or out of order."""
+
+
+class Scan(NamedTuple):
+    """What a ledger file holds: its verified entries, and the bytes of a last line that a crash tore (or none)."""
+
+    entries: list[Entry]
+    torn: bytes
+    tip: str
+
+
+def _broken(path: Path, number: int, found: str, allowed: str) -> LedgerError:
+    return LedgerError(str(wrong(f"{path} line {number}", found, allowed)))
+
+
+def _plain(where: str, value: Any) -> Any:
+    """JSON types only, with exact numbers; +inf becomes None (an infinite ε is ``null``)."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{where}.{key}", inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(where, inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        if value == math.inf:
+            return None
+        raise wrong(where, value, "a number or +inf")
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise wrong(where, type(value).__name__, "JSON values (numbers, text, lists, maps)")
+
+
+def _dump(entry: Mapping[str, Any], *, canonical: bool = False) -> bytes:
+    return json.dumps(entry, separators=(",", ":"), sort_keys=canonical, allow_nan=False).encode()
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def seal(payload: Mapping[str, Any], line: int, previous: str) -> Entry:
+    """The full line for a payload: numbered, chained to ``previous`` (hex SHA-256) and with its own checksum."""
+    entry: Entry = {"line": line, **payload, "previous": previous}
+    return {**entry, "checksum": _sha(_dump(entry, canonical=True))}
+
+
+def event(entry: Mapping[str, Any]) -> Entry:
+    """What an entry spends: the entry without its chain fields and without the reason it was charged."""
+    return {key: value for key, value in entry.items() if key not in (*CHAIN, *REASONS)}
+
+
+def _attempt(entry: Mapping[str, Any]) -> int:
+    return int(entry.get("attempt", 1))
+
+
+def _same_draw(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether two entries are attempts at one event, drawn with whatever key."""
+    return {**event(left), "key_id": None} == {**event(right), "key_id": None}
+
+
+def _check_line(path: Path, number: int, raw: bytes, previous: str) -> Entry:
+    try:
+        entry = json.loads(raw)
+        same = isinstance(entry, dict) and isinstance(entry.get("round"), int) and _dump(entry) == raw
+    except (ValueError, RecursionError):
+        same = False
+    if not same:
+        raise _broken(path, number, "text that is not a ledger line", "the exact line that was written")
+    if entry.get("line") != number:
+        raise _broken(path, number, f"event number {entry.get('line')!r}", f"number {number} (missing or moved line)")
+    if entry.get("previous") != previous:
+        raise _broken(path, number, "a 'previous' that does not match the line before", "an unedited line before it")
+    body = {key: value for key, value in entry.items() if key != "checksum"}
+    if entry.get("checksum") != _sha(_dump(body, canonical=True)):
+        raise _broken(path, number, "a 'checksum' that does not match the line's content", "an unedited line")
+    return dict(entry)
+
+
+def scan(path: str | Path, data: bytes) -> Scan:
+    """Verify the bytes of a ledger file.
+
+    A last line without its newline is what a crash in mid-write leaves (so is one holding zero bytes, after a power
+    cut): if it is whole and verifies it counts, otherwise it is ``torn``. Its round was not released, because release
+    waits for the write. Anything else that does not match raises ``LedgerError`` naming the line.
+    """
+    path = Path(path)
+    *lines, last = data.split(b"\n")
+    if not last and lines and b"\0" in lines[-1]:
+        last = lines.pop() + b"\n"
+    entries: list[Entry] = []
+    tip = _sha(HEADER)
+    for number, raw in enumerate(lines):
+        entries.append(_check_line(path, number, raw, tip))
+        tip = _sha(raw)
+    if last:
+        with contextlib.suppress(LedgerError):
+            entries.append(_check_line(path, len(lines), last, tip))
+            return Scan(entries, b"", _sha(last))
+    return Scan(entries, last, tip)
+
+
+def read(path: str | Path) -> list[Entry]:
+    """The verified entries of a ledger, without locking it; a line still being written is left out.
+
+    Raises ``InputError`` if there is no ledger and ``LedgerError`` if it was edited.
+    """
+    return _scan_file(Path(path)).entries
+
+
+def _scan_file(path: Path) -> Scan:
+    try:
+        return scan(path, path.read_bytes())
+    except OSError as error:
+        raise wrong(str(path), str(error.strerror), "a readable ledger.jsonl") from error
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable, not only its content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """Take the one-writer lock on a side file that names the holder; released by the system if the holder dies."""
+    import fcntl  # POSIX only; imported here so that reading a ledger works anywhere
+
+    descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        _write_all(descriptor, f"{os.getpid()}\n".encode())
+    except BlockingIOError as error:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise RunError(f"{path.parent}: another process (pid {holder}) is writing this run's ledger") from error
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Ledger:
+    """An append-only ledger open for writing; use ``with Ledger.open(path) as ledger``.
+
+    ``entries`` are the verified lines, ``notes`` what was found and set aside on opening.
+    """
+
+    def __init__(self, path: Path, file: int | None, lock: int | None, found: Scan, key_id: str | None) -> None:
+        self.path = path
+        self.entries = found.entries
+        self.notes: list[str] = []
+        self._file, self._lock_file = file, lock
+        self._tip = found.tip
+        self._key = {} if key_id is None else {"key_id": key_id}
+        self._size = 0
+        self._replay = list(self.entries) if self._key else self._open_round()
+
+    def _open_round(self) -> list[Entry]:
+        """The events of the last round's latest attempt: all that may be drawn again if the key's name is not known."""
+        last = [entry for entry in self.entries if entry["round"] == max(self.rounds_recorded())]
+        latest = max(map(_attempt, last), default=1)
+        start = next((entry["line"] for entry in last if _attempt(entry) == latest), 0)
+        return [entry for entry in last if entry["line"] >= start]
+
+    @classmethod
+    def open(cls, path: str | Path, *, exclusive: bool = True, key_id: str | None = None) -> Ledger:
+        """Open or create a ledger, verifying every line.
+
+        ``exclusive=False`` opens it for reading only. ``key_id`` is a public fingerprint of the noise key, stored
+        with each event: only an event drawn with the same key counts as the same event when a run is resumed.
+        Raises ``RunError`` if another process holds it or the disk refuses, ``LedgerError`` if it was edited.
+        """
+        path = Path(path)
+        if not exclusive:
+            return cls(path, None, None, _scan_file(path), key_id)
+        with contextlib.ExitStack() as undo:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = _lock(path)
+                undo.callback(os.close, lock)
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                undo.callback(os.close, file)
+                _sync_folder(path.parent)
+                data = path.read_bytes()
+                found = scan(path, data)
+                ledger = cls(path, file, lock, found, key_id)
+                ledger._heal(data, found)
+            except OSError as error:
+                raise RunError(f"{path}: the ledger cannot be opened for writing ({error.strerror})") from error
+            undo.pop_all()
+        return ledger
+
+    def _heal(self, data: bytes, found: Scan) -> None:
+        """Set a torn last line aside (kept in ``ledger.torn``), or finish a whole one that lacks its newline."""
+        file = self._writable()
+        if found.torn:
+            aside = self.path.with_suffix(".torn")
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                _write_all(descriptor, found.torn.rstrip(b"\n") + b"\n")
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.ftruncate(file, len(data) - len(found.torn))
+            self.notes.append(
+                f"line {len(self.entries)} of {self.path.name} was torn by a crash ({len(found.torn)} bytes, moved to "
+                f"{aside.name}); its round had not been released"
+            )
+        elif data and not data.endswith(b"\n"):
+            _write_all(file, b"\n")
+        os.fsync(file)
+        self._size = os.fstat(file).st_size
+
+    def _writable(self) -> int:
+        if self._file is None:
+            raise RunError(f"{self.path}: the ledger is not open for writing; the round was not released")
+        return self._file
+
+    def rounds_recorded(self) -> set[int]:
+        """The rounds that have at least one event."""
+        return {entry["round"] for entry in self.entries}
+
+    def contains(self, payload: Mapping[str, Any]) -> bool:
+        """Whether an event with exactly this payload (and this ledger's key) is already recorded."""
+        wanted = self._normal(payload)
+        return any(event(entry) == wanted for entry in self.entries)
+
+    def _normal(self, payload: Mapping[str, Any]) -> Entry:
+        plain: Entry = {**_plain("ledger event", payload), **self._key}
+        whole("ledger event.round", plain.get("round"))
+        taken = [key for key in plain if key in (*CHAIN, *REASONS)]
+        if taken:
+            raise wrong("ledger event", taken[0], f"names other than {', '.join((*CHAIN, *REASONS))}")
+        return plain
+
+    def append(self, payload: Mapping[str, Any]) -> Entry:
+        """Record one event durably and return its line; only then may the round be released.
+
+        An event that a resumed run draws again (same payload, see ``open``) is returned, not written twice; each
+        recorded event is matched once, so equal events of one running round are all charged.
+        Raises ``InputError`` for a payload that cannot be stored exactly, ``RunError`` if the disk refuses.
+        """
+        plain = self._normal(payload)
+        for index, entry in enumerate(self._replay):
+            if event(entry) == plain:
+                return self._replay.pop(index)
+        return self._write(plain)
+
+    def charge_again(self, reason: str, *, from_round: int | None = None) -> list[Entry]:
+        """Charge the open round's events a second time: it will be drawn again with other noise (the key is gone).
+
+        Events of every round from ``from_round`` (default: the last recorded round) are charged; each repeated line
+        carries ``attempt`` and ``reason``. The round's own ``append`` that follows finds them and writes nothing more.
+        """
+        start = max(self.rounds_recorded(), default=0) if from_round is None else from_round
+        spent: list[Entry] = []
+        before = list(self.entries)
+        for entry in [entry for entry in before if entry["round"] >= start and "attempt" not in entry]:
+            payload = {**event(entry), **self._key}
+            tries = max(_attempt(other) for other in before if _same_draw(other, entry))
+            spent.append(self._write({**payload, "attempt": tries + 1, "reason": reason}))
+        self._replay = [entry for entry in self._replay if entry["round"] < start] + spent
+        return spent
+
+    def _write(self, payload: Mapping[str, Any]) -> Entry:
+        file = self._writable()
+        entry = seal(payload, len(self.entries), self._tip)
+        raw = _dump(entry)
+        try:
+            on_disk = os.stat(self.path)
+            if not os.path.samestat(on_disk, os.fstat(file)) or on_disk.st_size != self._size:
+                raise OSError(0, "another program changed or replaced it")
+            _write_all(file, raw + b"\n")
+            os.fsync(file)
+        except OSError as error:
+            self.close()  # what is on disk is unknown now; opening it again verifies and heals it
+            raise RunError(
+                f"{self.path}: the event of round {entry['round']} could not be written ({error.strerror}); "
+                "the round was not released"
+            ) from error
+        self._size += len(raw) + 1
+        self._tip = _sha(raw)
+        self.entries.append(entry)
+        return entry
+
+    def close(self) -> None:
+        """Close the file and give the lock back; closing twice is harmless."""
+        for descriptor in (self._file, self._lock_file):
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # a failing disk may complain again; the event is refused already
+                    os.close(descriptor)
+        self._file = self._lock_file = None
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
