@@ -1,0 +1,1 @@
+"""The vocabulary every other room shares; it imports nothing of ours."""

@@ -1,0 +1,68 @@
+"""Uniform error sentences: where, what was found, what is allowed, the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong. The command line prints it as one line and exits with 2."""
+
+
+class RunError(RuntimeError):
+    """A run could not go on. The command line prints it as one line and exits with 1."""
+
+
+def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError:
+    """The one error sentence: ``where: found X; allowed: Y. hint``."""
+    shown = found if isinstance(found, str) else repr(found)
+    tail = f" {hint}" if hint else ""
+    return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A sentence naming the closest valid spelling of ``name``, or the empty string."""
+    close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
+    return f"Did you mean {close[0]}?" if close else ""
+
+
+def one_of(where: str, value: Any, names: Iterable[str]) -> Any:
+    """Return ``value`` if it is one of ``names``; otherwise raise with the nearest name."""
+    allowed = list(names)
+    if value not in allowed:
+        raise wrong(where, value, ", ".join(allowed), hint=nearest(value, allowed))
+    return value
+
+
+def in_range(
+    where: str,
+    value: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> float:
+    """Return ``value`` if it is a finite number in the interval; otherwise raise."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    ok = number and math.isfinite(value)
+    ok = ok and (value > low if open_low else value >= low)
+    ok = ok and (value < high if open_high else value <= high)
+    if not ok:
+        left = f"{'>' if open_low else '≥'} {low:g}" if low > -math.inf else ""
+        right = f"{'<' if open_high else '≤'} {high:g}" if high < math.inf else ""
+        limits = " and ".join(part for part in (left, right) if part)
+        raise wrong(where, value, f"a number {limits}".strip())
+    return value
+
+
+def whole(where: str, value: Any, low: int = 0, high: int | None = None) -> int:
+    """Return ``value`` if it is a whole number in [low, high]; otherwise raise."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    if not ok or (high is not None and value > high):
+        upper = f" and ≤ {high}" if high is not None else ""
+        raise wrong(where, value, f"a whole number ≥ {low}{upper}")
+    return int(value)

@@ -1,0 +1,55 @@
+"""Named random streams: every draw comes from (key, purpose, round, client), never from a global generator.
+
+Two keys exist. The *seed* drives everything public or harmless (partition, initial weights, batches, public
+masks). Cohorts and noise come from the *noise key*: in a simulation it is derived from the seed, with
+``privacy.secure`` and in a deployment it is 256 bits of OS entropy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+KEY_BYTES = 32
+
+
+def digest(key: int | bytes, purpose: str, *index: int) -> bytes:
+    """32 bytes that depend on every argument and on nothing else (SHA-256 of an unambiguous encoding)."""
+    head = key if isinstance(key, bytes) else f"seed:{int(key)}".encode()
+    parts = [head, purpose.encode(), *(str(int(i)).encode() for i in index)]
+    return hashlib.sha256(b"".join(len(p).to_bytes(4, "big") + p for p in parts)).digest()
+
+
+def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
+    """A NumPy generator (Philox, 128-bit key) for one named purpose, usually ``(round, client)``."""
+    name = digest(key, purpose, *index)
+    words = np.frombuffer(name, dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=words[:2], counter=np.append(words[2:], [0, 0]).astype(np.uint64)))
+
+
+def simulation_key(seed: int) -> bytes:
+    """The noise key of a simulation: a fixed function of the seed, so that noise is reproducible."""
+    return digest(seed, "noise key of a simulation")
+
+
+def fresh_key() -> bytes:
+    """256 bits of operating-system entropy."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+@contextlib.contextmanager
+def seeded_torch(key: int | bytes, purpose: str, *index: int) -> Iterator[None]:
+    """Run a block whose torch code can only draw from torch's own generator (module init, dropout).
+
+    The generator's state is set from the named stream and put back afterwards, so nothing leaks in or out.
+    """
+    number = int.from_bytes(digest(key, purpose, *index)[:8], "big") >> 1
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(number)
+        yield

@@ -1,0 +1,247 @@
+"""The values that travel through a round, and the shapes of the pieces an algorithm is composed of.
+
+Every client update is one flat vector of shape ``(d,)``; a block of n clients is ``(n, d)``. A piece works on the
+last axis only, so the same piece serves one client, a block of clients and the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Relation = Literal["add-remove", "replace-one"]
+Part = Literal["all", "shared", "personal"]
+
+GradientFn = Callable[[Tensor], Tensor]
+"""Weights ``(…, n)`` of the part being trained -> gradient of the minibatch loss there, same shape."""
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """What a gradient rule may read: values fixed for the round (all of them broadcast, so public).
+
+    start: weights ``(…, n)`` at which the local phase began (w^t for the shared part).
+    clip: clipping threshold C of the round, in units of the update's L2 norm; ``inf`` if nothing is clipped.
+    memory: the broadcast direction g̃ ``(n,)``, or None.
+    """
+
+    start: Tensor
+    clip: float
+    memory: Tensor | None = None
+
+
+GradientRule = Callable[[GradientFn, LocalView], GradientFn]
+"""From a gradient function to a gradient function; rules compose (SAM over BLUR)."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One run of K local steps on one part of the weights. ``None`` means: as the recipe's ``local`` says."""
+
+    part: Part = "all"
+    rule: GradientRule | None = None
+    steps: int | None = None
+    lr: float | None = None
+    momentum: float | None = None
+
+
+@dataclass(frozen=True)
+class UpdateView:
+    """What a transform of a client's update may read besides the update.
+
+    tensors: the slices of the flat vector in which each shared tensor lives.
+    gradient: () -> gradient ``(…, d)`` of the client's full local loss (no penalty, eval mode) at its final weights.
+    steps, lr: the public K and η_t of the phase that trained the shared part.
+    memory: the broadcast g̃ ``(d,)``, or None.
+    """
+
+    tensors: tuple[slice, ...]
+    gradient: Callable[[], Tensor]
+    steps: int
+    lr: float
+    memory: Tensor | None = None
+
+
+Transform = Callable[[Tensor, UpdateView], Tensor]
+"""Update ``(…, d)`` -> message ``(…, d)``, on the client, before the clip."""
+
+
+@dataclass(frozen=True)
+class MaskView:
+    """What the server may use to draw a mask common to all clients: nothing that depends on this round's clients.
+
+    shared, initial: w^t and w^0, ``(d,)``. generator: public randomness of the round.
+    public_update: () -> an update ``(d,)`` trained on public data, or None when there is none.
+    """
+
+    shared: Tensor
+    initial: Tensor
+    generator: np.random.Generator
+    public_update: Callable[[], Tensor] | None = None
+
+
+CommonMask = Callable[[MaskView], Tensor]
+"""-> boolean mask ``(d,)``; the update, the clip and the noise live where it is true."""
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What server post-processing may read: released or public values only.
+
+    slots: named vectors the server keeps between rounds (g̃, optimiser moments, w^0).
+    """
+
+    round: int
+    steps: int
+    lr: float
+    tensors: tuple[slice, ...]
+    slots: Mapping[str, Tensor]
+
+
+class ServerStep(Protocol):
+    """Post-processing of the noisy mean: spends nothing, keeps its memory in named slots."""
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        """Slots before round 0."""
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""
+
+
+class Clip(Protocol):
+    """A clip bounds every message and *reports* the L2 bound it earns."""
+
+    def bound(self, threshold: float) -> float:
+        """The L2 norm no clipped message exceeds, given the round's threshold."""
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> (norms ``(n,)`` before the clip, factors ``(n,)`` or ``(n, L)`` to multiply by)."""
+
+
+class Sampler(Protocol):
+    """How a cohort is chosen. Public facts are fields; the draw itself is secret."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def clients(self) -> int: ...
+    @property
+    def size(self) -> float: ...
+    @property
+    def relation(self) -> Relation: ...
+    def select(self, generator: np.random.Generator) -> np.ndarray: ...
+    def event(self, multiplier: float) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local training, the same public numbers for every client (recipe section ``local``).
+
+    steps: K minibatch steps. lr: η of round 0; round t uses lr·lr_decay^t. momentum: μ, restarting at 0 each round.
+    weight_decay and max_grad_norm act on the loss gradient before any mixing.
+    """
+
+    steps: int
+    batch_size: int
+    lr: float
+    momentum: float = 0.5
+    lr_decay: float = 1.0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+
+    def rate(self, round: int) -> float:
+        """Learning rate factor of a round: lr_decay^t."""
+        return float(self.lr_decay**round)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A method as a frozen composition of pieces (../algorithms.py holds the named ones).
+
+    phases: the local phases in order. transforms: applied to the shared update in order, before the clip.
+    mask: common mask drawn by the server. server: post-processing of the noisy mean, before the server optimiser.
+    head: parameter-name patterns that stay with the client; an empty tuple means "the last linear layer".
+    finetune: a phase each client runs on the global model before it is evaluated (never sent).
+    private: clip and noise. False only for the non-private twins.
+    momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
+    step: for methods whose message is no update (ae-dpfl): see engine/votes.py.
+    """
+
+    name: str
+    phases: tuple[Phase, ...] = (Phase(),)
+    transforms: tuple[Transform, ...] = ()
+    mask: CommonMask | None = None
+    server: tuple[ServerStep, ...] = ()
+    head: tuple[str, ...] | None = None
+    finetune: Phase | None = None
+    private: bool = True
+    momentum: float = 0.5
+    fixed_momentum: str = ""
+    kind: Literal["update", "ddgauss", "votes"] = "update"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shared_phase(self) -> Phase:
+        """The phase that moves the shared part: its K and η enter PGN's memory."""
+        return next(p for p in reversed(self.phases) if p.part in ("all", "shared"))
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """All a client receives at the start of a round."""
+
+    round: int
+    shared: Tensor
+    clip: float
+    rate: float
+    memory: Tensor | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The server between rounds. Everything here has been released (or is public)."""
+
+    round: int
+    shared: Tensor
+    clip: float
+    slots: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The clipped sum of a cohort's messages, and what is private about it.
+
+    total: ``(d,)`` float64-accumulated sum of clipped messages. bits: Σ(b_i − ½), b_i = 1[‖Δ_i‖ ≤ C] (adaptive clip).
+    norms: L2 norm of each message before the clip, in client order. lost: Σ‖Δ_i − clip(Δ_i)‖. finite: which were finite.
+    """
+
+    total: Tensor
+    count: int
+    bits: float
+    norms: Tensor
+    factors: Tensor
+    stats: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What a round reports: ``released`` may be shown to anyone, ``private`` is for the simulation only."""
+
+    released: Mapping[str, Any]
+    private: Mapping[str, Any]
+
+
+def whole_gradient(gradient: GradientFn, view: LocalView) -> GradientFn:
+    """The neutral gradient rule: plain SGD."""
+    return gradient
+
+
+def l2(vector: Tensor) -> Tensor:
+    """L2 norm over the last axis, accumulated in float64 where the vector is long: ``(…, n) -> (…, 1)``."""
+    return torch.linalg.vector_norm(vector, dim=-1, keepdim=True)

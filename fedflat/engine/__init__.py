@@ -1,0 +1,1 @@
+"""The one local loop, the one server path, and what drives them round by round."""

@@ -1,0 +1,65 @@
+"""Evaluation of a weight vector on public test data and on clients' held-back data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.loss import example_loss
+from fedflat.data.clients import Federated
+from fedflat.engine.problem import ModuleProblem
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Loss and accuracy of each example ``(N,)``."""
+
+    loss: Tensor
+    accuracy: Tensor
+
+    def mean(self) -> tuple[float, float]:
+        """Mean loss and accuracy."""
+        return float(self.loss.mean()), float(self.accuracy.mean())
+
+
+def scores(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = 500) -> Scores:
+    """Loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient."""
+    problem.bind(weights)
+    losses, right = [], []
+    with problem.evaluating(), torch.no_grad():
+        for start in range(0, len(inputs), batch):
+            end = start + batch
+            loss, accuracy = example_loss(problem.module(inputs[start:end]), targets[start:end])
+            losses.append(loss)
+            right.append(accuracy)
+    return Scores(torch.cat(losses), torch.cat(right))
+
+
+def class_accuracy(found: Scores, targets: Tensor, classes: int) -> list[float | None]:
+    """Accuracy of each class on public test data; None for a class without examples, empty for sequence targets."""
+    if targets.dim() > 1:
+        return []
+    counts = torch.bincount(targets, minlength=classes)
+    right = torch.bincount(targets, weights=found.accuracy.double(), minlength=classes)
+    return [float(r / c) if c else None for r, c in zip(right, counts)]
+
+
+def client_accuracies(
+    problem: ModuleProblem, data: Federated, weights_of: Callable[[int], Tensor], clients: Sequence[int]
+) -> np.ndarray:
+    """Accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it."""
+    found = []
+    for client in clients:
+        rows = torch.from_numpy(data.held_back[client])
+        found.append(scores(problem, weights_of(client), data.inputs[rows], data.targets[rows]).mean()[1])
+    return np.array(found)
+
+
+def spread(accuracies: np.ndarray) -> dict[str, float]:
+    """Quantiles of the clients' accuracies: who is served worst."""
+    points = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
+    return {name: float(np.quantile(accuracies, q)) for name, q in points.items()}

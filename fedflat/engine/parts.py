@@ -1,0 +1,46 @@
+"""Everything a round is made of, bundled once: the algorithm, its plan, the clip, the mechanism, the server optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fedflat.core.params import Layout
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, RoundState
+from fedflat.privacy.plan import Plan
+
+Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Mechanism(Protocol):
+    """The source of a round's noise."""
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Noise ``(d,)`` on the sum, for the L2 bound the clip reports."""
+
+    def count_noise(self, key: bytes, round: int) -> float:
+        """Noise on the adaptive clip's centred count."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the server and the clients of a run agree on; frozen, and the same in a simulation and a federation."""
+
+    algorithm: Algorithm
+    plan: Plan
+    clip: Clip
+    mechanism: Mechanism
+    optimizer: Optimizer
+    local: Local
+    layout: Layout
+
+    def first_state(self, shared: Tensor, threshold: float) -> RoundState:
+        """The server before round 0."""
+        slots: dict[str, Tensor] = {}
+        for step in self.algorithm.server:
+            slots.update(step.initial(shared))
+        return RoundState(0, shared.clone(), threshold, slots)
+

@@ -1,0 +1,130 @@
+"""The gradient of a client's minibatch loss as a function of one flat vector: for one client, or for a block of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.loss import example_loss, weighted_mean
+from fedflat.core.params import Layout
+from fedflat.core.types import Part
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs ``(…, b, …)``, targets and 0/1 weights ``(…, b)`` (None: every example counts)."""
+
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Gradient ``(…, n)`` of the mean loss, with the loss and accuracy ``(…)`` there."""
+
+    vector: Tensor
+    loss: Tensor
+    accuracy: Tensor
+
+
+class Problem(Protocol):
+    """Weights ``(…, D)`` and a batch -> gradient of a part."""
+
+    layout: Layout
+
+    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient: ...
+    def evaluating(self) -> object: ...
+
+
+class ModuleProblem:
+    """One client at a time on one module: the readable reference.
+
+    The module's parameters are bound to views of whichever weight vector is asked for, so nothing is copied.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.module, self.layout = module, layout
+        parameters = dict(module.named_parameters())
+        self._parameters = [parameters[name] for name in layout.names]
+        self._bound = torch.empty(0)
+        self.module.train()
+
+    def bind(self, weights: Tensor) -> None:
+        """Let the parameters be views of ``weights`` ``(D,)``."""
+        if weights.data_ptr() != self._bound.data_ptr():
+            for parameter, (_, view) in zip(self._parameters, self.layout.views(weights)):
+                parameter.data = view
+            self._bound = weights  # keeps the storage alive, so that its address stays unique
+
+    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
+        """Gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
+        self.bind(weights)
+        chosen = {
+            "all": self._parameters,
+            "shared": self._parameters[: self.layout.shared],
+            "personal": self._parameters[self.layout.shared :],
+        }[part]
+        losses, right = example_loss(self.module(batch.inputs), batch.targets)
+        loss = weighted_mean(losses, batch.weights)
+        grads = torch.autograd.grad(loss, chosen, allow_unused=True)
+        flat = [torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for g, p in zip(grads, chosen)]
+        return Gradient(torch.cat(flat), loss.detach(), weighted_mean(right, batch.weights))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode inside the block (LUS's gradient)."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+
+
+class BlockProblem:
+    """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.module, self.layout = module, layout
+        self.module.train()
+        trained = set(layout.names)
+        self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
+        self._fixed |= dict(module.named_buffers())
+
+    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
+        """Gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
+        span = self.layout.span(part)
+        before, after = weights[:, : span.start], weights[:, span.stop :]
+        per_client = torch.func.vmap(torch.func.grad_and_value(self._loss, has_aux=True), randomness="different")
+        vectors, (loss, right) = per_client(
+            weights[:, span], before, after, batch.inputs, batch.targets, _ones(batch)
+        )
+        return Gradient(vectors, loss.detach(), right.detach())
+
+    def _loss(
+        self, trained: Tensor, before: Tensor, after: Tensor, inputs: Tensor, targets: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        whole = torch.cat([before, trained, after])
+        parameters = dict(self.layout.views(whole)) | self._fixed
+        losses, right = example_loss(torch.func.functional_call(self.module, parameters, (inputs,)), targets)
+        return weighted_mean(losses, weights), weighted_mean(right, weights)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode inside the block (LUS's gradient)."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+
+
+def _ones(batch: Batch) -> Tensor:
+    if batch.weights is not None:
+        return batch.weights
+    return torch.ones(batch.targets.shape[:2], device=batch.inputs.device)

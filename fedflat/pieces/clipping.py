@@ -1,0 +1,126 @@
+"""Clips. A clip bounds every message and reports the L2 bound it earns; the plan turns that into a sensitivity."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import in_range, wrong
+
+
+def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
+    """min(1, C/‖·‖), and 0 where the norm is not finite: a broken message counts as zero."""
+    safe = torch.as_tensor(threshold, dtype=norms.dtype) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+    return torch.where(torch.isfinite(norms), safe.clamp(max=1.0), torch.zeros_like(norms))
+
+
+def norms_of(messages: Tensor) -> Tensor:
+    """L2 norms ``(n,)`` in float64 of messages ``(n, d)``; infinite where any entry is not finite.
+
+    Squares are summed in float64, so that a huge but finite float32 message has a finite norm and is clipped.
+    """
+    norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
+    return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, math.inf))
+
+
+@dataclass(frozen=True)
+class WholeVector:
+    """Clip the whole message: Δ ← Δ·min(1, C/‖Δ‖₂).
+
+    | message | becomes |
+    |---|---|
+    | norm ≤ C | itself |
+    | norm > C | norm C (up to rounding: see ``bound``) |
+    | any NaN or inf | zero |
+    | C = inf | itself |
+    """
+
+    threshold: float
+
+    def bound(self, threshold: float) -> float:
+        """C: no clipped message is longer (the rounding of float32 is covered by ``SLACK`` in the round)."""
+        return threshold
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)``, factors ``(n,)``, both float64."""
+        norms = norms_of(messages)
+        return norms, _factor(norms, threshold)
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """Clip tensor j to C_j; the message's bound, and C in std = σ·C, is √ΣC_j² (algorithms.md, published item 1).
+
+    values: one number for every tensor, or one number per tensor.
+    """
+
+    values: tuple[float, ...]
+    tensors: int
+
+    def bound(self, threshold: float) -> float:
+        """√ΣC_j², scaled as the threshold is."""
+        return threshold
+
+    @property
+    def threshold(self) -> float:
+        """C = √ΣC_j²."""
+        return math.sqrt(sum(v * v for v in self.values))
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
+        norms = norms_of(messages)
+        pieces = torch.stack([norms_of(messages[:, where]) for where in tensors], dim=1)
+        limits = torch.tensor(self.values, dtype=torch.float64, device=messages.device)
+        factors = _factor(pieces, limits)
+        return norms, factors * torch.isfinite(norms)[:, None]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Private quantile clip (Andrew et al. 2021): C follows the ``quantile`` γ of the norms, its count noise paid for.
+
+    C_{t+1} = C_t·exp(−rate·(b̃ − γ)), b̃ = ½ + (Σ(b_i − ½) + N(0, σ_b²))/m, b_i = 1[‖Δ_i‖ ≤ C_t].
+    """
+
+    threshold: float
+    quantile: float
+    rate: float = 0.2
+
+    def bound(self, threshold: float) -> float:
+        """C_t."""
+        return threshold
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """As the whole-vector clip at the round's threshold."""
+        norms = norms_of(messages)
+        return norms, _factor(norms, threshold)
+
+    def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
+        """C_{t+1} from the noisy centred count Σ(b_i − ½) + N(0, σ_b²) and the constant divisor m."""
+        share = 0.5 + noisy_bits / divisor
+        return threshold * math.exp(-self.rate * (share - self.quantile))
+
+
+def whole_vector(threshold: float) -> WholeVector:
+    """Whole-vector clip at C > 0 (``inf`` for none)."""
+    if not (isinstance(threshold, (int, float)) and threshold > 0 and not math.isnan(threshold)):
+        raise wrong("privacy.clip", threshold, "a number > 0, or {kind: adaptive, …}, or {kind: per-tensor, values: …}")
+    return WholeVector(float(threshold))
+
+
+def per_tensor(values: float | list[float], tensors: int) -> PerTensor:
+    """Per-tensor clip; one number is used for every tensor, a list needs one number per tensor."""
+    numbers = [values] * tensors if isinstance(values, (int, float)) else list(values)
+    if len(numbers) != tensors:
+        raise wrong("privacy.clip.values", f"{len(numbers)} numbers", f"one number, or {tensors} (one for each shared tensor)")
+    return PerTensor(tuple(float(in_range("privacy.clip.values", v, 0, open_low=True)) for v in numbers), tensors)
+
+
+def adaptive(initial: float, quantile: float = 0.5) -> Adaptive:
+    """Adaptive clip from ``initial`` > 0 towards the ``quantile`` in (0, 1) of update norms."""
+    in_range("privacy.clip.initial", initial, 0, open_low=True)
+    in_range("privacy.clip.quantile", quantile, 0, 1, open_low=True, open_high=True)
+    return Adaptive(float(initial), float(quantile))

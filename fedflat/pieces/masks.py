@@ -1,0 +1,76 @@
+"""Masks common to all clients of a round (Fed-SMP). They never depend on the round's private data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import in_range
+from fedflat.core.types import MaskView
+
+
+def _count(share: float, size: int) -> int:
+    return min(size, math.ceil(round(share * size, 9)))
+
+
+def _random_mask(size: int, count: int, generator: np.random.Generator) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[torch.from_numpy(generator.choice(size, count, replace=False, shuffle=False))] = True
+    return mask
+
+
+@dataclass(frozen=True)
+class RandomMask:
+    """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, drawn by the server from public randomness (Fed-SMP in 000)."""
+
+    keep: float
+
+    def __call__(self, view: MaskView) -> Tensor:
+        size = view.shared.numel()
+        return _random_mask(size, _count(self.keep, size), view.generator)
+
+
+@dataclass(frozen=True)
+class TopMask:
+    """top_k: the top ⌈p·d⌉ coordinates of an update computed on public data (Fed-SMP in 000).
+
+    Without public data a share ``explore`` of the kept coordinates is uniform at random and the rest are the top of
+    |w^t − w^0|, which is already private and therefore free; without exploring it would lock onto its first mask.
+    """
+
+    keep: float
+    explore: float
+
+    def __call__(self, view: MaskView) -> Tensor:
+        size = view.shared.numel()
+        count = _count(self.keep, size)
+        if view.public_update is not None:
+            return _top(view.public_update().abs(), count)
+        scores = (view.shared - view.initial).abs()
+        top = _top(scores, count - _count(self.explore, count))
+        free = torch.nonzero(~top).squeeze(-1)
+        chosen = view.generator.choice(free.numel(), count - int(top.sum()), replace=False, shuffle=False)
+        mask = top.clone()
+        mask[free[torch.from_numpy(chosen)]] = True
+        return mask
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` largest scores, ties to the lowest index."""
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
+    mask[torch.sort(scores, descending=True, stable=True).indices[:count]] = True
+    return mask
+
+
+def random_mask(keep: float = 0.4) -> RandomMask:
+    """Common random mask keeping the share ``keep`` in (0, 1] of the whole vector."""
+    return RandomMask(in_range("algorithm.keep", keep, 0, 1, open_low=True))
+
+
+def top_mask(keep: float = 0.4, explore: float = 0.5) -> TopMask:
+    """Common top mask keeping the share ``keep`` in (0, 1]; ``explore`` in [0, 1] of it at random without public data."""
+    return TopMask(in_range("algorithm.keep", keep, 0, 1, open_low=True), in_range("algorithm.explore", explore, 0, 1))

@@ -1,0 +1,53 @@
+"""Where the noise of a round comes from. std is always that of the noise on the *sum*; the plan computes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.rng import stream
+from fedflat.core.types import Aggregate, Broadcast
+
+
+def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
+    """N(0, std² I) as a float32 vector ``(size,)``; exactly zero for std = 0."""
+    if std == 0:
+        return torch.zeros(size)
+    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
+
+
+@dataclass(frozen=True)
+class GaussianNoise:
+    """Gaussian noise on the sum, drawn once from the noise key's stream of the round.
+
+    std: the plan's function from the clip's bound C to the std of the noise. trust: in law the same total as the
+    parties of the trust model add together — central: the server adds N(0, std²); distributed: each of n
+    participants adds N(0, std²/n_min), n/n_min·std² in total; local: each of n adds N(0, std²), n·std² in total.
+    minimum: n_min. count_std: σ_b of the adaptive clip's count, 0 if there is none.
+    """
+
+    std: Callable[[float], float]
+    trust: str = "central"
+    minimum: float = 1.0
+    count_std: float = 0.0
+
+    def total_std(self, bound: float, participants: int) -> float:
+        """Std of everything that is added to the sum when ``participants`` clients take part."""
+        shares = {"central": 1.0, "distributed": participants / self.minimum, "local": float(participants)}[self.trust]
+        return self.std(bound) * math.sqrt(shares)
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Noise ``(d,)`` float32; confined to the common mask if the round has one."""
+        size = broadcast.shared.numel()
+        drawn = gaussian(size, self.total_std(bound, aggregate.count), stream(key, "noise", round))
+        # Sound: a common mask is drawn before, and without, the round's private data.
+        return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
+
+    def count_noise(self, key: bytes, round: int) -> float:
+        """N(0, σ_b²) on the adaptive clip's centred count."""
+        return float(stream(key, "count noise", round).standard_normal() * self.count_std)
