@@ -1,0 +1,227 @@
+"""The papers' bounds and diagnostics, each with its equation. None of them enters a privacy statement.
+
+Paper files: 000 (DP-FedSAM), 001 (DP2-FedSAM), 003 (DP-FedSAM, journal version), 004 (BLUR and LUS). Symbols: η local
+learning rate, K local steps, L smoothness, ρ perturbation radius, σ_l local gradient standard deviation, C (004: S)
+clip, σ noise multiplier, q sampling probability, T rounds, m cohort, M clients, d parameters, δ failure probability.
+The convergence theorems state orders, not numbers, and are not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedflat.core.checks import in_range, whole, wrong
+
+# The orders of 000's accounting: 1.1 … 10.9 by 0.1, then 11 … 255.
+ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *map(float, range(11, 256)))
+
+
+def squared_sensitivity_sam(*, lr: float, steps: int, smoothness: float, rho: float) -> float:
+    """E S² of an unclipped SAM update ≤ 6η²ρ²KL²(12K²L²η² + 10) / (1 − 2η²L²K) (000 Eq. 10, 003 Eq. 13).
+
+    Enters no privacy statement: it is about one *sample* and holds before the clip; after it the sensitivity is C for
+    every solver, so 000 Remark 1 is no privacy claim. At ρ = 0 it is 0 and does not meet the SGD bound below.
+    Raises ``InputError`` where 2η²L²K ≥ 1 (the bound is void).
+    """
+    lr, smoothness, rho = _rates(lr, smoothness, rho)
+    squared = lr**2 * smoothness**2 * whole("steps", steps, 1)
+    rest = in_range("1 − 2η²L²K", 1 - 2 * squared, 0, open_low=True)
+    return 6 * rho**2 * squared * (12 * steps * squared + 10) / rest
+
+
+def squared_sensitivity_sgd(*, lr: float, steps: int, smoothness: float, gradient_std: float) -> float:
+    """E S² of an unclipped SGD update ≤ 6η²σ_l²K / (1 − 3η²KL²) (000, under Eq. 11).
+
+    Enters no privacy statement, for the reasons given at :func:`squared_sensitivity_sam`.
+    """
+    lr, smoothness, gradient_std = _rates(lr, smoothness, gradient_std)
+    rest = in_range("1 − 3η²KL²", 1 - 3 * lr**2 * whole("steps", steps, 1) * smoothness**2, 0, open_low=True)
+    return 6 * lr**2 * gradient_std**2 * steps / rest
+
+
+def _rates(lr: float, smoothness: float, last: float) -> tuple[float, float, float]:
+    return in_range("lr", lr, 0), in_range("smoothness", smoothness, 0), in_range("rho or gradient_std", last, 0)
+
+
+def renyi_divergence(q: float, noise_multiplier: float, alpha: float) -> float:
+    """One round's ε̄/T of 000 Eq. 14: ln E_{z∼N(0,σ²)}[(1 − q + q·μ₁(z)/μ₀(z))^α] / (α − 1), by quadrature.
+
+    μ₁ = N(1, σ²); the mixture that 000, 002 and 003 print is a misprint (see the papers' own numbers). Enters no
+    privacy statement. The trapezoidal rule converges geometrically for this smooth, rapidly decaying integrand.
+    """
+    q = in_range("q", q, 0, 1)
+    sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
+    alpha = in_range("alpha", alpha, 1, open_low=True)
+    z = np.arange(-14 * sigma, alpha + 14 * sigma, sigma / 16)
+    with np.errstate(divide="ignore"):
+        ratio = np.logaddexp(np.log1p(-q), np.log(q) + (2 * z - 1) / (2 * sigma**2))
+    exponent = alpha * ratio - z**2 / (2 * sigma**2)
+    top = float(exponent.max())
+    total = top + math.log(float(np.exp(exponent - top).sum()) / 16 / math.sqrt(2 * math.pi))
+    return max(0.0, total) / (alpha - 1)
+
+
+def epsilon_at(alpha: float, *, q: float, rounds: int, noise_multiplier: float, delta: float) -> float:
+    """ε of 000 Eq. 13–14 at one order α: ε̄ + ((α−1)·ln(1−1/α) − ln α − ln δ) / (α−1).
+
+    Enters no privacy statement: the plan's accountant is tighter, and the formula assumes Poisson cohorts, one clip of
+    the whole update and a trusted server, which the papers' released code does not give (algorithms.md).
+    """
+    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    spent = whole("rounds", rounds) * renyi_divergence(q, noise_multiplier, alpha)
+    return spent + math.log1p(-1 / alpha) - (math.log(alpha) + math.log(delta)) / (alpha - 1)
+
+
+def epsilon_000(
+    *, q: float, rounds: int, noise_multiplier: float, delta: float, orders: Iterable[float] = ORDERS
+) -> tuple[float, float]:
+    """``(ε, α)``: :func:`epsilon_at` minimised over the orders. Enters no privacy statement.
+
+    Exact at every order. dp-accounting 0.6 gives only an upper bound at fractional orders and none below 2, so its RDP
+    accountant prints a little more (10.83 instead of 10.79 for 000 on CIFAR).
+    """
+    values = [(epsilon_at(a, q=q, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta), a) for a in orders]
+    return min(values)
+
+
+def noise_multiplier_001(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
+    """The smallest σ of 001 Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε < 2ln(1/δ).
+
+    The formula is lost in the paper's text; this follows from its Lemmas 2–4 at α = 1 + 2ln(1/δ)/ε. Enters no privacy
+    statement: it takes sensitivity C where sampling without replacement (replace-one) needs 2C.
+    """
+    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    log_delta = -math.log(delta)
+    epsilon = in_range("epsilon", epsilon, 0, 2 * log_delta, open_low=True, open_high=True)
+    q = in_range("q", q, 0, 1, open_low=True)
+    return math.sqrt(max(0.7, 7 * q**2 * whole("rounds", rounds, 1) * (epsilon + 2 * log_delta) / epsilon**2))
+
+
+@dataclass(frozen=True)
+class RoundPrivacy:
+    """(ε̃, δ) of one round by 003 Theorem 4: per *sample*, not per client."""
+
+    epsilon: float
+    delta: float
+
+
+def round_privacy_003(
+    *,
+    samples: int,
+    cohort: int,
+    smoothness: float,
+    rho: float,
+    noise_multiplier: float,
+    clip: float,
+    dimension: int,
+    delta_tilde: float,
+    rounds: int,
+) -> RoundPrivacy:
+    """003 Theorem 4 (Eq. 19), per sample, N = ``samples``, m = ``cohort``, at ‖v‖ = 2Lρ/m.
+
+    ε̃ = ln((N−m)/N + (m/N)·exp(Lρ√(2 ln(1/δ̃))/(σCd) + (√2·Lρ/(σCd))²)),
+    δ = min_{1≤t≤T} exp(−√2·t‖v‖(σCd/m)·√ln(1/δ̃))·E e^{t⟨v,W'⟩}, W' ∼ N(0, (σCd/m)² I), minimised in closed form.
+
+    Enters no privacy statement: the unit is a sample, and Lρ stands where the clip's sensitivity should.
+    """
+    whole("samples", samples, 1)
+    whole("cohort", cohort, 1, samples)
+    whole("rounds", rounds, 1)
+    in_range("delta_tilde", delta_tilde, 0, 1, open_low=True)
+    in_range("smoothness · rho", smoothness * rho, 0)
+    scale = in_range("σCd", noise_multiplier * clip * dimension, 0, open_low=True)
+    log_tilde = math.log(1 / delta_tilde)
+    ratio = smoothness * rho / scale
+    share = cohort / samples
+    exponent = ratio * math.sqrt(2 * log_tilde) + 2 * ratio**2
+    epsilon = exponent + math.log(share + (1 - share) * math.exp(-exponent))  # stable for a large exponent
+    spread = 2 * smoothness * rho / cohort * scale / cohort
+    best = math.sqrt(2 * log_tilde) / spread if spread else math.inf
+    t = min(max(best, 1.0), float(rounds))
+    delta = math.exp(min(0.0, -math.sqrt(2 * log_tilde) * t * spread + (t * spread) ** 2 / 2))
+    return RoundPrivacy(epsilon, delta)
+
+
+@dataclass(frozen=True)
+class Generalization:
+    """003 Theorem 5: the risk gap stays under ``gap`` with at least ``probability``; void if that is not positive."""
+
+    gap: float
+    probability: float
+    epsilon_prime: float
+    delta_prime: float
+    samples_needed: float
+
+
+def generalization_003(
+    step: RoundPrivacy, *, samples: int, cohort: int, rounds: int, delta_tilde: float
+) -> Generalization:
+    """003 Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε').
+
+    ``step`` is the (ε̃, δ) of Theorem 4. Enters no privacy statement: (ε', δ') are per sample and only serve the
+    generalization bound. Raises ``InputError`` where ε' ≥ Tε̃ (too few rounds: δ' is not defined).
+    """
+    eps, total = in_range("step.epsilon", step.epsilon, 0, open_low=True), whole("rounds", rounds, 1) * step.epsilon
+    in_range("delta_tilde", delta_tilde, 0, 1, open_low=True)
+    prime = math.sqrt(2 * rounds * math.log(1 / delta_tilde)) * eps + total * math.tanh(eps / 2)
+    if prime >= total:
+        raise wrong("rounds", rounds, f"more rounds: ε' = {prime:.3g} must be under T·ε̃ = {total:.3g}")
+    # The first summand of δ' in logarithms: its factors overflow long before their product does.
+    log_first = -(prime + total) / 2 + rounds * (math.log(2 * total / (total - prime)) - np.logaddexp(0, eps))
+    log_first -= (prime + total) / (2 * eps) * math.log((total + prime) / (total - prime))
+    miss = cohort * step.delta / samples
+    high, low = 1 - miss / (1 + math.exp(-eps)), 1 - miss * math.exp(-eps) / (1 + math.exp(-eps))
+    jumps = math.ceil(prime / eps)
+    delta_prime = math.exp(log_first) + 2 - high**jumps * low ** (rounds - jumps) - low**rounds
+    failure = 2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime)
+    needed = 2 / prime**2 * (math.log(16) + prime - math.log(delta_prime)) if delta_prime > 0 else math.inf
+    return Generalization(4 * prime, 1 - failure, prime, delta_prime, needed)
+
+
+def update_error_004(
+    norm: float, *, clip: float, noise_multiplier: float, cohort: int, dimension: int
+) -> tuple[float, float]:
+    """``(clip bias, noise error)`` of 004 Eq. 2, per coordinate: max(0, ‖Δ‖ − S)²/d and σ²S²/|P_t|.
+
+    ``norm`` is ‖Δ_i‖ before the clip. A diagnostic of one client's private update: it enters no privacy statement.
+    """
+    in_range("clip", clip, 0, open_low=True)
+    bias = max(0.0, in_range("norm", norm, 0) - clip) ** 2 / whole("dimension", dimension, 1)
+    return bias, (in_range("noise_multiplier", noise_multiplier, 0) * clip) ** 2 / whole("cohort", cohort, 1)
+
+
+def alpha(norms: ArrayLike, clip: float) -> NDArray[np.float64]:
+    """α_i = min(1, C/‖Δ_i‖) per client, shape (n,) (000 Eq. 15); 1 for a zero update, 0 for a non-finite one.
+
+    Private to the simulation: it enters no privacy statement.
+    """
+    sizes = np.asarray(norms, dtype=np.float64)
+    in_range("clip", clip, 0, open_low=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.isfinite(sizes), np.minimum(1.0, clip / sizes), 0.0)
+
+
+def alpha_mean(norms: ArrayLike, clip: float) -> float:
+    """ᾱ = mean α_i over the clients given (000 Eq. 15); NaN for none. Enters no privacy statement."""
+    values = alpha(norms, clip)
+    return float(values.mean()) if values.size else math.nan
+
+
+def alpha_spread(norms: ArrayLike, clip: float) -> float:
+    """α̃ = mean|α_i − ᾱ| over the clients given (000 Eq. 15); NaN for none. Enters no privacy statement."""
+    values = alpha(norms, clip)
+    return float(np.abs(values - values.mean()).mean()) if values.size else math.nan
+
+
+def signal_to_noise(signal_norm: float, *, noise_std: float, dimension: int) -> float:
+    """‖Σ clipped Δ_i‖ / (std·√d): the signal's norm over the noise's root-mean-square norm; inf without noise.
+
+    Private to the simulation (the signal is not released): it enters no privacy statement.
+    """
+    noise = in_range("noise_std", noise_std, 0) * math.sqrt(whole("dimension", dimension, 1))
+    return in_range("signal_norm", signal_norm, 0) / noise if noise else math.inf
