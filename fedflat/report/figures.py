@@ -1,0 +1,346 @@
+"""What the figures of a report show: values only; ``svg`` draws them.
+
+A figure about one run shows its series by round (and, where an ε is proven, by ε spent). A figure about several groups
+shows each group's mean over its seeds with a band of one standard deviation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fedflat.report import metrics
+from fedflat.report.groups import Group, spread
+from fedflat.report.metrics import Run, column, number
+
+MAX_POINTS = 600
+Values = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or band.
+
+    Attributes:
+        label: what the legend and the table call it.
+        x: abscissae by axis name, ``round`` always and ``epsilon`` where it is known; same length as ``y``.
+        y: the values (for a band that has no middle line, empty).
+        low, high: the band's edges, or empty.
+        style: index of colour and dash; −1 draws in the text colour.
+    """
+
+    label: str
+    x: Mapping[str, Values]
+    y: Values = ()
+    low: Values = ()
+    high: Values = ()
+    style: int = 0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: its series share a unit and an axis. ``private`` marks what no guarantee covers."""
+
+    key: str
+    title: str
+    series: tuple[Series, ...]
+    unit: str = ""
+    note: str = ""
+    private: bool = False
+    percent: bool = False
+    lines: tuple[tuple[str, float], ...] = ()
+    kind: Literal["line", "bars"] = "line"
+    x_title: str = "round"
+    zero: bool = False
+    overlay: bool = field(default=False, kw_only=True)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The abscissae that this figure can be drawn over."""
+        return tuple(axis for axis in ("round", "epsilon") if self.over(axis))
+
+    def over(self, axis: str) -> tuple[Series, ...]:
+        """The series that have this abscissa."""
+        return tuple(each for each in self.series if axis in each.x)
+
+
+def thin(count: int) -> list[int]:
+    """Places of at most ``MAX_POINTS`` of ``count`` points: evenly spaced, the last one always among them."""
+    step = max(1, math.ceil(count / MAX_POINTS))
+    places = list(range(0, count, step))
+    if places and places[-1] != count - 1:
+        places.append(count - 1)
+    return places
+
+
+def _series(label: str, points: Sequence[tuple[int, float]], spent: Mapping[int, float], style: int = 0) -> Series:
+    places = thin(len(points))
+    rounds = tuple(float(points[place][0]) for place in places)
+    x: dict[str, Values] = {"round": rounds}
+    if spent and all(int(turn) in spent for turn in rounds):
+        x["epsilon"] = tuple(spent[int(turn)] for turn in rounds)
+    return Series(label, x, tuple(points[place][1] for place in places), style=style)
+
+
+# ------------------------------------------------------------------------------------------------------ one run
+
+
+def figures_of_run(run: Run) -> list[Figure]:
+    """Every figure the run has records for; an absent key leaves its figure out."""
+    found = [
+        _accuracy(run),
+        _simple(
+            run.metrics, "test_loss", Figure("loss", "Test loss", (), note="Public test data."), metrics.spent(run)
+        ),
+        _privacy(run),
+        _clip(run),
+        class_bars([(metrics.section(run.recipe, "algorithm").get("name", "") or run.name, run)], overlay=False),
+        _norms(run),
+        _simple(run.private, "clipped_fraction", CLIPPED),
+        _simple(run.private, "signal_to_noise", SIGNAL),
+        _alphas(run),
+        _errors(run),
+        _simple(run.private, "train_accuracy", TRAIN),
+        _simple(run.private, "train_loss", Figure("train-loss", "Training loss", (), note=TRAIN.note, private=True)),
+        _simple(run.private, "personal_accuracy", PERSONAL),
+        _bands(run, "client_accuracy_quantiles", SPREAD),
+        _simple(run.private, "cohort", COHORT),
+    ]
+    return [figure for figure in found if figure is not None]
+
+
+CLIPPED = Figure(
+    "clipped", "Clipped share", (), "%", "Share of updates with a norm above the clip.", True, percent=True, zero=True
+)
+SIGNAL = Figure(
+    "signal", "Signal to noise", (), "", "Norm of the clipped mean over the norm of its noise.", True, zero=True
+)
+TRAIN = Figure("train-accuracy", "Training accuracy", (), "%", "Mean over the round's cohort.", True, percent=True)
+PERSONAL = Figure(
+    "personal", "Personal accuracy", (), "%", "Mean over clients, each its own model and held-back data.", True, True
+)
+SPREAD = Figure("spread", "Accuracy by client", (), "%", "Quantiles over clients.", True, percent=True)
+COHORT = Figure("cohort", "Cohort size", (), "clients", "Clients that took part; the draw is secret.", True, zero=True)
+NORMS = Figure("norms", "Update norm before the clip", (), "L2", "Quantiles over the cohort, with the clip.", True)
+
+
+def _with(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | None:
+    from dataclasses import replace
+
+    kept = tuple(each for each in series if each.y or each.low)
+    return replace(figure, series=kept, **changes) if kept else None
+
+
+def _simple(
+    records: Sequence[Mapping[str, Any]], key: str, figure: Figure, spent: Sequence[tuple[int, float]] = ()
+) -> Figure | None:
+    return _with(figure, [_series(figure.title, _sizes(records, key), dict(spent))])
+
+
+def _sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """``column``, with a list (a cohort given by its members) counted."""
+    counted = [{**record, key: len(record[key])} if isinstance(record.get(key), list) else record for record in records]
+    return column(counted, key)
+
+
+def _accuracy(run: Run) -> Figure | None:
+    points = column(run.metrics, "test_accuracy")
+    figure = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True)
+    return _with(figure, [_series("Test accuracy", points, dict(metrics.spent(run)))])
+
+
+def _privacy(run: Run) -> Figure | None:
+    points = metrics.spent(run)
+    budget = number(metrics.section(run.recipe, "privacy").get("epsilon"))
+    lines = (("budget", budget),) if budget is not None else ()
+    figure = Figure(
+        "epsilon", "Privacy spent", (), "ε", "Proven ε of everything released so far.", lines=lines, zero=True
+    )
+    return _with(figure, [_series("ε spent", points, {})])
+
+
+def _clip(run: Run) -> Figure | None:
+    points = column(run.metrics, "clip")
+    if len({value for _, value in points}) < 2:
+        return None
+    figure = Figure("clip", "Clipping threshold", (), "L2", "Adapted privately; part of what is released.")
+    return _with(figure, [_series("Clip", points, {})])
+
+
+def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
+    """A record's quantiles by name (``0.05`` … ``0.95``, ``min``, ``max``); empty where it has none."""
+    found = record.get(key)
+    if not isinstance(found, Mapping):
+        return {}
+    named = {_quantile_name(name): number(value) for name, value in found.items()}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _quantile_name(name: Any) -> str:
+    try:
+        return f"{float(name):g}"
+    except (TypeError, ValueError):
+        return {"median": "0.5"}.get(str(name), str(name))
+
+
+def _bands(run: Run, key: str, figure: Figure, extra: Sequence[Series] = (), **changes: Any) -> Figure | None:
+    rows = [(metrics.turn(record, place), quantiles(record, key)) for place, record in enumerate(run.private)]
+    rows = [row for row in rows if row[1]]
+    rows = [rows[place] for place in thin(len(rows))]
+
+    def band(label: str, low: str, high: str) -> Series:
+        kept = [(turn, found[low], found[high]) for turn, found in rows if low in found and high in found]
+        x = {"round": tuple(float(turn) for turn, _, _ in kept)}
+        return Series(label, x, (), tuple(item[1] for item in kept), tuple(item[2] for item in kept))
+
+    middle = [(turn, found["0.5"]) for turn, found in rows if "0.5" in found]
+    series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75"), _series("Median", middle, {})]
+    return _with(figure, [*series, *extra], **changes) if rows else None
+
+
+def _norms(run: Run) -> Figure | None:
+    clips = column(run.metrics, "clip")
+    levels = {value for _, value in clips}
+    constant = next(iter(levels)) if len(levels) == 1 else None
+    if not clips:
+        constant = number(metrics.section(run.recipe, "privacy").get("clip"))
+    extra = [_series("Clip", clips, {}, style=-1)] if len(levels) > 1 else []
+    lines = ((f"clip {constant:g}", constant),) if constant is not None else ()
+    found = _bands(run, "update_norm_quantiles", NORMS, extra, lines=lines)
+    mean = _series("Mean norm", column(run.private, "update_norm_mean"), {})
+    return found or (
+        _with(NORMS, [mean, *extra], lines=lines, note="Mean over the cohort, with the clip.") if mean.y else None
+    )
+
+
+def _alphas(run: Run) -> Figure | None:
+    figure = Figure(
+        "alpha", "Clipping factors ᾱ and α̃", (), "", "α = min(1, clip/norm): mean, and mean distance from it.", True
+    )
+    pairs = [("ᾱ mean", "alpha_mean"), ("α̃ spread", "alpha_spread")]
+    return _with(
+        figure,
+        [_series(label, column(run.private, key), {}, place) for place, (label, key) in enumerate(pairs)],
+        zero=True,
+    )
+
+
+def _errors(run: Run) -> Figure | None:
+    figure = Figure("errors", "Clip bias and noise", (), "L2", "Error that clipping and noise add, per client.", True)
+    pairs = [("Clip bias", "clip_bias"), ("Noise", "noise_norm")]
+    return _with(
+        figure, [_series(label, column(run.private, key), {}, place) for place, (label, key) in enumerate(pairs)]
+    )
+
+
+def last_classes(run: Run) -> list[float | None]:
+    """Accuracy by class at the last evaluation that recorded it; empty if none did."""
+    for record in reversed(run.metrics):
+        found = record.get("class_accuracy")
+        if isinstance(found, Mapping):
+            found = list(found.values())
+        if isinstance(found, list) and found:
+            return [number(value) for value in found]
+    return []
+
+
+def class_bars(named: Sequence[tuple[str, Run | Group]], *, overlay: bool) -> Figure | None:
+    """Accuracy by class at the last evaluation: one series per run, or per group (mean over its seeds)."""
+    series = []
+    for place, (label, item) in enumerate(named):
+        rows = [row for row in map(last_classes, item.runs if isinstance(item, Group) else (item,)) if row]
+        width = min(map(len, rows)) if rows else 0
+        means = [spread(row[index] for row in rows) for index in range(width)]
+        kept = [(float(index), found.mean) for index, found in enumerate(means) if found is not None]
+        x = {"round": tuple(index for index, _ in kept)}
+        series.append(Series(label, x, tuple(value for _, value in kept), style=place))
+    figure = Figure("classes", "Accuracy by class", (), "%", "Last evaluation, public test data.", percent=True)
+    return _with(figure, series, kind="bars", x_title="class", zero=True, overlay=overlay)
+
+
+# ------------------------------------------------------------------------------------------------------- groups
+
+Points = Callable[[Run], Sequence[tuple[int, float]]]
+
+
+def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
+    """Overlays of several groups: means over seeds with bands of one standard deviation."""
+
+    def public(key: str) -> Points:
+        return lambda run: column(run.metrics, key)
+
+    def private(key: str) -> Points:
+        return lambda run: _sizes(run.private, key)
+
+    def quantile(key: str, name: str) -> Points:
+        def points(run: Run) -> list[tuple[int, float]]:
+            picked = [{"round": record.get("round"), "q": quantiles(record, key).get(name)} for record in run.private]
+            return column(picked, "q")
+
+        return points
+
+    accuracy = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True)
+    worst = Figure(
+        "spread", "Accuracy of the worst-off clients", (), "%", "5 % quantile over clients.", True, percent=True
+    )
+    mean_norm = Figure("norms", "Update norm before the clip", (), "L2", "Mean over the cohort.", True)
+    alpha = Figure("alpha", "Mean clipping factor ᾱ", (), "", "α = min(1, clip/norm).", True, zero=True)
+    tilde = Figure("alpha-spread", "Spread of the clipping factor α̃", (), "", "Mean distance from ᾱ.", True, zero=True)
+    wanted: list[tuple[Figure, Points, bool]] = [
+        (accuracy, public("test_accuracy"), True),
+        (Figure("loss", "Test loss", (), note="Public test data."), public("test_loss"), True),
+        (Figure("epsilon", "Privacy spent", (), "ε", "Proven ε so far.", zero=True), metrics.spent, False),
+        (mean_norm, private("update_norm_mean"), False),
+        (CLIPPED, private("clipped_fraction"), False),
+        (SIGNAL, private("signal_to_noise"), False),
+        (alpha, private("alpha_mean"), False),
+        (tilde, private("alpha_spread"), False),
+        (TRAIN, private("train_accuracy"), False),
+        (PERSONAL, private("personal_accuracy"), False),
+        (worst, quantile("client_accuracy_quantiles", "0.05"), False),
+    ]
+    found = [_overlay(figure, groups, points, by_epsilon) for figure, points, by_epsilon in wanted]
+    classes = class_bars([(group.label, group) for group in groups], overlay=True)
+    found.insert(3, classes)
+    return [figure for figure in found if figure is not None]
+
+
+def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon: bool) -> Figure | None:
+    series = [_mean_series(group, place, points, by_epsilon) for place, group in enumerate(groups)]
+    changes: dict[str, Any] = {"overlay": True}
+    absent = [each.label for each in series if each.y and "epsilon" not in each.x]
+    if by_epsilon and absent and len(absent) < len(series):
+        # By ε only what has a proven ε can be drawn; the caption says who is missing.
+        changes["note"] = f"{figure.note} Without a proven ε, so by round only: {', '.join(absent)}."
+    return _with(figure, series, **changes)
+
+
+def _mean_series(group: Group, style: int, points: Points, by_epsilon: bool) -> Series:
+    by_round: dict[int, list[float]] = {}
+    for run in group.runs:
+        for turn, value in points(run):
+            by_round.setdefault(turn, []).append(value)
+    rounds = sorted(by_round)
+    rounds = [rounds[place] for place in thin(len(rounds))]
+    found = [spread(by_round[turn]) for turn in rounds]
+    spreads = [each for each in found if each is not None]
+    sds = [each.sd or 0.0 for each in spreads]
+    x: dict[str, Values] = {"round": tuple(map(float, rounds))}
+    # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
+    spent: dict[int, float] = {}
+    for run in group.runs:
+        for turn, value in metrics.spent(run):
+            spent[turn] = max(value, spent.get(turn, 0.0))
+    if by_epsilon and rounds and all(turn in spent for turn in rounds):
+        x["epsilon"] = tuple(spent[turn] for turn in rounds)
+    banded = any(sds)
+    return Series(
+        label=group.label,
+        x=x,
+        y=tuple(each.mean for each in spreads),
+        low=tuple(each.mean - sd for each, sd in zip(spreads, sds, strict=True)) if banded else (),
+        high=tuple(each.mean + sd for each, sd in zip(spreads, sds, strict=True)) if banded else (),
+        style=style,
+    )

@@ -1,0 +1,136 @@
+"""Runs of one setting over several seeds, and the statistics over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedflat.report.metrics import Run
+
+# What makes a setting; the seed, the versions that ran it and whatever else a run notes down do not.
+SETTING = ("name", "rounds", "data", "model", "algorithm", "local", "cohort", "privacy", "server", "engine")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one setting, one per seed, under a label that tells it from the other groups."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (``None`` for a single value) of ``count`` values."""
+
+    mean: float
+    sd: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference over the seeds both methods ran: mean and 95 % t interval (``None`` below 2 pairs)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; keys called ``seed`` are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key == "seed":
+            continue
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def setting(run: Run) -> dict[str, Any]:
+    """The flat recipe without seeds and without what only describes the machine."""
+    return flatten({key: run.recipe[key] for key in SETTING if key in run.recipe})
+
+
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Runs whose recipes differ in nothing but the seed, in the order given.
+
+    A group is labelled with its method, and where two groups share a method also with the keys in which they differ.
+    """
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        # Without a recipe there is nothing to compare by: such a run stays alone.
+        key = json.dumps(setting(run), sort_keys=True) if run.recipe else str(run.path)
+        members.setdefault(key, []).append(run)
+    firsts = [group[0] for group in members.values()]
+    labels = _distinct([_label(first, firsts) for first in firsts])
+    return [Group(label, tuple(group)) for label, group in zip(labels, members.values(), strict=True)]
+
+
+def _label(run: Run, others: Sequence[Run]) -> str:
+    same = [setting(other) for other in others if other.algorithm == run.algorithm]
+    if len(same) == 1:
+        return run.algorithm
+    own = setting(run)
+    keys = [key for key in differing(same) if key != "name"]
+    if not keys or len(keys) > 3:
+        return str(run.recipe.get("name") or run.name)
+    parts = ", ".join(key.rsplit(".", 1)[-1] + "=" + _short(own.get(key)) for key in keys)
+    return f"{run.algorithm} ({parts})"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _distinct(labels: Sequence[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    result = []
+    for label in labels:
+        counts[label] = counts.get(label, 0) + 1
+        result.append(label if labels.count(label) == 1 else f"{label} #{counts[label]}")
+    return result
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The flat keys whose values are not the same in every setting, in the order of first appearance."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    return [key for key in keys if len({json.dumps(each.get(key), sort_keys=True) for each in settings}) > 1]
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample standard deviation of the values that are there; ``None`` if there are none."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    mean = math.fsum(found) / len(found)
+    if len(found) == 1:
+        return Spread(mean, None, 1)
+    return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (len(found) - 1)), len(found))
+
+
+def paired_difference(first: Group, other: Group, measure: Callable[[Run], float | None]) -> Difference | None:
+    """``other − first`` of ``measure`` over the seeds that both ran; ``None`` where they share no measured seed."""
+    theirs = _by_seed(other, measure)
+    gaps = [theirs[seed] - value for seed, value in _by_seed(first, measure).items() if seed in theirs]
+    found = spread(gaps)
+    if found is None:
+        return None
+    if found.sd is None:
+        return Difference(found.mean, None, None, 1)
+    from scipy import stats
+
+    half = float(stats.t.ppf(0.975, found.count - 1)) * found.sd / math.sqrt(found.count)
+    return Difference(found.mean, found.mean - half, found.mean + half, found.count)
+
+
+def _by_seed(group: Group, measure: Callable[[Run], float | None]) -> dict[int | None, float]:
+    measured = {run.seed: measure(run) for run in group.runs}
+    return {seed: value for seed, value in measured.items() if value is not None}

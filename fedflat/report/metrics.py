@@ -1,0 +1,315 @@
+"""The records of a run folder: appending them line by line, reading them back, and the headline numbers.
+
+A run folder holds ``recipe.yaml``, ``metrics.jsonl`` (released or public), ``private.jsonl`` (simulation only, never
+covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everything but the folder itself may be missing: a run
+may have been killed before its first round, and a deployment never writes ``private.jsonl``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedflat.core.checks import InputError, nearest, wrong
+
+Record = dict[str, Any]
+NO_STATEMENT = "the run folder holds no privacy statement (privacy.json)"
+MARKS = ("metrics.jsonl", "recipe.yaml")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder in memory. Non-finite numbers are ``None`` in every record.
+
+    Attributes:
+        path: the folder.
+        name: the folder's name, or the recipe's where the folder has none.
+        recipe: ``recipe.yaml`` with its defaults resolved.
+        metrics: one record per round of what was released or is public, ordered as written.
+        private: one record per round of what is private to the simulation; empty for a deployment.
+        privacy: the privacy statement; empty where there is none.
+        ledger_lines: complete lines in ``ledger.jsonl``.
+    """
+
+    path: Path
+    name: str
+    recipe: Record
+    metrics: list[Record]
+    private: list[Record]
+    privacy: Record
+    ledger_lines: int
+
+    @property
+    def algorithm(self) -> str:
+        """The method's name, or the run's where the recipe has none."""
+        found = section(self.recipe, "algorithm").get("name") or self.recipe.get("algorithm") or self.name
+        return str(found)
+
+    @property
+    def seed(self) -> int | None:
+        """The recipe's seed."""
+        found = self.recipe.get("seed")
+        return found if isinstance(found, int) else None
+
+
+def section(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """``record[key]`` if it is a mapping, otherwise an empty one."""
+    found = record.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def number(value: Any) -> float | None:
+    """``value`` as a finite float, or ``None`` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's types: non-finite floats to ``None``; arrays and tensors to lists; other objects to text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+        return plain(value.tolist())
+    return str(value)
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line and flush it; NaN and infinities become ``null``.
+
+    A fragment that a killed process left behind at the end of the file is dropped first, so that it can never end up
+    in the middle of the file.
+    """
+    line = json.dumps(plain(record), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        _mend_end(file)
+        file.write(line.encode() + b"\n")
+        file.flush()
+
+
+def _mend_end(file: Any) -> None:
+    """Leave an open ``a+b`` file ending in a newline (or empty)."""
+    size = file.seek(0, 2)
+    if size == 0:
+        return
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    content = file.read()
+    start = content.rfind(b"\n") + 1
+    if _parsed(content[start:]) is None:
+        file.truncate(start)
+    else:  # only the newline was lost
+        file.write(b"\n")
+
+
+def _parsed(line: bytes | str) -> Record | None:
+    try:
+        found = json.loads(line)
+    except ValueError:  # includes a character cut in half
+        return None
+    return plain(found) if isinstance(found, dict) else None
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a ``.jsonl`` file; an absent file is empty, a torn last line is left out.
+
+    Raises:
+        InputError: a line before the last one is not a JSON object.
+    """
+    if not path.is_file():
+        return []
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    records: list[Record] = []
+    for place, line in enumerate(lines, start=1):
+        found = _parsed(line)
+        if found is not None:
+            records.append(found)
+        elif place < len(lines):
+            raise wrong(f"{path}, line {place}", line[:40].decode(errors="replace"), "one JSON object per line")
+    return records
+
+
+def _by_round(records: list[Record]) -> list[Record]:
+    """One record per round; where a round was written twice the later one counts."""
+    latest: dict[Any, Record] = {}
+    for place, record in enumerate(records):
+        latest[record.get("round", f"line {place}")] = record
+    return list(latest.values())
+
+
+def read_run(folder: Path | str) -> Run:
+    """Read a run folder.
+
+    Raises:
+        InputError: no such folder (with the nearest run beside it), not a run folder, or an unreadable file in it.
+    """
+    path = Path(folder)
+    if not any((path / mark).is_file() for mark in MARKS):
+        raise _no_run(path)
+    recipe = _read_yaml(path / "recipe.yaml")
+    return Run(
+        path=path,
+        name=path.resolve().name or str(recipe.get("name", "run")),
+        recipe=recipe,
+        metrics=_by_round(read_records(path / "metrics.jsonl")),
+        private=_by_round(read_records(path / "private.jsonl")),
+        privacy=_read_json(path / "privacy.json"),
+        ledger_lines=len(read_records(path / "ledger.jsonl")),
+    )
+
+
+def read_runs(folders: Iterable[Path | str]) -> list[Run]:
+    """Read several runs; a folder that holds run folders (a comparison) stands for all of them, at any depth.
+
+    Raises:
+        InputError: as :func:`read_run`, or nothing was given.
+    """
+    runs: list[Run] = []
+    for folder in map(Path, folders):
+        inside = [] if any((folder / mark).is_file() for mark in MARKS) else _runs_under(folder)
+        runs.extend(read_run(path) for path in inside or [folder])
+    if not runs:
+        raise wrong("report", "no run", "one or more run folders")
+    return runs
+
+
+def _runs_under(folder: Path) -> list[Path]:
+    return sorted({path.parent for mark in MARKS for path in folder.rglob(mark)}) if folder.is_dir() else []
+
+
+def _no_run(path: Path) -> InputError:
+    if path.exists():
+        return wrong(f"run folder {path}", "no metrics.jsonl or recipe.yaml in it", "a folder written by fedflat run")
+    parent = path.parent
+    runs = [found.relative_to(parent).as_posix() for found in _runs_under(parent)]
+    hint = nearest(path.name, runs) or (f"Runs in {parent}: {', '.join(runs[:8])}." if runs else "")
+    return wrong(f"run folder {path}", "no such folder", "a folder written by fedflat run", hint=hint)
+
+
+def _read_yaml(path: Path) -> Record:
+    import yaml
+
+    if not path.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise wrong(str(path), f"unreadable YAML ({error})", "the recipe written by the run") from error
+    return plain(found) if isinstance(found, dict) else {}
+
+
+def _read_json(path: Path) -> Record:
+    if not path.is_file():
+        return {}
+    found = _parsed(path.read_bytes())
+    if found is None:
+        raise wrong(str(path), "not a JSON object", "the privacy statement written by the run")
+    return found
+
+
+def column(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """``(round, value)`` wherever ``key`` is a finite number; a record without a round counts from 0."""
+    points: list[tuple[int, float]] = []
+    for place, record in enumerate(records):
+        value = number(record.get(key))
+        if value is not None:
+            points.append((turn(record, place), value))
+    return points
+
+
+def turn(record: Mapping[str, Any], place: int) -> int:
+    """The record's round, or its ``place`` in the file where it names none."""
+    found = number(record.get("round"))
+    return place if found is None else int(found)
+
+
+def final_accuracy(run: Run) -> float | None:
+    """Test accuracy (0 to 1) of the shared model at the last evaluation; ``None`` if it was never evaluated."""
+    points = column(run.metrics, "test_accuracy")
+    return points[-1][1] if points else None
+
+
+def best_accuracy(run: Run) -> float | None:
+    """The highest test accuracy of any round: a choice made on test data, so reports say so."""
+    points = column(run.metrics, "test_accuracy")
+    return max(value for _, value in points) if points else None
+
+
+def personal_accuracy(run: Run) -> float | None:
+    """Mean accuracy of the clients' own models at the last evaluation; private to the simulation."""
+    points = column(run.private, "personal_accuracy")
+    return points[-1][1] if points else None
+
+
+def proven_epsilon(run: Run) -> float | None:
+    """The ε that is proven for what ran; ``None`` means that none is (infinite)."""
+    key = "proven_epsilon" if "proven_epsilon" in run.privacy else "epsilon"
+    return number(run.privacy.get(key))
+
+
+def claimed_epsilon(run: Run) -> float | None:
+    """The ε that a paper's formula claims where it is not the proven one; never to be shown alone."""
+    claimed = number(run.privacy.get("claimed_epsilon"))
+    proven = proven_epsilon(run)
+    same = claimed is not None and proven is not None and math.isclose(claimed, proven, rel_tol=1e-3)
+    return None if same else claimed
+
+
+def reasons(run: Run) -> list[str]:
+    """Why the proven ε is what it is, in the statement's words."""
+    found = run.privacy.get("reasons")
+    if isinstance(found, str):
+        return [found]
+    listed = [item if isinstance(item, str) else json.dumps(item) for item in found] if isinstance(found, list) else []
+    return listed or ([] if run.privacy else [NO_STATEMENT])
+
+
+def spent(run: Run) -> list[tuple[int, float]]:
+    """``(round, ε)`` where the recorded ε is the proven one; empty where no ε, or only a claimed one, was recorded."""
+    if proven_epsilon(run) is None or claimed_epsilon(run) is not None:
+        return []
+    return column(run.metrics, "epsilon")
+
+
+def seconds(run: Run) -> float:
+    """Wall-clock seconds, the sum over the recorded rounds."""
+    return sum(value for _, value in column(run.metrics, "seconds"))
+
+
+def summary(run: Run) -> Record:
+    """The headline numbers of a run, ready for JSON. Global and personal accuracy are separate keys."""
+    accuracy = column(run.metrics, "test_accuracy")
+    loss = column(run.metrics, "test_loss")
+    best = max(accuracy, key=lambda point: point[1]) if accuracy else (None, None)
+    return {
+        "name": run.name,
+        "recipe": run.recipe.get("name"),
+        "algorithm": run.algorithm,
+        "seed": run.seed,
+        "rounds": len(run.metrics),
+        "rounds_planned": run.recipe.get("rounds"),
+        "final_accuracy": accuracy[-1][1] if accuracy else None,
+        "best_accuracy": best[1],
+        "best_round": best[0],
+        "final_loss": loss[-1][1] if loss else None,
+        "personal_accuracy": personal_accuracy(run),
+        "proven_epsilon": proven_epsilon(run),
+        "claimed_epsilon": number(run.privacy.get("claimed_epsilon")),
+        "simulated_epsilon": number(run.privacy.get("simulated_epsilon")),
+        "delta": number(run.privacy.get("delta")),
+        "reasons": reasons(run),
+        "seconds": seconds(run),
+    }

@@ -1,0 +1,89 @@
+"""The privacy statement of a run as readable HTML. Keys it does not know are shown as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from fedflat.report import metrics, tables
+from fedflat.report.metrics import Run
+
+TITLES = {
+    "unit": "Unit of privacy",
+    "adjacency": "Adjacency",
+    "trust": "Trust model",
+    "adversaries": "Protected from",
+    "protocol": "Protocol",
+    "sampling": "Sampling",
+    "mechanism": "Mechanism",
+    "proven_epsilon": "Proven ε",
+    "claimed_epsilon": "Claimed ε (the paper's formula)",
+    "epsilon": "ε",
+    "delta": "δ",
+    "simulated_epsilon": "ε of the simulated population",
+    "reasons": "Reasons",
+    "not_covered": "Not covered",
+}
+
+
+def statement_html(run: Run) -> str:
+    """The statement as a definition list, the keys of the contract first, in reading order."""
+    if not run.privacy:
+        return f"<p>{escape(metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:])}: nothing is proven.</p>"
+    known = {key: run.privacy[key] for key in TITLES if key in run.privacy}
+    rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
+    return definition_list(_without_repeats(known) | rest)
+
+
+def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only repeats the proven ε, or says that there is no claim or simulated population."""
+    proven = known.get("proven_epsilon")
+    repeated = "proven_epsilon" in known and known.get("epsilon", proven) == proven
+    drop = {"epsilon"} if repeated else set()
+    drop |= {key for key in ("claimed_epsilon", "simulated_epsilon") if known.get(key) is None}
+    drop |= {key for key in ("reasons", "not_covered", "adversaries") if known.get(key) in ([], "", None)}
+    if "proven_epsilon" not in known and "claimed_epsilon" in known:
+        known = {"proven_epsilon": None} | known  # a claim never stands alone
+    return {key: value for key, value in known.items() if key not in drop}
+
+
+def definition_list(tree: Mapping[str, Any]) -> str:
+    """A mapping as ``<dl>``; nested mappings nest, lists become ``<ul>``."""
+    items = "".join(f"<dt>{escape(title(key))}</dt><dd>{_value(key, value)}</dd>" for key, value in tree.items())
+    return f'<dl class="facts">{items}</dl>'
+
+
+def title(key: str) -> str:
+    """A key as a reader would write it."""
+    plain = str(key).replace("_", " ").replace("epsilon", "ε").replace("delta", "δ")
+    return TITLES.get(str(key), plain[:1].upper() + plain[1:])
+
+
+def _value(key: str, value: Any) -> str:
+    if isinstance(value, Mapping) and value:
+        return definition_list(value)
+    if isinstance(value, list) and value:
+        return "<ul>" + "".join(f"<li>{_value(key, item)}</li>" for item in value) + "</ul>"
+    if value is None and "epsilon" in str(key):
+        return tables.NO_EPSILON
+    if "epsilon" in str(key) and metrics.number(value) is not None:
+        return tables.epsilon_text(metrics.number(value))
+    return escape(readable(value))
+
+
+def readable(value: Any) -> str:
+    """A value as text: yes and no, short numbers, lists with commas."""
+    if value is None or value in ([], {}, ""):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(readable, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {readable(item)}" for key, item in value.items())
+    return str(value)

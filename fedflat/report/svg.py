@@ -1,0 +1,258 @@
+"""Draw a figure as inline SVG with the data behind it: no library, no network, readable without a script."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from fedflat.report.figures import Figure, Series
+
+WIDTH, HEIGHT = 480.0, 260.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 468.0, 14.0, 218.0
+COLOURS, DASHES = 7, 4
+AXIS_TITLES = {"round": "round", "epsilon": "ε spent"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A map from values to pixels, linear or logarithmic, with its ticks."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+    ticks: tuple[float, ...]
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+
+def nice_step(span: float, count: int) -> float:
+    """The largest of 1, 2, 2.5, 5 × 10^k that cuts ``span`` into about ``count`` parts."""
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= raw * 0.999)
+
+
+def linear(low: float, high: float, start: float, end: float, count: int, *, snap: bool, whole: bool = False) -> Scale:
+    """A linear scale; ``snap`` extends it to ticks, ``whole`` keeps its ticks whole numbers."""
+    if high - low < 1e-12 * max(abs(low), abs(high), 1e-9):
+        pad = abs(high) * 0.1 or 1.0
+        low, high = (low - pad if low else 0.0), high + pad
+    step = nice_step(high - low, count)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    if snap:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return Scale(low, high, start, end, False, tuple(place * step for place in range(first, last + 1)))
+
+
+def logarithmic(low: float, high: float, start: float, end: float) -> Scale:
+    """A logarithmic scale over whole decades (or 1-2-5 where it spans few)."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1,) if last - first > 2 else (1, 3) if last - first == 2 else (1, 2, 5)
+    low, high = low / 1.08, high * 1.08
+    every = max(1, math.ceil((last - first) / 6))
+    ticks = [step * 10.0**power for power in range(first, last + 1, every) for step in steps]
+    return Scale(low, high, start, end, True, tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def tick_text(value: float, percent: bool) -> str:
+    """A short tick label: ``0``, ``0.25``, ``10k``, ``1e-5``."""
+    value = 100 * value if percent else value
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.4g}"
+
+
+def _extent(figure: Figure) -> tuple[float, float]:
+    values = [value for each in figure.series for part in (each.y, each.low, each.high) for value in part]
+    values += [value for _, value in figure.lines]
+    return min(values), max(values)
+
+
+def _y_scale(figure: Figure) -> Scale:
+    low, high = _extent(figure)
+    if low > 0 and high / low > 60 and not figure.percent:
+        return logarithmic(low, high, BOTTOM, TOP)
+    if figure.zero:
+        low, high = min(0.0, low), max(0.0, high)
+    scale = linear(low, high, BOTTOM, TOP, 5, snap=True)
+    if figure.percent and scale.high > 1.0 >= high:
+        return linear(scale.low, 1.0, BOTTOM, TOP, 5, snap=False)
+    return scale
+
+
+def _x_scale(figure: Figure, axis: str) -> Scale:
+    values = [value for each in figure.over(axis) for value in each.x[axis]]
+    if figure.kind == "bars":
+        count = max(values) + 1
+        step = max(1, math.ceil(count / 12))
+        return Scale(-0.6, count - 0.4, LEFT, RIGHT, False, tuple(float(x) for x in range(0, int(count), step)))
+    low, high = min(values), max(values)
+    if axis == "epsilon":
+        low = 0.0
+    return linear(low, high, LEFT, RIGHT, 6, snap=False, whole=axis == "round")
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _classes(series: Series) -> str:
+    if series.style < 0:
+        return "ink g-1"
+    return f"c{series.style % COLOURS} d{series.style % DASHES} g{series.style}"
+
+
+def _line(series: Series, axis: str, x: Scale, y: Scale) -> str:
+    across = [x(value) for value in series.x[axis]]
+    marks = []
+    if series.low:
+        edge = list(zip(across, map(y, series.low), strict=True))
+        back = list(zip(across, map(y, series.high), strict=True))[::-1]
+        band = "sd" if series.y else "q5" if series.label.startswith("5") else "q25"
+        marks.append(f'<path class="band {band} {_classes(series)}" d="{_path(edge + back)}Z"/>')
+    if series.y:
+        points = list(zip(across, map(y, series.y), strict=True))
+        if len(points) > 1:
+            marks.append(f'<path class="line {_classes(series)}" d="{_path(points)}"/>')
+        if len(points) <= 25:
+            marks += [f'<circle class="dot {_classes(series)}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in points]
+    return "".join(marks)
+
+
+def _bars(figure: Figure, x: Scale, y: Scale) -> str:
+    count = len(figure.series)
+    slot = (x(1) - x(0)) * 0.8
+    marks = []
+    for place, series in enumerate(figure.series):
+        for index, value in zip(series.x["round"], series.y, strict=True):
+            if count <= 3:
+                left = x(index) - slot / 2 + place * slot / count
+                shape = f'x="{left:.1f}" y="{y(value):.1f}" width="{max(1.0, slot / count - 0.8):.1f}"'
+                marks.append(
+                    f'<rect class="bar {_classes(series)}" {shape} height="{max(0.0, BOTTOM - y(value)):.1f}"/>'
+                )
+            else:
+                centre = x(index) + slot * 0.8 * ((place + 0.5) / count - 0.5)
+                marks.append(f'<circle class="dot {_classes(series)}" cx="{centre:.1f}" cy="{y(value):.1f}" r="2.6"/>')
+    return "".join(marks)
+
+
+def _frame(figure: Figure, axis: str, x: Scale, y: Scale) -> str:
+    parts = []
+    for tick in y.ticks:
+        at = y(tick)
+        parts.append(f'<path class="grid" d="M{LEFT:g},{at:.1f}H{RIGHT:g}"/>')
+        parts.append(f'<text class="ty" x="{LEFT - 7:g}" y="{at + 4:.1f}">{tick_text(tick, figure.percent)}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT:g},{BOTTOM:g}H{RIGHT:g}"/>')
+    for tick in x.ticks:
+        parts.append(f'<text class="tx" x="{x(tick):.1f}" y="{BOTTOM + 18:g}">{tick_text(tick, False)}</text>')
+    title = figure.x_title if axis == "round" else AXIS_TITLES[axis]
+    parts.append(f'<text class="tt" x="{(LEFT + RIGHT) / 2:g}" y="{HEIGHT - 5:g}">{escape(title)}</text>')
+    return "".join(parts)
+
+
+def _reference(figure: Figure, y: Scale) -> str:
+    parts = []
+    for label, value in figure.lines:
+        at = y(value)
+        below = at < TOP + 16
+        parts.append(f'<path class="ref" d="M{LEFT:g},{at:.1f}H{RIGHT:g}"/>')
+        parts.append(f'<text class="rl" x="{RIGHT:g}" y="{at + (14 if below else -5):.1f}">{escape(label)}</text>')
+    return "".join(parts)
+
+
+def describe(figure: Figure) -> str:
+    """The figure in words: from where to where each of its first series went."""
+    shown = [series for series in figure.series if series.y]
+    sentences = []
+    for series in shown[:6]:
+        turns = series.x["round"]
+        first, last = _value(figure, series.y[0]), _value(figure, series.y[-1])
+        top = max(range(len(series.y)), key=lambda place: series.y[place])
+        high = f"highest {_value(figure, series.y[top])} at {figure.x_title} {turns[top]:g}"
+        if figure.kind == "bars":
+            sentences.append(f"{series.label}: {high}, lowest {_value(figure, min(series.y))}.")
+        else:
+            sentences.append(f"{series.label}: {first} at round {turns[0]:g}, {last} at round {turns[-1]:g}, {high}.")
+    if len(shown) > 6:
+        sentences.append(f"And {len(shown) - 6} more in the data table.")
+    sentences += [f"{label[:1].upper()}{label[1:]}: drawn at {_value(figure, value)}." for label, value in figure.lines]
+    return " ".join(sentences)
+
+
+def _value(figure: Figure, value: float) -> str:
+    return f"{100 * value:.2f} %" if figure.percent else f"{value:.4g}"
+
+
+def draw(figure: Figure, axis: str) -> str:
+    """The figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
+    x, y = _x_scale(figure, axis), _y_scale(figure)
+    name = f"{figure.key}-{axis}"
+    marks = _bars(figure, x, y) if figure.kind == "bars" else "".join(_line(s, axis, x, y) for s in figure.over(axis))
+    unit = f", {figure.unit}" if figure.unit else ""
+    by = figure.x_title if axis == "round" else AXIS_TITLES[axis]
+    limits = (
+        f'data-x0="{_digits(x.low)}" data-x1="{_digits(x.high)}" data-y0="{_digits(y.low)}" data-y1="{_digits(y.high)}"'
+    )
+    return (
+        f'<svg class="by-{axis}" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" data-axis="{axis}" {limits}'
+        f' data-log="{int(y.log)}" aria-labelledby="t-{name}" aria-describedby="d-{name}">'
+        f'<title id="t-{name}">{escape(figure.title + unit)} by {escape(by)}</title>'
+        f'<desc id="d-{name}">{escape(describe(figure))}</desc>'
+        f"{_frame(figure, axis, x, y)}{marks}{_reference(figure, y)}</svg>"
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:.7g}"
+
+
+def _numbers(values: Sequence[float]) -> list[float]:
+    """Seven significant digits, whole numbers without a point: short, and more than anyone reads off a figure."""
+    rounded = (float(_digits(value)) for value in values)
+    return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in rounded]
+
+
+def data(figure: Figure) -> str:
+    """The figure's numbers as JSON for the page's script; an abscissa equal to the first series' is left out."""
+    first = figure.series[0].x
+    listed = []
+    for series in figure.series:
+        item: dict[str, object] = {"label": series.label, "style": series.style}
+        if series is figure.series[0] or series.x != first:
+            item["x"] = {axis: _numbers(values) for axis, values in series.x.items()}
+        item |= {
+            key: _numbers(part) for key, part in (("y", series.y), ("low", series.low), ("high", series.high)) if part
+        }
+        listed.append(item)
+    content = {
+        "title": figure.title,
+        "unit": figure.unit,
+        "percent": figure.percent,
+        "axes": {"round": figure.x_title, "epsilon": AXIS_TITLES["epsilon"]},
+        "lines": [[label, value] for label, value in figure.lines],
+        "series": listed,
+    }
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")  # so that no label can close the script element
+
+
+def swatch(series: Series) -> str:
+    """A small sample of the series' line or band for a legend."""
+    if series.low and not series.y:
+        band = "q5" if series.label.startswith("5") else "q25"
+        sample = f'<rect class="band {band} {_classes(series)}" y="1" width="26" height="8"/>'
+    else:
+        sample = f'<path class="line {_classes(series)}" d="M0,5H26"/>'
+    return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">{sample}</svg>'

@@ -1,0 +1,319 @@
+"""The comparison of several methods as a table: terminal, Markdown, CSV, JSON and LaTeX.
+
+Accuracies of the shared model and of the clients' own models never share a column, and a claimed ε is only ever
+printed beside the proven one.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from fedflat.core.checks import in_range, wrong
+from fedflat.report import metrics
+from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
+from fedflat.report.metrics import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NO_EPSILON = "∞ (none)"
+PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none."""
+
+    method: str
+    seeds: int
+    final: Spread | None
+    best: Spread | None
+    personal: Spread | None
+    proven_epsilon: float | None
+    claimed_epsilon: float | None
+    delta: float | None
+    seconds: Spread | None
+    difference: Difference | None
+    personal_difference: Difference | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of a comparison; differences are against the first."""
+
+    rows: tuple[Row, ...]
+
+
+def comparison_table(groups: Sequence[Group]) -> Comparison:
+    """Mean ± sd over seeds for each group, and paired differences (95 % Student-t) against the first group.
+
+    Raises:
+        InputError: no group.
+    """
+    if not groups:
+        raise wrong("comparison", "no run", "one or more runs")
+    return Comparison(tuple(_row(group, groups[0]) for group in groups))
+
+
+def _row(group: Group, first: Group) -> Row:
+    def over(measure: Callable[[Run], float | None]) -> Spread | None:
+        return spread(measure(run) for run in group.runs)
+
+    def against(measure: Callable[[Run], float | None]) -> Difference | None:
+        return None if group is first else paired_difference(first, group, measure)
+
+    proven = [metrics.proven_epsilon(run) for run in group.runs]
+    weakest = max(range(len(proven)), key=lambda place: (proven[place] is None, proven[place] or 0.0))
+    shown = group.runs[weakest]  # seeds that differ in ε are reported at the largest
+    return Row(
+        method=group.label,
+        seeds=len(group.runs),
+        final=over(metrics.final_accuracy),
+        best=over(metrics.best_accuracy),
+        personal=over(metrics.personal_accuracy),
+        proven_epsilon=proven[weakest],
+        claimed_epsilon=metrics.claimed_epsilon(shown),
+        delta=metrics.number(shown.privacy.get("delta")),
+        seconds=over(lambda run: metrics.seconds(run) if run.metrics else None),
+        difference=against(metrics.final_accuracy),
+        personal_difference=against(metrics.personal_accuracy),
+        reasons=tuple(metrics.reasons(shown)),
+    )
+
+
+def epsilon_at_accuracy(run: Run, target: float) -> float | None:
+    """The ε spent when the test accuracy first reached ``target`` (0 to 1): methods compared at equal accuracy.
+
+    ``None`` where the target was not reached or no ε is proven. It is read off the run's own test curve, so stopping
+    there would be a choice made on test data.
+
+    Raises:
+        InputError: a target outside 0 to 1.
+    """
+    in_range("accuracy target", target, 0.0, 1.0)
+    reached = next((turn for turn, value in metrics.column(run.metrics, "test_accuracy") if value >= target), None)
+    return dict(metrics.spent(run)).get(reached) if reached is not None else None
+
+
+# ---------------------------------------------------------------------------------------------------------- wording
+
+
+def percent(value: float | None) -> str:
+    """A share as per cent with two decimals, without the sign."""
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+def percent_spread(value: Spread | None) -> str:
+    """``78.41 ± 0.32``, in per cent."""
+    if value is None:
+        return "–"
+    return percent(value.mean) + ("" if value.sd is None else f" ± {percent(value.sd)}")
+
+
+def epsilon_text(value: float | None) -> str:
+    """Three or more significant digits; ``∞ (none)`` where no finite ε is proven."""
+    if value is None:
+        return NO_EPSILON
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
+
+
+def duration(value: float | None) -> str:
+    """Seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if value is None:
+        return "–"
+    if value < 59.95:
+        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def difference_text(value: Difference | None) -> str:
+    """``+1.20 [+0.31, +2.09]``, in percentage points."""
+    if value is None:
+        return "–"
+    text = f"{100 * value.mean:+.2f}"
+    if value.low is None or value.high is None:
+        return text
+    return f"{text} [{100 * value.low:+.2f}, {100 * value.high:+.2f}]"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the printed table: heading, alignment and how a row reads in it."""
+
+    key: str
+    heading: str
+    text: Callable[[Row], str]
+    left: bool = False
+
+
+def columns(table: Comparison) -> list[Column]:
+    """The columns this comparison needs: personal accuracy, claimed ε and differences only where there are any."""
+    rows = table.rows
+    claimed = any(row.claimed_epsilon is not None for row in rows)
+    personal = any(row.personal for row in rows)
+    found: list[tuple[bool, Column]] = [
+        (True, Column("method", "method", lambda row: row.method, left=True)),
+        (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
+        (True, Column("final", "accuracy %", lambda row: percent_spread(row.final))),
+        (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
+        (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
+        (True, Column("proven_epsilon", "ε proven", lambda row: epsilon_text(row.proven_epsilon))),
+        (claimed, Column("claimed_epsilon", "ε claimed", _claimed_text)),
+        (True, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
+    ]
+    return [column for wanted, column in found if wanted]
+
+
+def _claimed_text(row: Row) -> str:
+    return "–" if row.claimed_epsilon is None else epsilon_text(row.claimed_epsilon)
+
+
+def notes(table: Comparison) -> list[str]:
+    """What a reader must know beside the table."""
+    rows = table.rows
+    found = ["Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds."]
+    if any(row.difference for row in rows):
+        found.append(f"Δ: paired difference from {rows[0].method} over common seeds, points, 95 % t interval.")
+    if any(row.personal for row in rows):
+        found.append(PRIVATE_NOTE)
+    for row in rows:
+        if row.proven_epsilon is None:
+            found.append(f"{row.method}: no finite ε is proven. {' '.join(row.reasons[:1])}".strip())
+        elif row.claimed_epsilon is not None:
+            found.append(f"{row.method}: claimed is the paper's formula. {' '.join(row.reasons[:1])}".strip())
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- renderers
+
+
+def to_rich(table: Comparison) -> Table:
+    """A terminal table of at most 80 columns; cells fold rather than overflow."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), width=None)
+    cells = columns(table)
+    for column in cells:
+        folded = 12 if column.key == "difference" else None
+        shown.add_column(
+            column.heading,
+            justify="left" if column.left else "right",
+            overflow="fold",
+            max_width=24 if column.left else folded,
+            no_wrap=column.key in ("seeds", "final", "proven_epsilon"),
+        )
+    for row in table.rows:
+        shown.add_row(*(Text(column.text(row)) for column in cells))  # Text: a name in [brackets] is not markup
+    return shown
+
+
+def to_terminal(table: Comparison, width: int = 80) -> str:
+    """The terminal table with its notes as plain text, no line wider than ``width``."""
+    from rich.console import Console
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, force_terminal=False)
+    console.print(to_rich(table))
+    for note in notes(table):
+        console.print(Text(note))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def to_markdown(table: Comparison) -> str:
+    """A Markdown table with its notes."""
+
+    def safe(text: str) -> str:
+        return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+    cells = columns(table)
+    lines = [" | ".join(column.heading for column in cells)]
+    lines.append(" | ".join(":--" if column.left else "--:" for column in cells))
+    lines += [" | ".join(safe(column.text(row)) for column in cells) for row in table.rows]
+    body = "\n".join(f"| {line} |" for line in lines)
+    return body + "\n\n" + "\n".join(f"- {safe(note)}" for note in notes(table)) + "\n"
+
+
+def to_records(table: Comparison) -> list[dict[str, Any]]:
+    """One plain dictionary per row; ``None`` for what is absent or infinite."""
+    return [metrics.plain(asdict(row)) for row in table.rows]
+
+
+def to_json(table: Comparison) -> str:
+    """The rows with full precision."""
+    return json.dumps({"rows": to_records(table), "notes": notes(table)}, indent=2, ensure_ascii=False) + "\n"
+
+
+def to_csv(table: Comparison) -> str:
+    """One line per row with full precision; nested values as ``final.mean``, ``difference.low`` and so on."""
+    records = [_flat(record) for record in to_records(table)]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    parts = {
+        "difference": ("mean", "low", "high", "pairs"),
+        "personal_difference": ("mean", "low", "high", "pairs"),
+        **dict.fromkeys(("final", "best", "personal", "seconds"), ("mean", "sd")),
+    }
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        if key in parts:
+            flat |= {f"{key}.{part}": (value or {}).get(part) for part in parts[key]}
+        else:
+            flat[key] = " ".join(value) if isinstance(value, list) else value
+    return flat
+
+
+def to_latex(table: Comparison) -> str:
+    """A ``tabular`` with booktabs rules; its notes follow as comments."""
+    cells = columns(table)
+    lines = ["\\begin{tabular}{" + "".join("l" if column.left else "r" for column in cells) + "}", "\\toprule"]
+    lines.append(" & ".join(_latex(column.heading) for column in cells) + " \\\\")
+    lines.append("\\midrule")
+    lines += [" & ".join(_latex(column.text(row)) for column in cells) + " \\\\" for row in table.rows]
+    lines += ["\\bottomrule", "\\end{tabular}"]
+    lines += ["% " + note.replace("\n", " ") for note in notes(table)]
+    return "\n".join(lines) + "\n"
+
+
+_LATEX = {
+    "\\": "\\textbackslash{}",
+    **{mark: "\\" + mark for mark in "&%$#_{}"},
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "±": "$\\pm$",
+    "ε": "$\\varepsilon$",
+    "∞": "$\\infty$",
+    "Δ": "$\\Delta$",
+    "−": "$-$",
+    "–": "--",
+    "\n": " ",
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(mark, mark) for mark in text)
+
+
+RENDERERS: dict[str, Callable[[Comparison], str]] = {
+    "terminal": to_terminal,
+    "markdown": to_markdown,
+    "csv": to_csv,
+    "json": to_json,
+    "latex": to_latex,
+}
