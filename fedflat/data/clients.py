@@ -1,0 +1,193 @@
+"""Resident data of a federation, and the order in which a client reads its own examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedflat.core.checks import in_range, wrong
+from fedflat.core.rng import stream
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Federated:
+    """All data of a federation, in memory once; a client is a set of row numbers.
+
+    inputs: ``(N, ...)`` float32 (images, features) or int64 (token ids).
+    targets: ``(N,)`` or ``(N, T)`` int64, in ``[0, classes)``.
+    parts: training rows of every client; an empty array is a client without data.
+    held_back: test rows of every client, never trained on (empty without ``client_test_fraction``).
+    test_inputs, test_targets: the public test set, or None.
+    vocabulary: number of token ids of a text set, 0 otherwise; padding: the id that means "no token".
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    parts: tuple[Indices, ...]
+    held_back: tuple[Indices, ...]
+    test_inputs: torch.Tensor | None
+    test_targets: torch.Tensor | None
+    classes: int
+    name: str
+    vocabulary: int = 0
+    padding: int = 0
+
+    @property
+    def clients(self) -> int:
+        """Number of clients M, those without data included."""
+        return len(self.parts)
+
+    @property
+    def sizes(self) -> Indices:
+        """Training examples of every client, ``(M,)``. Private: never a weight in a private mean."""
+        return np.array([len(part) for part in self.parts], dtype=np.int64)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example, without the batch axis."""
+        return tuple(self.inputs.shape[1:])
+
+    @property
+    def examples_per_client(self) -> int:
+        """The public n̄ = ⌈N_train/M⌉ that turns epochs into one step count for everybody; at least 1."""
+        return max(1, -(-int(self.sizes.sum()) // self.clients))
+
+    def client(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Training data of client ``i``, in stored order: ``(n_i, ...)`` and ``(n_i,)`` or ``(n_i, T)``."""
+        rows = torch.from_numpy(self.parts[i]).to(self.inputs.device)
+        return self.inputs[rows], self.targets[rows]
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over every tensor, part and public constant: equal data, equal string. Computed once."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        total = hashlib.sha256(f"{self.name} {self.classes} {self.vocabulary} {self.padding}".encode())
+        for value in (self.inputs, self.targets, self.test_inputs, self.test_targets, *self.parts, *self.held_back):
+            if value is None:
+                total.update(b"none")
+                continue
+            array = value.detach().cpu().contiguous().numpy() if isinstance(value, torch.Tensor) else value
+            total.update(f"{array.dtype} {array.shape}".encode())
+            total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return total.hexdigest()
+
+
+def from_pairs(clients: Sequence[Any], test: Any = None, name: str = "clients") -> Federated:
+    """A federation from one ``(inputs, targets)`` pair per client.
+
+    Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
+    int64), the same shape and dtype at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0.
+    A client may have no examples. ``test`` is an optional public pair of the same form.
+    Raises InputError, naming the client, for anything else.
+    """
+    pairs = [_pair(f"clients[{i}]", pair) for i, pair in enumerate(clients)]
+    if not pairs:
+        raise wrong("clients", "no client", "at least one (inputs, targets) pair")
+    public = None if test is None else _pair("test", test)
+    named = [(f"clients[{i}]", *pair) for i, pair in enumerate(pairs)] + ([("test", *public)] if public else [])
+    _same_form(named)
+    filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]
+    inputs, targets = (torch.cat([pair[side] for pair in filled]) for side in (0, 1))
+    ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
+    parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
+    seen = [t for t in (targets, public[1] if public else None) if t is not None and t.numel()]
+    classes = 1 + max((int(t.max()) for t in seen), default=0)
+    empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
+    return Federated(inputs, targets, parts, empty, *(public or (None, None)), classes, name)
+
+
+def hold_back(
+    parts: Sequence[Indices], fraction: float, key: int | bytes
+) -> tuple[tuple[Indices, ...], tuple[Indices, ...]]:
+    """Split every client's rows into (train, held back), both sorted; ``fraction`` in [0, 1), rounded to nearest.
+
+    The draw of one client depends on ``key``, its number and its size only. A client keeps at least one
+    example for training, so one that has a single example holds nothing back.
+    """
+    in_range("data.client_test_fraction", fraction, 0.0, 1.0, open_high=True)
+    train, test = [], []
+    for i, part in enumerate(parts):
+        count = min(int(np.floor(fraction * len(part) + 0.5)), max(len(part) - 1, 0))
+        mask = np.zeros(len(part), dtype=bool)
+        if count:
+            mask[stream(key, "held-back examples", i).permutation(len(part))[:count]] = True
+        train.append(np.sort(part[~mask]).astype(np.int64))
+        test.append(np.sort(part[mask]).astype(np.int64))
+    return tuple(train), tuple(test)
+
+
+def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.random.Generator]) -> Indices:
+    """Positions (0 ≤ · < size) of the examples of each local step: ``(steps, min(batch, size))``, -1 is padding.
+
+    Every epoch is a fresh shuffle cut into ⌈size/batch⌉ batches, the last of which may be partial (padded at
+    its end); epochs follow each other until there are ``steps`` batches. With ``batch`` ≥ ``size`` every step
+    is the whole client in stored order and ``generator`` is not called: such a run is the same for every seed.
+    The first rows do not depend on ``steps``.
+    """
+    if batch >= size or steps == 0:
+        return np.tile(np.arange(size, dtype=np.int64), (steps, 1))[:, : min(batch, size)]
+    per_epoch = -(-size // batch)
+    epochs = -(-steps // per_epoch)
+    order = np.full((epochs, per_epoch * batch), -1, dtype=np.int64)
+    order[:, :size] = generator().permuted(np.tile(np.arange(size, dtype=np.int64), (epochs, 1)), axis=1)
+    return order.reshape(epochs * per_epoch, batch)[:steps]
+
+
+def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """One checked pair: float32 or int64 inputs, int64 targets."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise wrong(where, type(pair).__name__, "an (inputs, targets) pair")
+    x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
+        raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        # an empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels
+        if y.numel():
+            raise wrong(f"{where} targets", f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
+    elif y.numel() and int(y.min()) < 0:
+        raise wrong(f"{where} targets", f"label {int(y.min())}", "class numbers ≥ 0")
+    if y.ndim > 2:
+        raise wrong(f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
+    if x.is_complex():
+        raise wrong(f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
+    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        raise wrong(f"{where} inputs", "a NaN or infinite value", "finite numbers")
+    return x, y.to(torch.int64)
+
+
+def _tensor(where: str, value: Any) -> torch.Tensor:
+    try:
+        return value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong(where, type(value).__name__, "a tensor or an array of numbers") from None
+
+
+def _rows(value: torch.Tensor) -> str:
+    return str(len(value)) if value.ndim else "a single number instead of"
+
+
+def _same_form(named: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    """Raise unless all non-empty pairs agree in shape and dtype."""
+    for first, other in _against_first([item for item in named if len(item[1])]):
+        for side, a, b in (("inputs", first[1], other[1]), ("targets", first[2], other[2])):
+            if a.shape[1:] != b.shape[1:]:
+                allowed = f"{tuple(a.shape[1:])} per example, as in {first[0]}"
+                raise wrong(f"{other[0]} {side}", f"shape {tuple(b.shape[1:])} per example", allowed)
+            if a.dtype != b.dtype:
+                raise wrong(f"{other[0]} {side}", f"dtype {b.dtype}", f"{a.dtype}, as in {first[0]}")
+
+
+def _against_first(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return ((items[0], item) for item in items[1:])

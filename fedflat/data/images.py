@@ -1,0 +1,120 @@
+"""Encoded images to resident tensors, decoded once and kept on disk as uint8."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedflat.core.checks import wrong
+
+FORMAT = "fedflat-images-1"
+
+
+def decode(column: Sequence[Any], where: str) -> torch.Tensor:
+    """``(N, C, H, W)`` uint8 from encoded images (bytes, or ``{"bytes": …}``); C is 1 for grey images, else 3.
+
+    The first image decides size and channels. Raises InputError for an unreadable image or another size.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    out: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    mode = "RGB"
+    for row, cell in enumerate(column):
+        content = cell.get("bytes") if isinstance(cell, dict) else cell
+        try:
+            if not content:
+                raise ValueError("no image bytes in the file")
+            with Image.open(io.BytesIO(content)) as image:
+                if out is None:
+                    mode = "L" if image.mode in ("L", "1") else "RGB"
+                pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+        except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise wrong(where, f"row {row}: {error}", "images that pillow can read") from None
+        if out is None:
+            out = np.empty((len(column), *pixels.shape), dtype=np.uint8)
+        if pixels.shape != out.shape[1:]:
+            sizes = f"row {row} of size {pixels.shape[:2]}"
+            raise wrong(where, sizes, f"one size for all images, {out.shape[1:3]} as in row 0")
+        out[row] = pixels
+    if out is None:
+        return torch.empty((0, 1, 1, 1), dtype=torch.uint8)
+    stacked = torch.from_numpy(out)
+    return (stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)).contiguous()
+
+
+def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """``(x/255 − mean)/std`` per channel: float32, contiguous NCHW. A single constant serves all channels."""
+    shape = (1, -1, 1, 1)
+    scale = 255.0 * torch.tensor(std, dtype=torch.float32)
+    shift = torch.tensor(mean, dtype=torch.float32) / torch.tensor(std, dtype=torch.float32)
+    return images.to(torch.float32).div_(scale.view(shape)).sub_(shift.view(shape)).contiguous()
+
+
+def fingerprint(files: Iterable[Path], *columns: str) -> str:
+    """Cache key of a split: path, size and modification time of its files, and the columns read."""
+    parts = [FORMAT, *columns]
+    for file in files:
+        state = file.stat()
+        parts.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def cached(key: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The uint8 tensor under ``key`` in the cache, else ``build()``, which is then kept there.
+
+    The cache is ``$FEDFLAT_CACHE`` or ``~/.cache/fedflat``. A file that is damaged (unreadable, or its checksum
+    differs) is built anew; a cache that cannot be written is done without.
+    """
+    path = _folder() / f"{key}.safetensors"
+    found = _read(path)
+    if found is not None:
+        return found
+    images = build()
+    with contextlib.suppress(OSError):
+        _write(path, images)
+    return images
+
+
+def _folder() -> Path:
+    chosen = os.environ.get("FEDFLAT_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fedflat"
+
+
+def _checksum(images: torch.Tensor) -> str:
+    return f"{zlib.crc32(images.numpy().reshape(-1).data):08x}"
+
+
+def _read(path: Path) -> torch.Tensor | None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            images = file.get_tensor("images")
+            sound = (file.metadata() or {}).get("crc32") == _checksum(images)
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+    return images if sound and images.dtype == torch.uint8 and images.ndim == 4 else None
+
+
+def _write(path: Path, images: torch.Tensor) -> None:
+    """Write beside and rename: another process never sees half a file."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
+    try:
+        save_file({"images": images}, name, metadata={"crc32": _checksum(images)})
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)

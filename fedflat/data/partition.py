@@ -1,0 +1,128 @@
+"""Who holds what: flwr-datasets' partitioners on a label column alone, so that no image is ever copied.
+
+The rows are first put in a seeded random order. flwr-datasets cuts every class in stored order (and the
+IID split in contiguous pieces), so without it a sorted file would give correlated clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.rng import stream
+
+if TYPE_CHECKING:
+    from fedflat.data.clients import Indices
+
+KINDS: dict[str, tuple[str, ...]] = {"iid": (), "dirichlet": ("alpha",), "classes": ("per_client",), "natural": ("by",)}
+
+
+def partition(
+    labels: npt.NDArray[np.int64],
+    spec: dict[str, Any],
+    clients: int | None,
+    seed: int,
+    natural: npt.NDArray[Any] | None = None,
+) -> tuple[Indices, ...]:
+    """Training rows of every client: disjoint sorted int64 arrays, exactly ``clients`` of them, some maybe empty.
+
+    labels: ``(N,)`` class numbers. spec: ``{kind: iid}`` (equal sizes), ``{kind: dirichlet, alpha: 0.6}``
+    (every class is spread by a Dirichlet(α) draw), ``{kind: classes, per_client: 2}`` (each client sees that
+    many classes, every class is used if there are as many clients), ``{kind: natural, by: column}`` (one
+    client per value of ``natural``, ``(N,)``; with fewer ``clients`` than values, a seeded random choice of them;
+    ``clients`` None takes all).
+    Raises InputError for an unknown kind or key, an impossible value, or more clients than there can be.
+    """
+    kind = one_of("data.partition.kind", spec.get("kind", "iid"), KINDS)
+    for key in spec:
+        one_of(f"key of data.partition of kind {kind}", key, ("kind", *KINDS[kind]))
+    if kind == "natural":
+        return _natural(natural, spec.get("by", "its own column"), clients, seed)
+    if clients is None:
+        raise wrong("data.clients", "nothing", f"a whole number ≥ 1 (only natural partitions know it; this is {kind})")
+    whole("data.clients", clients, 1)
+    if clients > len(labels):
+        raise wrong("data.clients", clients, f"at most {len(labels)}, the number of training examples")
+    order = stream(seed, "partition order").permutation(len(labels))
+    parts = _run(_partitioner(kind, spec, np.unique(labels).size, clients, seed), labels[order], clients)
+    return tuple(np.sort(order[part]).astype(np.int64) for part in parts)
+
+
+def _partitioner(kind: str, spec: dict[str, Any], classes: int, clients: int, seed: int) -> Any:
+    from flwr_datasets import partitioner as flwr
+
+    number = int(stream(seed, "partition draw").integers(2**31))
+    if kind == "iid":
+        return flwr.IidPartitioner(clients)
+    if kind == "dirichlet":
+        alpha = float(in_range("data.partition.alpha", spec.get("alpha", 0.6), 0.0, open_low=True))
+        return flwr.DirichletPartitioner(
+            clients, "label", alpha, min_partition_size=0, self_balancing=False, shuffle=False, seed=number
+        )
+    each = whole("data.partition.per_client", spec.get("per_client", 2), 1, classes)
+    # "first-deterministic": client i certainly has class i mod C, so no class is left out when M ≥ C
+    return flwr.PathologicalPartitioner(
+        clients, "label", each, class_assignment_mode="first-deterministic", shuffle=False, seed=number
+    )
+
+
+def _run(partitioner: Any, labels: npt.NDArray[Any], count: int) -> list[Indices]:
+    """Row numbers of every part."""
+    with _quiet():
+        try:
+            partitioner.dataset = _label_table(labels)
+            return [partitioner.load_partition(i) for i in range(count)]
+        except (ValueError, AssertionError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"data.partition: these examples cannot be split among {count} clients: {reason}"
+            ) from None
+
+
+def _label_table(labels: npt.NDArray[Any]) -> Any:
+    """A ``datasets.Dataset`` with the label column only, of which a selection is its row numbers.
+
+    A plain Dataset gives labels row by row and pickles every selection to fingerprint it: 3.6 s (dirichlet)
+    and 5.0 s (classes) for 500 clients of 60,000 rows, against about 0.03 s this way.
+    """
+    from datasets import Dataset
+
+    class LabelTable(Dataset):  # type: ignore[misc]
+        def __getitem__(self, key: Any) -> Any:
+            return labels if key == "label" else super().__getitem__(key)
+
+        def select(self, indices: Any, **_: Any) -> Indices:  # shard() comes here too
+            return np.asarray(indices, dtype=np.int64)
+
+    return LabelTable(Dataset.from_dict({"label": labels}).data)
+
+
+def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: int) -> tuple[Indices, ...]:
+    from flwr_datasets.partitioner import NaturalIdPartitioner
+
+    if ids is None:
+        raise wrong("data.partition.by", by, "a column that names the client of every example; this data set has none")
+    # plain numbers: partitioners sort ids, which fails on a column with missing values
+    codes = np.unique(np.array([str(value) for value in ids.tolist()]), return_inverse=True)[1].reshape(-1)
+    available = int(codes.max()) + 1 if len(codes) else 0
+    wanted = available if clients is None else whole("data.clients", clients, 1)
+    if wanted > available:
+        raise wrong("data.clients", wanted, f"at most {available}, the number of different values of {by}")
+    parts = _run(NaturalIdPartitioner("label"), codes.astype(np.int64), available)
+    chosen = stream(seed, "natural clients").permutation(available)[:wanted]
+    return tuple(np.sort(parts[i]) for i in chosen)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars, no advice to change the partition: an empty client is allowed here."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,112 @@
+"""One federation from the ``data`` section of a recipe: find it, read it, turn it into tensors, split it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedflat.core.checks import in_range, one_of, whole
+from fedflat.core.rng import stream
+from fedflat.data import images as pictures
+from fedflat.data.catalog import DATASETS, Source
+from fedflat.data.clients import Federated, hold_back
+from fedflat.data.columns import Options, guess_kind
+from fedflat.data.locate import locate
+from fedflat.data.partition import partition
+from fedflat.data.tables import READERS, Meaning, Table
+from fedflat.data.text import tokenize
+
+__all__ = ["DATASETS", "Options", "Source", "load", "tokenize"]
+
+
+def load(spec: Any, seed: int = 0) -> Federated:
+    """The federation that a recipe's ``data`` section describes (a dict, or any object with those attributes).
+
+    ``dataset`` is ``digits``, a short name of ``DATASETS``, a hub id ``owner/name``, or a path. Names are first
+    looked up as a folder under ``$FEDFLAT_DATA``; the network is used only when that has none. Images become
+    float32 ``(N, C, H, W)``, normalised with public constants; sentences int64 ``(N, max_length)``; Shakespeare
+    int64 ``(N, 80)`` with targets ``(N, 80)``. Where there is no test split, a seeded share (0.2) is the test set.
+    Raises InputError for what the recipe has wrong, RunError when the hub is needed and cannot be reached.
+    """
+    options = _options(spec)
+    meaning, train, test = _digits() if options.dataset == "digits" else _read(options)
+    train, test = _public_test(train, test, options, seed)
+    if options.max_examples is not None and whole("data.max_examples", options.max_examples, 1) < len(train.targets):
+        chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
+        train = train.take(np.sort(chosen).astype(np.int64))
+    labels = _one_label(train.targets)
+    parts = partition(labels, _partition_spec(options.partition), options.clients, seed, train.natural)
+    parts, held = hold_back(parts, options.client_test_fraction, seed)
+    public = (_resident(test.inputs, meaning), test.targets) if test else (None, None)
+    inputs = _resident(train.inputs, meaning)
+    return Federated(
+        inputs, train.targets, parts, held, *public, meaning.classes, meaning.name, meaning.vocabulary, meaning.padding
+    )
+
+
+def _options(spec: Any) -> Options:
+    names = [field.name for field in dataclasses.fields(Options)]
+    if isinstance(spec, dict):
+        for key in spec:
+            one_of("key of data", key, names)
+        return Options(**spec)
+    return Options(**{name: getattr(spec, name) for name in names if hasattr(spec, name)})
+
+
+def _partition_spec(spec: Any) -> dict[str, Any]:
+    """A partition given as a dict, a bare kind, or an object with attributes (keys that are None do not count)."""
+    if isinstance(spec, str):
+        return {"kind": spec}
+    given = spec if isinstance(spec, dict) else dict(vars(spec))
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _digits() -> tuple[Meaning, Table, None]:
+    from sklearn.datasets import load_digits
+
+    source = DATASETS["digits"]
+    bunch = load_digits()
+    # pixels are 0..16; ×255/16 rounded would lose exactness, so they stay float32 in [0, 255]
+    images = torch.from_numpy((bunch.images * (255.0 / 16.0)).astype(np.float32)).unsqueeze(1)
+    targets = torch.from_numpy(bunch.target.astype(np.int64))
+    return Meaning("digits", "image", source.classes, source.mean, source.std), Table(images, targets), None
+
+
+def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
+    name, source, splits = locate(options.dataset)
+    kind = source.kind if source else guess_kind(next(iter(splits.values())), options)
+    wanted = [source.test] if source and source.test else ["test", "validation"]
+    test_name = next((split for split in wanted if split in splits and "train" in splits), None)
+    # a set of which only the evaluation split could be had is split like one without a test set
+    train_split = splits["train"] if "train" in splits else next(iter(splits.values()))
+    test_split = splits[test_name] if test_name else None
+    return READERS[kind](name, source, options, train_split, test_split)
+
+
+def _public_test(train: Table, test: Table | None, options: Options, seed: int) -> tuple[Table, Table | None]:
+    """Split off a public test set if there is none; keep the first ``max_test`` of it."""
+    if test is None:
+        fraction = 0.2 if options.test_fraction is None else options.test_fraction
+        in_range("data.test_fraction", fraction, 0.0, 1.0, open_high=True)
+        total = len(train.targets)
+        order = stream(seed, "public test split").permutation(total)
+        count = int(fraction * total)
+        test = train.take(np.sort(order[:count]).astype(np.int64)) if count else None
+        train = train.take(np.sort(order[count:]).astype(np.int64)) if count else train
+    if test is not None and options.max_test is not None:
+        whole("data.max_test", options.max_test, 1)
+        test = Table(test.inputs[: options.max_test], test.targets[: options.max_test])
+    return train, test
+
+
+def _resident(inputs: torch.Tensor, meaning: Meaning) -> torch.Tensor:
+    return pictures.normalise(inputs, meaning.mean, meaning.std) if meaning.kind == "image" else inputs
+
+
+def _one_label(targets: torch.Tensor) -> npt.NDArray[np.int64]:
+    """One number per example to partition by; of a target sequence, its last."""
+    return np.asarray((targets if targets.ndim == 1 else targets[:, -1]).numpy(), dtype=np.int64)

@@ -1,0 +1,136 @@
+"""Splits of a data set to tensors: images, sentences or running text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedflat.core.checks import wrong
+from fedflat.data import images as pictures
+from fedflat.data import text
+from fedflat.data.catalog import Kind, Source
+from fedflat.data.columns import Options, image_column, label_column, natural_column, text_columns
+from fedflat.data.locate import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Examples as tensors, still of one owner: images uint8, token ids int64."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    natural: npt.NDArray[Any] | None = None
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Table:
+        index = torch.from_numpy(rows)
+        return Table(self.inputs[index], self.targets[index], None if self.natural is None else self.natural[rows])
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """How the tables are to be understood."""
+
+    name: str
+    kind: Kind
+    classes: int
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+    vocabulary: int = 0
+    padding: int = 0
+
+
+def _images(
+    name: str, source: Source | None, options: Options, train: Split, test: Split | None
+) -> tuple[Meaning, Table, Table | None]:
+    column, label = image_column(train, source, options), label_column(train, source, options)
+    natural = natural_column(train, source, options)
+
+    def table(split: Split, owner: str | None) -> Table:
+        key = pictures.fingerprint(split.files, column)
+        pixels = pictures.cached(key, lambda: pictures.decode(split.values(column), f"data.dataset: {split.where}"))
+        return Table(pixels, _labels(split, label), np.array(split.values(owner), dtype=object) if owner else None)
+
+    tables = table(train, natural), table(test, None) if test else None
+    classes = _classes(train, label, source, *tables)
+    mean, std = (source.mean, source.std) if source else ((0.5,), (0.5,))
+    channels = tables[0].inputs.shape[1]
+    if len(mean) not in (1, channels):
+        raise wrong("data.dataset", f"{train.where} with {channels} channels", f"the {len(mean)} channels of {name}")
+    return Meaning(name, "image", classes, mean, std), *tables
+
+
+def _sentences(
+    name: str, source: Source | None, options: Options, train: Split, test: Split | None
+) -> tuple[Meaning, Table, Table | None]:
+    label = label_column(train, source, options)
+    columns = text_columns(train, source, options, label)
+    natural = natural_column(train, source, options)
+    length = options.max_length or text.LENGTH
+    vocabulary, padding = options.vocabulary or text.VOCABULARY, text.PADDING
+
+    def table(split: Split, owner: str | None) -> Table:
+        nonlocal vocabulary, padding
+        rows = list(zip(*[[value or "" for value in split.values(column)] for column in columns]))
+        if options.tokenizer:
+            ids, vocabulary, padding = text.pretrained(rows, options.tokenizer, length)
+        else:
+            ids = text.tokenize(rows, length, vocabulary)
+        return Table(ids, _labels(split, label), np.array(split.values(owner), dtype=object) if owner else None)
+
+    tables = table(train, natural), table(test, None) if test else None
+    classes = _classes(train, label, source, *tables)
+    return Meaning(name, "text", classes, vocabulary=vocabulary, padding=padding), *tables
+
+
+def _characters(
+    name: str, source: Source | None, options: Options, train: Split, test: Split | None
+) -> tuple[Meaning, Table, Table | None]:
+    owner = natural_column(train, source, options) or (source.natural if source else None)
+    size = len(text.CHARACTERS) + 1
+    length = options.max_length or text.WINDOW
+
+    def table(split: Split) -> Table:
+        owners = split.values(owner) if owner in split.features else [""] * split.read([]).num_rows
+        if "x" in split.features and "y" in split.features:
+            x, y = text.ready_windows(split.values("x"), split.values("y"))
+            return Table(x, y, np.array(owners, dtype=object))
+        column = text_columns(split, source, options, "")[0]
+        return Table(*text.windows([value or "" for value in split.values(column)], owners, length))
+
+    return Meaning(name, "chars", size, vocabulary=size), table(train), table(test) if test else None
+
+
+def _labels(split: Split, column: str) -> torch.Tensor:
+    """Class numbers ``(n,)``; raises InputError for missing, fractional or negative ones."""
+    values = split.read([column]).column(column)
+    numbers = values.to_numpy() if values.null_count == 0 else None
+    if numbers is None or numbers.dtype.kind not in "iu":
+        kind = "missing values" if numbers is None else str(values.type)
+        raise wrong(f"column {column} of {split.where}", kind, "whole numbers (class numbers from 0)")
+    if len(numbers) and numbers.min() < 0:
+        raise wrong(
+            f"column {column} of {split.where}", f"label {numbers.min()}", "class numbers ≥ 0 (is it unlabelled?)"
+        )
+    return torch.from_numpy(numbers.astype(np.int64))
+
+
+def _classes(split: Split, label: str, source: Source | None, train: Table, test: Table | None) -> int:
+    """Number of classes: of the label feature, else of the table, else one more than the largest label."""
+    largest = (
+        max(int(t.targets.max()) for t in (train, test) if t is not None and len(t.targets))
+        if len(train.targets)
+        else 0
+    )
+    known = getattr(split.features[label], "num_classes", None) or (source.classes if source else largest + 1)
+    if largest >= known:
+        raise wrong(f"column {label} of {split.where}", f"label {largest}", f"class numbers below {known}")
+    return int(known)
+
+
+Reader = Callable[[str, Source | None, Options, Split, Split | None], tuple[Meaning, Table, Table | None]]
+READERS: dict[Kind, Reader] = {"image": _images, "text": _sentences, "chars": _characters}
