@@ -192,7 +192,8 @@ def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
         exact = (int(size[i]) - sigma2 / scale) ** 2 / (2 * sigma2)
         return exact, exact
 
-    return y[bernoulli_exp(gamma, enclose, source)]
+    kept: Integers = y[bernoulli_exp(gamma, enclose, source)]
+    return kept
 
 
 def _fill(size: int, batch: Callable[[int], Integers]) -> Integers:

@@ -1,0 +1,211 @@
+"""The distributed discrete Gaussian: clients send noisy whole numbers modulo 2^b, the server learns their sum only.
+
+Kairouz, Liu, Steinke 2021, algorithms 1 and 2. A client calls `encode`; anybody may add messages modulo 2^b (secure
+aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.discrete_accounting`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.discrete import Source, discrete_gaussian, random_words
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MIN_SHARE_STD = 0.5
+MAX_TRIES = 1000
+
+
+def hadamard(vector: Floats) -> Floats:
+    """Orthonormal Walsh-Hadamard transform of a float64 vector whose length is a power of two; its own inverse."""
+    x = vector.copy()
+    size = x.size
+    step = 1
+    while step < size:
+        pairs = x.reshape(-1, 2, step)
+        top = pairs[:, 0] + pairs[:, 1]
+        np.subtract(pairs[:, 0], pairs[:, 1], out=pairs[:, 1])
+        pairs[:, 0] = top
+        step *= 2
+    x /= math.sqrt(size)
+    return x
+
+
+def inflated_bound(clip: float, granularity: float, padded: int, beta: float) -> float:
+    """Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'} (KLS theorem 1), in the update's units."""
+    root = math.sqrt(padded)
+    worst = clip + granularity * root
+    if beta == 0:
+        return worst
+    spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
+    return min(math.sqrt(clip**2 + granularity**2 * padded / 4 + spread), worst)
+
+
+def default_granularity(
+    clip: float, noise_multiplier: float, dimension: int, n_min: int, messages: int, bits: int, deviations: float = 4.0
+) -> float:
+    """The finest γ for which the sum stays inside ±2^(b−1)·γ up to `deviations` standard deviations per coordinate.
+
+    Per coordinate the rotated sum of n updates has variance at most (nC)²/d' (all equal), rounding adds nγ²/4 and noise
+    n·(σC)²/n_min. Setting 2^b·γ = 2k·√(their sum) and solving for γ gives (KLS section 5, with the worst-case ρ):
+    γ² = ((nC)²/d' + n(σC)²/n_min) / (4^b/(4k²) − n/4). A wrap is an error of the estimate, never of the privacy.
+    """
+    padded = 1 << (dimension - 1).bit_length()
+    room = 4.0**bits / (4 * deviations**2) - messages / 4
+    if room <= 0:
+        need = math.ceil(math.log2(deviations * math.sqrt(messages))) + 1
+        raise wrong("bits", bits, f"at least {need} for sums of {messages} messages")
+    signal = (messages * clip) ** 2 / padded
+    noise = messages * (noise_multiplier * clip) ** 2 / n_min
+    return math.sqrt((signal + noise) / room)
+
+
+@dataclass(frozen=True)
+class DistributedDiscreteGaussian:
+    """The mechanism's public numbers; every party holds the same value.
+
+    dimension: d of the update. clip: C > 0, in L2 units of the update. noise_multiplier: σ, so that n_min shares have
+    total std σC in the update's units (before the inflation of Δ₂, which accounting sees). n_min: honest shares that
+    must be in every released sum. messages: the largest number of messages expected in one sum (default n_min; give
+    `n_max` if noise is topped up). bits: modulus 2^bits. granularity: γ, default `default_granularity`.
+    beta: of the conditional rounding. Raises InputError, also where a share is too fine for the grid (std < γ/2).
+    """
+
+    dimension: int
+    clip: float
+    noise_multiplier: float
+    n_min: int
+    messages: int | None = None
+    bits: int = 16
+    granularity: float | None = None
+    beta: float = math.exp(-0.5)
+
+    def __post_init__(self) -> None:
+        whole("dimension", self.dimension, 1)
+        in_range("clip", self.clip, 0, open_low=True)
+        in_range("noise_multiplier", self.noise_multiplier, 0)
+        whole("cohort.min", self.n_min, 1)
+        whole("bits", self.bits, 2, 62)
+        in_range("beta", self.beta, 0, 1, open_high=True)
+        if self.messages is not None:
+            whole("messages", self.messages, self.n_min)
+        if self.granularity is not None:
+            in_range("granularity", self.granularity, 0, open_low=True)
+        share = math.sqrt(self.share_variance)
+        if self.noise_multiplier > 0 and share < MIN_SHARE_STD:
+            hint = (
+                f"One share has std {share:.2g} grid steps, {MIN_SHARE_STD} are needed: use more bits or a finer one."
+            )
+            raise wrong("granularity", self.pitch, "a pitch of at most twice a share's std", hint=hint)
+
+    @property
+    def padded(self) -> int:
+        """d': d padded to a power of two; the length of a message."""
+        return 1 << (self.dimension - 1).bit_length()
+
+    @property
+    def pitch(self) -> float:
+        """γ, the size of one grid step in the update's units."""
+        if self.granularity is not None:
+            return self.granularity
+        count = self.messages or self.n_min
+        return default_granularity(self.clip, self.noise_multiplier, self.dimension, self.n_min, count, self.bits)
+
+    @property
+    def norm_limit(self) -> int:
+        """⌊(Δ₂/γ)²⌋: the largest squared norm, in grid steps, of an encoded update before noise."""
+        bound = inflated_bound(self.clip, self.pitch, self.padded, self.beta)
+        return math.floor((Fraction(bound) / Fraction(self.pitch)) ** 2)
+
+    @property
+    def share_variance(self) -> Fraction:
+        """Parameter σ² of one client's discrete Gaussian, in grid steps: (σC/γ)²/n_min."""
+        return (Fraction(self.noise_multiplier) * Fraction(self.clip) / Fraction(self.pitch)) ** 2 / self.n_min
+
+    def signs(self, public: np.random.Generator) -> Floats:
+        """`(d',)` random signs ±1 of the round's rotation; every party draws them from the same public stream."""
+        return 1.0 - 2.0 * public.integers(0, 2, size=self.padded).astype(np.float64)
+
+    def round_to_grid(self, update: Tensor, signs: Floats, rounding: Source) -> Integers:
+        """Update `(d,)` -> rotated whole numbers `(d',)` with squared norm at most `norm_limit`, before noise.
+
+        Clips to C again and maps a non-finite update to zero, so the limit holds whatever is passed in.
+        """
+        flat = update.detach().cpu().to(torch.float64).numpy()
+        if flat.shape != (self.dimension,):
+            raise wrong("shape of the update", list(flat.shape), f"[{self.dimension}]")
+        if not np.isfinite(flat).all():
+            return np.zeros(self.padded, dtype=np.int64)
+        largest = float(np.abs(flat).max(initial=0.0))
+        if largest > 0:  # two steps, because the square of a huge entry overflows
+            norm = largest * float(np.linalg.norm(flat / largest))
+            flat = flat if norm <= self.clip else (flat / largest) * (self.clip / (norm / largest))
+        padded = np.zeros(self.padded)
+        padded[: self.dimension] = flat
+        return self._round(hadamard(padded * signs) / self.pitch, rounding)
+
+    def _round(self, scaled: Floats, rounding: Source) -> Integers:
+        """Unbiased random rounding, repeated until the norm is within the limit (exact whole-number comparison)."""
+        floor = np.floor(scaled)
+        part = scaled - floor
+        base = floor.astype(np.int64)
+        for _ in range(MAX_TRIES):
+            uniform = (random_words(rounding, part.size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            rounded: Integers = base + (uniform < part)
+            if _squared(rounded) <= self.norm_limit:
+                return rounded
+        # Only a norm pushed over C by rounding errors gets here; towards zero the norm can only shrink.
+        inward = np.trunc(scaled * (1 - 1e-9)).astype(np.int64)
+        return inward if _squared(inward) <= self.norm_limit else np.zeros_like(inward)
+
+    def share(self, noise: Source) -> Integers:
+        """One client's noise share `(d',)`, in grid steps. The server draws such shares to top a sum up to n_max."""
+        return discrete_gaussian(self.share_variance, self.padded, noise)
+
+    def encode(self, update: Tensor, signs: Floats, rounding: Source, noise: Source) -> Integers:
+        """Client: update `(d,)` -> message `(d',)` int64 in [0, 2^bits). `rounding`, `noise`: private sources."""
+        return self.wrap(self.round_to_grid(update, signs, rounding) + self.share(noise))
+
+    def wrap(self, values: Integers) -> Integers:
+        """Whole numbers modulo 2^bits, in [0, 2^bits)."""
+        return values & ((1 << self.bits) - 1)
+
+    def aggregate(self, messages: Iterable[Integers]) -> Integers:
+        """Sum of messages modulo 2^bits, `(d',)` in [0, 2^bits); zero for no message."""
+        total = np.zeros(self.padded, dtype=np.int64)
+        for message in messages:
+            if message.shape != (self.padded,):
+                raise wrong("shape of a message", list(message.shape), f"[{self.padded}]")
+            total = self.wrap(total + self.wrap(message))
+        return total
+
+    def top_up(self, total: Integers, shares: int, noise: Source) -> Integers:
+        """Server: add `shares` further noise shares, so that every release carries n_max of them (see the account)."""
+        whole("shares to add", shares, 0)
+        for _ in range(shares):
+            total = self.wrap(total + self.share(noise))
+        return total
+
+    def decode(self, total: Integers, signs: Floats) -> Tensor:
+        """Server: sum modulo 2^bits `(d',)` -> float32 `(d,)`, the noisy sum of clipped updates in their units."""
+        half = 1 << (self.bits - 1)
+        centred = (self.wrap(total) ^ half) - half  # [0, 2^b) -> [−2^(b−1), 2^(b−1))
+        values = hadamard(centred.astype(np.float64)) * signs * self.pitch
+        return torch.from_numpy(values[: self.dimension].astype(np.float32))
+
+
+def _squared(values: Integers) -> int:
+    """Exact squared norm of whole numbers, however large."""
+    if values.size and int(np.abs(values).max()) ** 2 * values.size >= 2**63:
+        return sum(int(v) ** 2 for v in values)
+    return int(np.dot(values, values))

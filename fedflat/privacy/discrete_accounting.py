@@ -1,0 +1,331 @@
+"""ε of the distributed discrete Gaussian mechanism, from proven Rényi bounds only.
+
+Kairouz, Liu, Steinke 2021 "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation"
+(below: KLS). Nothing here uses the continuous Gaussian's privacy-loss distribution: a sum of discrete Gaussians has
+another one. What is used, and why it holds, for n shares N_Z(0, s²) with s ≥ 1/2 and a whole-number shift v:
+
+- The law of the sum differs from N_Z(0, n·s²) by at most τ/2 in log-probability at every point,
+  τ = 10·Σ_{k=1}^{n−1} exp(−2π²s²k/(k+1)) (KLS, convolution theorem; by Poisson summation, and checked in the tests).
+- Each share has E exp(tX) ≤ exp(t²s²/2), so with a = v/(√n·s), per coordinate and summed over d coordinates,
+  D_α ≤ α‖a‖²/2 + τd, and by Hölder's and Hoeffding's inequalities D_α ≤ (α/2)(‖a‖₂ + τ√d)².
+- Poisson sampling of an even, coordinatewise noise: the worse direction is mixture against base (Mironov, Talwar,
+  Zhang 2019, theorem 5: reflecting at v/2 swaps the two laws), which the binomial theorem expands into the unsampled
+  curve at whole orders. `symmetric=False` is Zhu and Wang 2019 "Poisson Subsampled Rényi Differential Privacy",
+  theorem 5, for any mechanism: the same sum with the terms l ≥ 3 times three.
+- Rényi to (ε, δ): Canonne, Kamath, Steinke 2020, proposition 12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special, stats
+
+from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.types import Relation
+
+Floats = NDArray[np.float64]
+Curve = Callable[[Floats], Floats]
+Adversary = Literal["recipients", "server"]
+Guarantee = tuple[str, str, str, float, float, str]
+
+WHOLE_ORDERS = np.array([*range(2, 129), *range(136, 257, 8), 320, 384, 448, 512], dtype=np.float64)
+ORDERS = np.array([1 + 2.0 ** (j / 8) for j in range(-48, 113)])
+MIN_SHARE_STD = 0.5
+
+
+def inflated_bound(clip: float, granularity: float, dimension: int, beta: float) -> float:
+    """Largest norm after conditional randomised rounding to the grid of pitch γ (KLS theorem 1), in the update's units.
+
+    Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'}; β = 0 leaves the second term only.
+    """
+    root = math.sqrt(dimension)
+    worst = clip + granularity * root
+    if beta == 0:
+        return worst
+    spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
+    return min(math.sqrt(clip**2 + granularity**2 * dimension / 4 + spread), worst)
+
+
+def sum_gap(shares: int, share_variance: float) -> float:
+    """τ = 10·Σ_{k=1}^{n−1} exp(−2π²s²k/(k+1)), s² the variance parameter of a share on the whole-number grid (KLS)."""
+    k = np.arange(1, shares, dtype=np.float64)
+    return float(10 * np.exp(-2 * math.pi**2 * share_variance * k / (k + 1)).sum())
+
+
+def concentrated_epsilon(bound: float, shares: int, share_variance: float, dimension: int) -> float:
+    """ε such that the sum of shares is ½ε²-concentrated private: min{√(Δ₂²/(ns²) + 2τd), Δ₂/√(ns²) + τ√d}.
+
+    KLS prints τd/2 in the first term; the Rényi bound proven here gives 2τd. Both vanish once s is above about 1.5.
+    `bound`: Δ₂/γ, in grid units.
+    """
+    gap, ratio = sum_gap(shares, share_variance), bound / math.sqrt(shares * share_variance)
+    return min(math.sqrt(ratio**2 + 2 * gap * dimension), ratio + gap * math.sqrt(dimension))
+
+
+def sum_curve(bound: float, shares: int, share_variance: float, dimension: int) -> Curve:
+    """The Rényi curve α ↦ ε(α) of n discrete Gaussian shares for whole-number shifts of norm ≤ `bound` (grid units).
+
+    Infinite where a share's parameter is below 1/2, for which the convolution theorem says nothing.
+    """
+    if not share_variance >= MIN_SHARE_STD**2:
+        return lambda orders: np.full(np.shape(orders), math.inf)
+    gap, ratio = sum_gap(shares, share_variance), bound / math.sqrt(shares * share_variance)
+
+    def curve(orders: Floats) -> Floats:
+        additive = orders * ratio**2 / 2 + gap * dimension
+        joint = orders * (ratio + gap * math.sqrt(dimension)) ** 2 / 2
+        return np.asarray(np.minimum(additive, joint))
+
+    return curve
+
+
+def poisson_curve(curve: Curve, rate: float, *, symmetric: bool = True) -> Curve:
+    """The Rényi curve, at whole orders ≥ 2, of a mechanism applied to a Poisson sample of the clients (add-remove).
+
+    symmetric=True needs a noise that is even around each output, as here (Mironov, Talwar, Zhang 2019, theorem 5);
+    symmetric=False is theorem 5 of Zhu and Wang 2019 for every mechanism. `rate`: sampling probability in (0, 1].
+    """
+
+    def one(order: int) -> float:
+        if rate == 1:
+            return float(curve(np.array([float(order)]))[0])
+        level = np.arange(2, order + 1, dtype=np.float64)
+        log_binomial = special.gammaln(order + 1) - special.gammaln(level + 1) - special.gammaln(order - level + 1)
+        terms = log_binomial + level * math.log(rate) + (order - level) * math.log1p(-rate) + (level - 1) * curve(level)
+        if not symmetric:
+            terms[1:] += math.log(3)
+        first = (order - 1) * math.log1p(-rate) + math.log1p((order - 1) * rate)
+        return float(special.logsumexp(np.append(terms, first))) / (order - 1)
+
+    return lambda orders: np.array([one(int(order)) for order in orders])
+
+
+def curve_epsilon(orders: Floats, values: Floats, delta: float) -> float:
+    """Smallest ε at δ that the Rényi values prove (CKS 2020, proposition 12); infinite at δ ≤ 0."""
+    if delta <= 0:
+        return math.inf
+    found = values + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
+    return max(0.0, float(np.min(found)))
+
+
+def curve_delta(orders: Floats, values: Floats, epsilon: float) -> float:
+    """Smallest δ at ε that the Rényi values prove (CKS 2020, proposition 12), at most 1."""
+    log_delta = (orders - 1) * (values - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+    return float(np.exp(min(0.0, float(np.min(log_delta)))))
+
+
+def participation_epsilon(curve: Curve, rounds: int, rate: float, delta: float) -> float:
+    """ε when the adversary knows in which rounds a client took part: δ(ε) = Σ_n Bin(T, q)(n)·δ(ε after n rounds)."""
+    weights = stats.binom.pmf(np.arange(rounds + 1), rounds, rate)
+    counts = np.flatnonzero(weights > delta * 1e-9 / (rounds + 1))
+    missed = max(0.0, 1.0 - float(weights[counts].sum()))  # the neglected counts are charged with δ = 1
+    counts = counts[counts > 0]
+    single = curve(ORDERS)
+
+    def total(epsilon: float) -> float:
+        log_delta = (ORDERS - 1) * (counts[:, None] * single - epsilon + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
+        return missed + float(weights[counts] @ np.exp(np.minimum(0.0, log_delta.min(axis=1))))
+
+    return _smallest(lambda epsilon: total(epsilon) <= delta, curve_epsilon(ORDERS, rounds * single, delta))
+
+
+def _smallest(enough: Callable[[float], bool], high: float) -> float:
+    """Bisect for the smallest argument in [0, high] that is enough; `high` if nothing below is known to be."""
+    if not math.isfinite(high) or not enough(high):
+        return high
+    low = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class DDGaussAccount:
+    """The privacy of `rounds` rounds of the distributed discrete Gaussian mechanism.
+
+    clients, cohort: M and the expected cohort m (Poisson, q = m/M). noise_multiplier: σ = std of n_min shares / C in
+    the update's units, before Δ₂ is inflated by rounding. clip: C. granularity: γ. dimension: d (padded here to d').
+    n_min: honest shares every released sum is known to hold (a smaller one is aborted and stays charged).
+    n_max: if given, the server tops every sum up to n_max shares and aborts a larger one, so that the released noise
+    does not depend on the cohort. Only then are recipients granted amplification by sampling. Otherwise the energy of
+    the noise over d coordinates gives the cohort's size away, the two mixtures have different parts without the client,
+    and what joint convexity proves for recipients is exactly the server's figure.
+    colluders: clients whose shares do not count; subtracted from n_max, and added to the n_min of the abort rule.
+    delta, beta, bits: δ of the whole run, β of the rounding, modulus 2^bits (the sum mod 2^bits is post-processing).
+    "Remove" means that the slot sends a zero update, still noised (zero-out). replace-one doubles Δ₂ and has no
+    amplification theorem here. Raises InputError on impossible values.
+    """
+
+    clients: int
+    cohort: float
+    noise_multiplier: float
+    clip: float
+    granularity: float
+    dimension: int
+    n_min: int
+    delta: float
+    beta: float = math.exp(-0.5)
+    bits: int = 16
+    n_max: int | None = None
+    colluders: int = 0
+    relation: Relation = "add-remove"
+
+    def __post_init__(self) -> None:
+        whole("clients", self.clients, 1)
+        in_range("cohort.size", self.cohort, 0, self.clients, open_low=True)
+        in_range("noise_multiplier", self.noise_multiplier, 0)
+        in_range("clip", self.clip, 0, open_low=True)
+        in_range("granularity", self.granularity, 0, open_low=True)
+        whole("dimension", self.dimension, 1)
+        whole("colluders", self.colluders, 0)
+        whole("cohort.min", self.n_min, 1, self.clients)
+        in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
+        in_range("beta", self.beta, 0, 1, open_high=True)
+        whole("bits", self.bits, 2, 62)
+        one_of("relation", self.relation, ("add-remove", "replace-one"))
+        if self.n_max is not None:
+            whole("cohort.max", self.n_max, self.n_min + self.colluders)
+
+    @property
+    def rate(self) -> float:
+        return self.cohort / self.clients
+
+    @property
+    def padded(self) -> int:
+        return 1 << (self.dimension - 1).bit_length()
+
+    @property
+    def share_variance(self) -> float:
+        """s² of one client's share on the grid: (σC/γ)²/n_min."""
+        return (self.noise_multiplier * self.clip / self.granularity) ** 2 / self.n_min
+
+    def curve(self, shares: int) -> Curve:
+        """The unsampled Rényi curve of one round whose sum holds that many honest shares."""
+        bound = inflated_bound(self.clip, self.granularity, self.padded, self.beta) / self.granularity
+        factor = 1 if self.relation == "add-remove" else 2
+        return sum_curve(factor * bound, shares, self.share_variance, self.padded)
+
+    def abort_probability(self, rounds: int) -> float:
+        """Chance (union over rounds) that some round is aborted, with or without the client in question."""
+        others = stats.binom(self.clients - 1, self.rate)
+        chance = float(others.cdf(self.n_min + self.colluders - 1))
+        if self.n_max is not None:
+            chance += float(others.sf(self.n_max - 1))
+        return min(1.0, rounds * chance)
+
+    def epsilon(self, rounds: int, adversary: Adversary = "recipients", amplification: bool = True) -> float:
+        """Proven ε at `delta` after `rounds` rounds, the abort probability taken out of δ; infinite if none is proven.
+
+        recipients: see only released models. server: sees the sums and knows every cohort. amplification=False: a
+        client that takes part in every round, for either adversary.
+        """
+        whole("rounds", rounds, 0)
+        one_of("adversary", adversary, ("recipients", "server"))
+        delta = self.delta - self.abort_probability(rounds)
+        if rounds == 0:
+            return 0.0
+        if self.noise_multiplier == 0 or delta <= 0:
+            return math.inf
+        completed = self.n_max is not None and adversary == "recipients"
+        shares = self.n_max - self.colluders if completed and self.n_max is not None else self.n_min
+        curve = self.curve(shares)
+        if not amplification:
+            return curve_epsilon(ORDERS, rounds * curve(ORDERS), delta)
+        known = participation_epsilon(curve, rounds, self.rate, delta)
+        if not completed or self.relation == "replace-one":
+            return known
+        sampled = rounds * poisson_curve(curve, self.rate)(WHOLE_ORDERS)
+        return min(known, curve_epsilon(WHOLE_ORDERS, sampled, delta))
+
+    def guarantees(self, rounds: int) -> list[Guarantee]:
+        """(adversary, description, relation, ε, δ, accountant): recipients, the server, the worst-case client."""
+        hidden = self.n_max is not None and self.relation == "add-remove"
+        how = "Poisson amplification, noise topped up to cohort.max" if hidden else "participation counts, Bin(T, q)"
+        rule = "Renyi, sum of discrete Gaussians (Kairouz, Liu, Steinke 2021)"
+        amplified = rule + (", Poisson (Mironov, Talwar, Zhang 2019, thm 5)" if hidden else ", joint convexity")
+        kinds: list[tuple[str, str, Adversary, bool, str]] = [
+            ("recipients", f"those who see released models only: {how}", "recipients", True, amplified),
+            ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", "server", True, rule),
+            ("server, worst case", "the same, for a client drawn in every round", "server", False, rule),
+        ]
+        return [
+            (name, text, self.relation, self.epsilon(rounds, who, amplify), self.delta, accountant)
+            for name, text, who, amplify, accountant in kinds
+        ]
+
+
+def ddgauss_epsilon(
+    clients: int,
+    cohort: float,
+    rounds: int,
+    noise_multiplier: float,
+    clip: float,
+    granularity: float,
+    dimension: int,
+    n_min: int,
+    delta: float,
+    beta: float = math.exp(-0.5),
+    bits: int = 16,
+    *,
+    adversary: Adversary = "recipients",
+    amplification: bool = True,
+    n_max: int | None = None,
+    relation: Relation = "add-remove",
+) -> float:
+    """Proven ε of the whole run; see `DDGaussAccount` for every argument, and for why amplification needs `n_max`."""
+    account = DDGaussAccount(
+        clients, cohort, noise_multiplier, clip, granularity, dimension, n_min, delta, beta, bits, n_max, 0, relation
+    )
+    return account.epsilon(rounds, adversary, amplification)
+
+
+def ddgauss_noise_multiplier(
+    epsilon: float,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    clip: float,
+    granularity: float | Callable[[float], float],
+    dimension: int,
+    n_min: int,
+    delta: float,
+    beta: float = math.exp(-0.5),
+    bits: int = 16,
+    *,
+    adversary: Adversary = "recipients",
+    amplification: bool = True,
+    n_max: int | None = None,
+    relation: Relation = "add-remove",
+) -> float:
+    """Smallest σ (to 1e-4, rounded up) whose `ddgauss_epsilon` is at most `epsilon`.
+
+    granularity: γ, or a function σ ↦ γ when γ follows the noise (as the mechanism's default does).
+    Raises InputError where no σ up to 2^20 reaches it, e.g. because δ is below the chance of an aborted round.
+    """
+    in_range("privacy.epsilon", epsilon, 0, open_low=True)
+
+    def enough(sigma: float) -> bool:
+        grid = granularity(sigma) if callable(granularity) else granularity
+        found = ddgauss_epsilon(
+            clients, cohort, rounds, sigma, clip, grid, dimension, n_min, delta, beta, bits,
+            adversary=adversary, amplification=amplification, n_max=n_max, relation=relation,
+        )  # fmt: skip
+        return found <= epsilon
+
+    low, high = 0.0, 1.0
+    while not enough(high):
+        low, high = high, 2 * high
+        if high > 2**20:
+            cause = "δ may be below the chance of an aborted round, or γ too coarse for n_min shares"
+            raise wrong("privacy.epsilon", epsilon, "an ε that some noise multiplier reaches", hint=cause)
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
