@@ -1,0 +1,179 @@
+"""State that would leave a client unclipped and without noise: refuse it, or freeze it.
+
+The guarantee covers the flat vector of trainable parameters. Anything else that training changes and that is
+averaged or sent, first of all batch norm's running statistics, would be a release of data nobody accounts for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+
+from fedflat.core.checks import InputError, whole, wrong
+from fedflat.core.rng import seeded_torch
+
+
+class FixedNorm(nn.Module):
+    """Batch norm with constant statistics: (x − mean)/√(var + eps) · weight + bias, per channel.
+
+    The statistics are buffers that no forward pass changes; weight and bias stay parameters. It computes what
+    ``nn.BatchNorm*`` computes in evaluation mode, in either mode.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, norm: _NormBase) -> None:
+        super().__init__()
+        mean, variance = norm.running_mean, norm.running_var
+        if mean is None or variance is None:
+            raise wrong("freeze_batch_norm", "a norm without running statistics", "one with them")
+        self.eps = norm.eps
+        self.register_buffer("running_mean", mean.detach().clone())
+        self.register_buffer("running_var", variance.detach().clone())
+        self.weight = norm.weight  # given a copy by freeze_batch_norm; sharing keeps tied weights tied
+        self.bias = norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+def _path(name: str) -> str:
+    return name or "the module itself"
+
+
+def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+    """A deep copy in which ``make(path, submodule)`` replaces submodules (None: keep); shared ones stay shared."""
+    _refuse_lazy(module)
+    result = copy.deepcopy(module)
+    new: dict[int, nn.Module] = {}
+    for name, child in result.named_modules():
+        made = make(name, child)
+        if made is not None:
+            new[id(child)] = made.train(child.training)
+    if id(result) in new:
+        return new[id(result)]
+    for parent in list(result.modules()):
+        for key, held in parent._modules.items():
+            if held is not None and id(held) in new:
+                parent._modules[key] = new[id(held)]
+    return result
+
+
+def freeze_batch_norm(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` whose batch norms use their present running statistics as constants.
+
+    Weight and bias stay trainable, so nothing moves outside the clipped update. The statistics must be public
+    (a published checkpoint, a public data set): they are released as they are. Raises InputError for lazy norms.
+    """
+
+    def make(name: str, child: nn.Module) -> nn.Module | None:
+        if not isinstance(child, _NormBase) or child.running_mean is None:
+            return None
+        return FixedNorm(child)
+
+    return _replaced(module, make)
+
+
+def group_norm_instead(module: nn.Module, groups: int = 32) -> nn.Module:
+    """A copy of ``module`` with group norm (``groups`` groups) for every batch norm; weight and bias are kept.
+
+    Raises InputError when a norm's channels are not a multiple of ``groups``.
+    """
+    whole("groups", groups, 1)
+
+    def make(name: str, child: nn.Module) -> nn.Module | None:
+        if not isinstance(child, _BatchNorm):
+            return None
+        if child.num_features % groups:
+            raise wrong("groups", groups, f"a divisor of the {child.num_features} channels of {_path(name)}")
+        norm = nn.GroupNorm(groups, child.num_features, child.eps, child.affine)
+        if child.affine:
+            norm.weight, norm.bias = child.weight, child.bias
+        return norm
+
+    return _replaced(module, make)
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise wrong(f"model: {name}", "a lazy tensor without a shape", "a module that has seen one batch")
+
+
+def _refuse_parameters(module: nn.Module) -> None:
+    _refuse_lazy(module)
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise wrong("model", "no trainable parameter", "a module with at least one that requires a gradient")
+    for name, parameter in trainable:
+        if not parameter.is_floating_point():
+            raise wrong(f"model: {name}", f"trainable parameter of type {parameter.dtype}", "floating-point types")
+
+
+def _refuse_running_statistics(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, _NormBase) and child.running_mean is not None:
+            raise InputError(
+                f"model: {_path(name)} is {type(child).__name__} with running statistics; they would leave every "
+                "client unclipped and without noise. Remedy: group norm (fedflat.models.group_norm_instead), or, if "
+                "its statistics are public, fedflat.models.freeze_batch_norm(module)."
+            )
+
+
+def _snapshot(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor the module holds: parameters, buffers, and plain attributes of its submodules."""
+    held: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, Tensor):
+                held[f"{name}.{key}".lstrip(".")] = value
+    return {name: tensor.detach().clone() for name, tensor in held.items()}
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def refuse_unclipped_state(module: nn.Module, example: Tensor) -> None:
+    """Raise InputError if training would change anything of ``module`` besides its trainable parameters.
+
+    ``example`` is one batch of inputs. Refused: norms with running statistics in either mode (the engine chooses the
+    mode), any tensor that a forward pass in training mode changes (seen on a copy with slightly moved weights), lazy
+    tensors, trainable parameters that are not floating point, modules with nothing to train.
+    """
+    _refuse_parameters(module)
+    _refuse_running_statistics(module)
+    probe = copy.deepcopy(module).train()
+    with torch.no_grad(), seeded_torch(0, "check of the model's state"):
+        # State that has settled for the present weights (spectral norm's vectors) moves again when they do.
+        for parameter in probe.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        before = _snapshot(probe)
+        try:
+            probe(example)
+        except InputError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__} in a forward pass ({str(error).splitlines()[0] if str(error) else ''})"
+            raise wrong("model", found, f"a module that takes a batch of shape {tuple(example.shape)}") from error
+    after = _snapshot(probe)
+    moved = [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
+    if moved:
+        raise InputError(
+            f"model: {moved[0]} is changed by a forward pass in training mode, outside the clipped update; it would "
+            "leave every client unclipped and without noise. Remedy: a layer without running state, or the same "
+            "values held constant."
+        )
+
+
+__all__ = ["FixedNorm", "freeze_batch_norm", "group_norm_instead", "refuse_unclipped_state"]

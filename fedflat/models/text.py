@@ -1,0 +1,148 @@
+"""Small text models on ids (b, T) int64.
+
+The recurrent models are written out cell by cell: torch's own LSTM and GRU have no batching rule and fail under
+``torch.func.vmap``, with which the vectorised engine trains several clients at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedflat.core.checks import whole, wrong
+
+
+def text_length(name: str, input_shape: Sequence[int]) -> int:
+    """The number of ids per example; raises InputError unless ``input_shape`` is (T,)."""
+    if len(input_shape) != 1 or not isinstance(input_shape[0], int) or input_shape[0] < 1:
+        raise wrong(f"model {name}: input shape", tuple(input_shape), "sequences of ids (length,)")
+    return input_shape[0]
+
+
+class Recurrence(nn.Module):
+    """One recurrent layer with one bias: (b, T, inputs) -> (b, T, hidden), zero initial state.
+
+    Gates are stacked as in torch, (i, f, g, o) for the LSTM and (r, z, n) for the GRU.
+    """
+
+    def __init__(self, inputs: int, hidden: int, gates: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.weight_ih = nn.Parameter(torch.empty(gates * hidden, inputs))
+        self.weight_hh = nn.Parameter(torch.empty(gates * hidden, hidden))
+        self.bias = nn.Parameter(torch.empty(gates * hidden))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        driven = F.linear(x, self.weight_ih, self.bias)  # (b, T, gates · hidden): one product for all steps
+        state = driven.new_zeros(driven.shape[0], self.hidden)
+        memory = state
+        outputs = []
+        for now in driven.unbind(1):
+            state, memory = self.step(now, state, memory)
+            outputs.append(state)
+        return torch.stack(outputs, 1)
+
+    def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class LSTM(Recurrence):
+    """Hochreiter & Schmidhuber 1997; torch.nn.LSTM with ``bias_hh = 0``."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__(inputs, hidden, 4)
+
+    def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        i, f, g, o = (now + F.linear(state, self.weight_hh)).chunk(4, -1)
+        memory = torch.sigmoid(f) * memory + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(memory), memory
+
+
+class GRU(Recurrence):
+    """Cho et al. 2014; torch.nn.GRU with ``bias_hh = 0``."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__(inputs, hidden, 3)
+
+    def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        r, z, n = now.chunk(3, -1)
+        hr, hz, hn = F.linear(state, self.weight_hh).chunk(3, -1)
+        update = torch.sigmoid(z + hz)
+        candidate = torch.tanh(n + torch.sigmoid(r + hr) * hn)
+        return (1 - update) * candidate + update * state, memory
+
+
+class CharacterModel(nn.Module):
+    """Next-character prediction: ids (b, T) int64 -> logits (b, T, vocabulary), one prediction per position."""
+
+    def __init__(self, cell: type[LSTM] | type[GRU], vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        inputs = [embedding] + [hidden] * (layers - 1)
+        self.layers = nn.Sequential(*(cell(n, hidden) for n in inputs))
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.layers(self.embedding(ids))))
+
+
+def _character(
+    cell: type[LSTM] | type[GRU], name: str, shape: Sequence[int], classes: int, sizes: tuple[int, int, int]
+) -> nn.Module:
+    text_length(name, shape)
+    embedding, hidden, layers = sizes
+    return CharacterModel(
+        cell,
+        classes,
+        whole("model.embedding", embedding, 1),
+        whole("model.hidden", hidden, 1),
+        whole("model.layers", layers, 1, 8),
+    )
+
+
+def char_lstm(
+    input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2
+) -> nn.Module:
+    """The Shakespeare model of McMahan et al. 2017 and Reddi et al. 2021: 820,522 parameters with 90 characters.
+
+    ``classes`` is the vocabulary, for the inputs and for the logits.
+    """
+    return _character(LSTM, "char-lstm", input_shape, classes, (embedding, hidden, layers))
+
+
+def char_gru(
+    input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 128, layers: int = 1
+) -> nn.Module:
+    """A small GRU for next-character prediction; ``classes`` is the vocabulary."""
+    return _character(GRU, "char-gru", input_shape, classes, (embedding, hidden, layers))
+
+
+class BagOfWords(nn.Module):
+    """Mean of the embeddings of the ids that are not 0 (padding), then a linear layer: (b, T) -> (b, classes)."""
+
+    def __init__(self, vocabulary: int, classes: int, embedding: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.head = nn.Linear(embedding, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        vectors = self.embedding(ids)
+        keep = (ids != 0).to(vectors.dtype).unsqueeze(-1)
+        # An empty text divides by one: its mean is the zero vector and its logits the bias.
+        mean = (vectors * keep).sum(1) / keep.sum(1).clamp(min=1.0)
+        return cast(Tensor, self.head(mean))
+
+
+def bow(input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, embedding: int = 64) -> nn.Module:
+    """A text classifier on a bag of embeddings; ``vocabulary`` (required) counts the ids, 0 (padding) included."""
+    text_length("bow", input_shape)
+    if vocabulary is None:
+        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding 0 included")
+    return BagOfWords(whole("model.vocabulary", vocabulary, 2), classes, whole("model.embedding", embedding, 1))

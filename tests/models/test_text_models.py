@@ -1,0 +1,113 @@
+"""Character models and the bag of words, against torch's own recurrent layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from fedflat.core.checks import InputError
+from fedflat.models import NAMES, build, refuse_unclipped_state
+
+torch.set_num_threads(1)
+
+
+def ids(*shape: int, high: int = 11, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "options", "count"),
+    [
+        ("char-lstm", 90, {}, 820_522),
+        ("char-gru", 90, {}, 64_938),
+        ("bow", 2, {"vocabulary": 5000}, 320_130),
+    ],
+)
+def test_the_stated_number_of_parameters(name: str, classes: int, options: dict[str, int], count: int) -> None:
+    assert sum(p.numel() for p in build(name, (80,), classes, 0, **options).parameters()) == count
+    assert f"{count:,}" in NAMES[name]
+
+
+@pytest.mark.parametrize(("name", "reference"), [("char-lstm", nn.LSTM), ("char-gru", nn.GRU)])
+def test_a_recurrent_layer_is_torchs_layer(name: str, reference: type[nn.LSTM] | type[nn.GRU]) -> None:
+    module = build(name, (9,), 11, 0, hidden=6, embedding=4, layers=2)
+    torchs = reference(4, 6, num_layers=2, batch_first=True)
+    with torch.no_grad():
+        for i, layer in enumerate(module.layers):
+            getattr(torchs, f"weight_ih_l{i}").copy_(layer.weight_ih)
+            getattr(torchs, f"weight_hh_l{i}").copy_(layer.weight_hh)
+            getattr(torchs, f"bias_ih_l{i}").copy_(layer.bias)
+            getattr(torchs, f"bias_hh_l{i}").zero_()
+    x = ids(3, 9)
+    expected = module.head(torchs(module.embedding(x))[0])
+    assert module(x).shape == (3, 9, 11)
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("name", ["char-lstm", "char-gru"])
+def test_a_prediction_does_not_see_the_future(name: str) -> None:
+    module = build(name, (9,), 11, 0, hidden=6)
+    x = ids(2, 9)
+    later = x.clone()
+    later[:, 5:] = (later[:, 5:] + 1) % 11
+    assert torch.equal(module(x)[:, :5], module(later)[:, :5])
+    assert not torch.equal(module(x)[:, 5:], module(later)[:, 5:])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("char-lstm", {"hidden": 6}), ("char-gru", {"hidden": 6}), ("bow", {"vocabulary": 11, "embedding": 3})],
+)
+def test_three_clients_under_vmap_equal_three_calls(name: str, options: dict[str, int]) -> None:
+    modules = [build(name, (7,), 11, seed, **options) for seed in range(3)]
+    x, y = ids(3, 2, 7), ids(3, 2, 7, seed=1)
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = functional_call(modules[0], parameters, (x,))
+        return F.cross_entropy(logits.flatten(0, -2), y.flatten() if logits.ndim == 3 else y[:, 0])
+
+    clients = [{k: v.detach() for k, v in m.named_parameters()} for m in modules]
+    together = vmap(grad(loss))({k: torch.stack([c[k] for c in clients]) for k in clients[0]}, x, y)
+    for i, client in enumerate(clients):
+        for key, alone in grad(loss)(client, x[i], y[i]).items():
+            torch.testing.assert_close(together[key][i], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_a_bag_ignores_padding_and_order() -> None:
+    module = build("bow", (6,), 3, 0, vocabulary=11, embedding=4)
+    a = torch.tensor([[3, 5, 5, 0, 0, 0]])
+    b = torch.tensor([[5, 0, 3, 0, 5, 0]])
+    torch.testing.assert_close(module(a), module(b))
+    by_hand = module.head(module.embedding.weight[[3, 5, 5]].mean(0, keepdim=True))
+    torch.testing.assert_close(module(a), by_hand)
+
+
+def test_an_empty_text_has_the_bias_as_logits() -> None:
+    module = build("bow", (6,), 3, 0, vocabulary=11)
+    torch.testing.assert_close(module(torch.zeros(1, 6, dtype=torch.int64))[0], module.head.bias)
+
+
+def test_text_models_hold_no_unclipped_state_and_follow_the_seed() -> None:
+    for name, options in {"char-lstm": {"hidden": 5}, "char-gru": {"hidden": 5}, "bow": {"vocabulary": 11}}.items():
+        refuse_unclipped_state(build(name, (5,), 11, 0, **options), ids(2, 5))
+        vectors = [nn.utils.parameters_to_vector(build(name, (5,), 11, s, **options).parameters()) for s in (1, 1, 2)]
+        assert torch.equal(vectors[0], vectors[1])
+        assert not torch.equal(vectors[0], vectors[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "words"),
+    [
+        ("char-lstm", (1, 8), {}, "sequences of ids (length,)"),
+        ("char-gru", (8,), {"layers": 0}, "model.layers: found 0"),
+        ("bow", (8,), {}, "model.vocabulary: found nothing"),
+        ("bow", (8,), {"vocabulary": 1}, "model.vocabulary: found 1"),
+    ],
+)
+def test_impossible_options(name: str, shape: tuple[int, ...], options: dict[str, int], words: str) -> None:
+    with pytest.raises(InputError) as error:
+        build(name, shape, 4, 0, **options)
+    assert words in str(error.value)
