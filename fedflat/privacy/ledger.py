@@ -47,14 +47,14 @@ def _broken(path: Path, number: int, found: str, allowed: str) -> LedgerError:
     return LedgerError(str(wrong(f"{path} line {number}", found, allowed)))
 
 
-def _plain(where: str, value: Any) -> Any:
+def plain_json(where: str, value: Any) -> Any:
     """JSON types only, with exact numbers; +inf becomes None (an infinite ε is ``null``)."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
-        return {str(key): _plain(f"{where}.{key}", inner) for key, inner in value.items()}
+        return {str(key): plain_json(f"{where}.{key}", inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(where, inner) for inner in value]
+        return [plain_json(where, inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         if value == math.inf:
             return None
@@ -153,7 +153,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a new file's name durable, not only its content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -222,7 +222,7 @@ class Ledger:
                 undo.callback(os.close, lock)
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 undo.callback(os.close, file)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
                 data = path.read_bytes()
                 found = scan(path, data)
                 ledger = cls(path, file, lock, found, key_id)
@@ -268,7 +268,7 @@ class Ledger:
         return any(event(entry) == wanted for entry in self.entries)
 
     def _normal(self, payload: Mapping[str, Any]) -> Entry:
-        plain: Entry = {**_plain("ledger event", payload), **self._key}
+        plain: Entry = {**plain_json("ledger event", payload), **self._key}
         whole("ledger event.round", plain.get("round"))
         taken = [key for key in plain if key in (*CHAIN, *REASONS)]
         if taken:

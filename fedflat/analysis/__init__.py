@@ -1,0 +1,1 @@
+"""Loss surfaces, curvature and the papers' formulas."""

@@ -1,0 +1,1 @@
+"""What a run may promise: plan, accounting, ledger, statement, verification and audit."""

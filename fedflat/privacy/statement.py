@@ -1,0 +1,350 @@
+"""The privacy statement: what is promised, to whom, on what grounds, and what is not promised.
+
+One dictionary (``privacy.json``) rendered as text and Markdown. It follows the reporting items of Ponomareva et al.
+2023, "How to DP-fy ML", Section 5.3 (setting, instantiation of the definition, accounting, verifiability); each item
+has a stable key under ``checklist``. A claimed figure is never shown without the proven one (:func:`headline`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fedflat.core.checks import InputError, RunError, one_of, whole
+from fedflat.privacy.ledger import plain_json, sync_folder
+
+SECOND_DELTA = 1e-5
+
+# Where the papers' released procedures leave their formula (algorithms.md, items 1–10), for protocol "published".
+PAPER_ITEMS: dict[int, str] = {
+    1: "Each tensor is clipped to C on its own: the whole update has sensitivity C·√L for L tensors.",
+    2: "Each client clips at the median of its own layer norms: nothing bounds the sensitivity.",
+    3: "Each client masks after adding its noise share: noise is only where a mask, which depends on data, is 1.",
+    4: "Updates are weighted by data sizes: the sensitivity depends on the sizes of all clients.",
+    5: "Fixed-size cohorts are drawn from the round number: the schedule is public and amplifies nothing.",
+    6: "Local steps follow each client's data size, and with them the re-added memory term: it differs by client.",
+    7: "The server sees each update with its share of the noise only: towards it the multiplier is σ/√m.",
+    8: "Batch-norm running statistics are averaged unclipped: a release of data statistics.",
+    9: "δ = 1/M: publishing one random client's data meets it.",
+    10: "Thresholds and rates were searched on the same clients: that search is not counted.",
+}
+
+TRUST: dict[str, str] = {
+    "central": "The server is trusted: it sees each clipped update and adds the noise.",
+    "distributed": "Clients add noise shares and only their sum is revealed (secure aggregation).",
+    "local": "Nobody is trusted: each client adds its noise before it sends its update.",
+}
+ADJACENCY: dict[str, str] = {
+    "add_remove": "add-remove (zero-out): two populations differ in one client, whose slot contributes nothing in one",
+    "replace_one": "replace-one: two populations differ in the whole data of one client",
+}
+SAMPLING: dict[str, str] = {
+    "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",
+    "truncated": "Poisson with a cap on the cohort: clients over the cap are dropped at random; the draw is secret.",
+    "fixed": "A cohort of fixed size, drawn without replacement in each round.",
+}
+
+
+class PlanLike(Protocol):
+    """What a statement needs to know of a privacy plan (``privacy.plan.Plan``)."""
+
+    @property
+    def private(self) -> bool: ...
+    @property
+    def noise_multiplier(self) -> float: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def accountant(self) -> str: ...
+    @property
+    def trust(self) -> str: ...
+    @property
+    def protocol(self) -> str: ...
+    @property
+    def sampler(self) -> Any: ...
+    @property
+    def noise_cohort(self) -> Any: ...
+    @property
+    def warnings(self) -> Sequence[str]: ...
+    def epsilon(self, rounds: int) -> float: ...
+    def guarantees(self, rounds: int) -> Sequence[Any]: ...
+    def simulated_epsilon(self, rounds: int) -> float | None: ...
+
+
+def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int:
+    """Rounds to compose: those run, or recorded although never released, and each repeated attempt once more."""
+    recorded = {entry["round"] for entry in entries}
+    again = sum(int(entry.get("attempt", 1)) > 1 for entry in entries)
+    return max(whole("rounds_run", rounds_run), len(recorded)) + again
+
+
+def statement(
+    plan: PlanLike,
+    *,
+    rounds_run: int,
+    algorithm: str,
+    facts: Mapping[str, Any],
+    key_source: Literal["seed", "os-entropy"],
+    warnings: Sequence[str] = (),
+    entries: Sequence[Mapping[str, Any]] = (),
+    claimed: float | None = None,
+    proven: float | None = None,
+    reasons: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
+
+    ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
+    true), ``secure``, ``personal``, ``finetuned``, ``mechanism`` (a sentence) and ``paper_items`` (numbers of
+    :data:`PAPER_ITEMS`).
+    Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
+    under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
+    """
+    one_of("key_source", key_source, ("seed", "os-entropy"))
+    charged = rounds_charged(rounds_run, entries)
+    why = list(reasons)
+    if plan.protocol == "published":
+        epsilon = proven
+        if proven is None or not math.isfinite(proven):
+            why.append("No finite ε is proven for the published procedure that ran.")
+    else:
+        epsilon = claimed = proven = plan.epsilon(charged) if plan.private else math.inf
+    why += _reasons(plan, epsilon, charged - rounds_run)
+    guarantees = plan.guarantees(charged) if plan.private and plan.protocol == "sound" else ()
+    found = {
+        "algorithm": algorithm,
+        "protocol": plan.protocol,
+        "unit": "client: all data that one client holds, over the whole run",
+        "adjacency": _adjacency(guarantees),
+        "trust": plan.trust,
+        "trust_model": TRUST[plan.trust],
+        "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
+        "sampling": _sampling(plan.sampler),
+        "mechanism": _mechanism(plan, facts),
+        "rounds": rounds_run,
+        "rounds_charged": charged,
+        "epsilon": epsilon,
+        "delta": plan.delta,
+        "claimed_epsilon": claimed,
+        "proven_epsilon": proven,
+        "simulated_epsilon": plan.simulated_epsilon(charged) if plan.private and plan.noise_cohort else None,
+        "epsilon_at_1e-5": _second(plan, charged),
+        "accountant": plan.accountant,
+        "reasons": why,
+        "not_covered": not_covered(plan, facts, key_source),
+        "noise_source": _noise_source(facts, key_source),
+        "floating_point": _floating_point(facts),
+        "paper_items": [{"item": item, "text": PAPER_ITEMS[item]} for item in facts.get("paper_items", ())],
+        "warnings": [*plan.warnings, *warnings],
+        "facts": dict(facts),
+    }
+    clean: dict[str, Any] = plain_json("privacy statement", found)
+    return {**clean, "checklist": checklist(clean)}
+
+
+def _reasons(plan: PlanLike, epsilon: float | None, extra: int) -> list[str]:
+    found = []
+    if not plan.private:
+        found.append("This method neither clips nor adds noise: it gives no differential privacy.")
+    elif plan.noise_multiplier == 0:
+        found.append("The noise multiplier is 0: the clip stays, but no ε is finite.")
+    elif plan.protocol == "sound" and (epsilon is None or not math.isfinite(epsilon)):
+        found.append("The accountant gives no finite ε for these settings.")
+    if plan.noise_cohort:
+        found.append(
+            "The noise is that of a larger simulated population (noise_cohort): proven is what holds for the run that "
+            "happened, simulated what would hold for that population."
+        )
+    if extra > 0:
+        found.append(f"{extra} events beyond the rounds run are charged: a round was open or was drawn again.")
+    return found
+
+
+def _adjacency(guarantees: Sequence[Any]) -> str:
+    kinds = dict.fromkeys(str(getattr(g.relation, "value", g.relation)) for g in guarantees)
+    return "; ".join(ADJACENCY.get(kind.lower().replace("-", "_"), kind) for kind in kinds) or "none proven"
+
+
+def _sampling(sampler: Any) -> str:
+    share = f"q = {sampler.size / sampler.clients:g}"
+    return f"{SAMPLING[sampler.name]} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share})"
+
+
+def _mechanism(plan: PlanLike, facts: Mapping[str, Any]) -> str:
+    if not plan.private:
+        return "None: updates are averaged as they are."
+    text = str(facts.get("mechanism", "Gaussian noise on the sum of clipped updates, divided by a public constant."))
+    clip = f"; clip {facts['clip']}" if "clip" in facts else ""
+    return f"{text} (noise multiplier σ = {plan.noise_multiplier:g} = noise std / clip{clip})"
+
+
+def _second(plan: Any, charged: int) -> float | None:
+    """ε at δ = 10⁻⁵ as well: at δ near 1/M a guarantee can be met by publishing somebody's data."""
+    if not plan.private or plan.protocol != "sound":
+        return None
+    with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
+        return float(dataclasses.replace(plan, delta=SECOND_DELTA).epsilon(charged))
+    return None
+
+
+def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
+    if key_source == "seed":
+        return "simulation: noise reproducible from the seed"
+    return "256 bits of operating-system entropy, kept outside the run folder and deleted at its end"
+
+
+def _floating_point(facts: Mapping[str, Any]) -> str:
+    if facts.get("secure"):
+        return "Noise is drawn by a method that withstands floating-point attacks (privacy.secure)."
+    return "float32 Gaussian noise: it does not withstand attacks on floating-point arithmetic."
+
+
+def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> list[str]:
+    """What the guarantee says nothing about, one sentence each."""
+    found = [
+        "The choice of hyper-parameters on these clients (clip, rates, method): each further run spends its own ε.",
+        "Side channels: timing, message sizes, memory, and which clients answer.",
+        "Public by assumption: number of clients, expected cohort, local steps, δ, model size, partition seed, "
+        "examples per client (the public n̄), and the test data used for accuracies.",
+        "Groups of clients: k clients that belong to one person are protected only by group privacy.",
+    ]
+    if key_source == "seed":
+        found.append("simulation: noise reproducible from the seed, so whoever knows the seed can remove it.")
+    if facts.get("simulation", True):
+        found.append(
+            "private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."
+        )
+    if facts.get("personal") or facts.get("finetuned"):
+        found.append(
+            "Personal parts: personal heads, fine-tuned models and personal accuracies are not released, not covered; "
+            "the shared part is protected in the joint sense (what everyone but the client itself sees)."
+        )
+    if not facts.get("secure"):
+        found.append("Attacks on floating-point noise (privacy.secure: true withstands them).")
+    if plan.trust == "central":
+        found.append("The server itself, which sees every update under trust: central.")
+    if plan.trust == "distributed":
+        found.append("A server that breaks secure aggregation, or more colluding clients than were accounted for.")
+    return found
+
+
+def checklist(found: Mapping[str, Any]) -> dict[str, str]:
+    """The reporting items of Ponomareva et al. 2023, Section 5.3, each a sentence under a stable key."""
+    return {
+        "dp_setting": f"{found['trust']}: {found['trust_model']}",
+        "data_accesses": "Every round's cohort updates. Not the search for hyper-parameters; see not_covered.",
+        "final_output": "Every round's shared model and the released metrics, not only the last model.",
+        "unit_of_privacy": found["unit"],
+        "adjacency": found["adjacency"],
+        "accounting_type": f"{found['accountant']} accounting composed over {found['rounds_charged']} rounds.",
+        "accounting_assumptions": f"{found['sampling']} This run drew its cohorts so.",
+        "formal_statement": headline(found),
+        "tuning": "Not counted: see not_covered.",
+        "verifiability": "ledger.jsonl holds every event; the figure can be recomputed from it with another library.",
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def headline(found: Mapping[str, Any]) -> str:
+    """The one line that may stand for the statement; it never gives the claimed figure without the proven one."""
+    at = f"at δ = {found['delta']:g}"
+    if found["protocol"] == "published":
+        claimed, proven = _number(found["claimed_epsilon"]), _number(found["proven_epsilon"])
+        return f"claimed ε = {claimed} {at}, proven ε = {proven} (published procedure)"
+    simulated = found["simulated_epsilon"]
+    tail = "" if simulated is None else f"; ε = {_number(simulated)} for the simulated larger population"
+    return f"proven ε = {_number(found['proven_epsilon'])} {at}{tail}"
+
+
+def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    second = found["epsilon_at_1e-5"]
+    return [
+        ("Guarantee", headline(found)),
+        ("At δ = 1e-05", f"ε = {_number(second)}" if second is not None else "no ε given"),
+        ("Unit", found["unit"]),
+        ("Adjacency", found["adjacency"]),
+        ("Trust", f"{found['trust']}: {found['trust_model']}"),
+        ("Sampling", found["sampling"]),
+        ("Mechanism", found["mechanism"]),
+        ("Accounting", found["checklist"]["accounting_type"]),
+        ("Noise", found["noise_source"]),
+        ("Arithmetic", found["floating_point"]),
+    ]
+
+
+def _lists(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    protected = [
+        f"{a['adversary']}: ε = {_number(a['epsilon'])} at δ = {a['delta']:g} ({a['relation']}); {a['description']}"
+        for a in found["adversaries"]
+    ]
+    items = [f"{item['item']}. {item['text']}" for item in found["paper_items"]]
+    every = [
+        ("Who is protected from whom", protected),
+        ("Reasons", found["reasons"]),
+        ("Where the published procedure leaves its formula", items),
+        ("Warnings", found["warnings"]),
+        ("Not covered", found["not_covered"]),
+    ]
+    return [(title, lines) for title, lines in every if lines]
+
+
+def render_text(found: Mapping[str, Any], width: int = 80) -> str:
+    """The statement for a terminal of ``width`` columns."""
+    lines = [*textwrap.wrap(f"Privacy statement: {found['algorithm']} ({found['protocol']} protocol)", width), ""]
+    for label, text in _facts(found):
+        lines += textwrap.wrap(f"{label + ':':<13} {text}", width, subsequent_indent=" " * 14)
+    for title, sentences in _lists(found):
+        lines += ["", f"{title}:"]
+        for sentence in sentences:
+            lines += textwrap.wrap(sentence, width, initial_indent="- ", subsequent_indent="  ")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def render_markdown(found: Mapping[str, Any]) -> str:
+    """The statement as Markdown: one table and one list per heading."""
+    lines = [
+        f"## Privacy statement: {_escape(found['algorithm'])} ({found['protocol']} protocol)",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    lines += [f"| {label} | {_escape(text)} |" for label, text in _facts(found)]
+    for title, sentences in _lists(found):
+        lines += ["", f"### {title}", "", *(f"- {_escape(sentence)}" for sentence in sentences)]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: str | Path, found: Mapping[str, Any]) -> None:
+    """Write ``privacy.json`` so that a reader sees the old or the new one, never half. Raises ``RunError``."""
+    path = Path(path)
+    text = json.dumps(plain_json("privacy statement", found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    scratch = ""
+    try:
+        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise RunError(f"{path}: the privacy statement could not be written ({error.strerror})") from error

@@ -1,0 +1,220 @@
+"""The statement says what is promised, to whom, and what is not; and never a claimed figure alone."""
+
+import errno
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.privacy import statement as module
+from fedflat.privacy.statement import headline, render_markdown, render_text, rounds_charged, statement, write
+
+
+@dataclass(frozen=True)
+class FakeGuarantee:
+    adversary: str
+    description: str
+    relation: str
+    epsilon: float
+    delta: float
+    accountant: str
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """A plan whose ε is rounds / σ (and 1/δ-dependent), so that every figure can be followed."""
+
+    noise_multiplier: float = 2.0
+    delta: float = 0.002
+    accountant: str = "pld"
+    trust: str = "central"
+    protocol: str = "sound"
+    noise_cohort: int | None = None
+    private: bool = True
+    warnings: tuple[str, ...] = ()
+    sampler: Any = field(default_factory=lambda: SimpleNamespace(name="poisson", clients=500, size=50))
+    relations: Sequence[str] = ("add-remove",)
+
+    def epsilon(self, rounds: int) -> float:
+        if self.delta == 1e-5 and self.trust == "distributed":
+            raise wrong("delta", self.delta, "more than the chance of an aborted round")
+        return math.inf if self.noise_multiplier == 0 else rounds / self.noise_multiplier * (0.002 / self.delta)
+
+    def guarantees(self, rounds: int) -> tuple[FakeGuarantee, ...]:
+        return tuple(
+            FakeGuarantee("recipients", "all who see a model", kind, self.epsilon(rounds), self.delta, self.accountant)
+            for kind in self.relations
+        )
+
+    def simulated_epsilon(self, rounds: int) -> float:
+        return rounds / 1000
+
+
+def make(plan: FakePlan | None = None, **more: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"rounds_run": 10, "algorithm": "dp-fedsam", "facts": {}, "key_source": "seed", **more}
+    return statement(plan or FakePlan(), **arguments)
+
+
+CONTRACT = [
+    "unit", "adjacency", "trust", "adversaries", "sampling", "mechanism", "epsilon", "delta", "claimed_epsilon",
+    "proven_epsilon", "simulated_epsilon", "reasons", "not_covered",
+]  # fmt: skip
+
+
+def test_the_contracts_keys_and_the_figures_of_a_sound_run() -> None:
+    found = make(facts={"clip": 0.2, "rounds": 10})
+    assert not [key for key in CONTRACT if key not in found]
+    assert found["epsilon"] == found["claimed_epsilon"] == found["proven_epsilon"] == 5.0
+    assert found["epsilon_at_1e-5"] == pytest.approx(1000.0) and found["simulated_epsilon"] is None
+    assert found["unit"].startswith("client") and found["adjacency"].startswith("add-remove")
+    assert found["adversaries"][0]["adversary"] == "recipients" and found["reasons"] == []
+    assert "Poisson" in found["sampling"] and "q = 0.1" in found["sampling"]
+    assert "σ = 2" in found["mechanism"] and "clip 0.2" in found["mechanism"]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_the_reporting_items_are_all_there() -> None:
+    assert list(make()["checklist"]) == [
+        "dp_setting", "data_accesses", "final_output", "unit_of_privacy", "adjacency", "accounting_type",
+        "accounting_assumptions", "formal_statement", "tuning", "verifiability",
+    ]  # fmt: skip
+    assert all(text and isinstance(text, str) for text in make()["checklist"].values())
+
+
+def test_what_an_infinite_or_missing_epsilon_is() -> None:
+    silent = make(FakePlan(noise_multiplier=0.0))
+    assert (
+        silent["epsilon"] is None
+        and silent["proven_epsilon"] is None
+        and "noise multiplier is 0" in silent["reasons"][0]
+    )
+    plain = make(FakePlan(private=False))
+    assert plain["epsilon"] is None and plain["adversaries"] == [] and plain["adjacency"] == "none proven"
+    assert "no differential privacy" in plain["reasons"][0] and plain["mechanism"].startswith("None")
+    assert plain["epsilon_at_1e-5"] is None
+    far = make(FakePlan(noise_multiplier=1e-320))
+    assert far["epsilon"] is None and "no finite ε" in far["reasons"][0]
+
+
+def test_published_shows_claimed_and_proven_together() -> None:
+    plan = FakePlan(protocol="published")
+    found = make(plan, claimed=9.37, proven=1466.0, reasons=["per-tensor clip"], facts={"paper_items": [1, 5]})
+    assert (found["claimed_epsilon"], found["proven_epsilon"], found["epsilon"]) == (9.37, 1466.0, 1466.0)
+    assert found["reasons"] == ["per-tensor clip"] and [item["item"] for item in found["paper_items"]] == [1, 5]
+    assert headline(found) == "claimed ε = 9.37 at δ = 0.002, proven ε = 1,466 (published procedure)"
+    assert found["epsilon_at_1e-5"] is None and found["adversaries"] == []
+    none = make(plan, claimed=9.37, reasons=["median clipping bounds nothing"])
+    assert none["epsilon"] is None and none["proven_epsilon"] is None and len(none["reasons"]) == 2
+    assert "proven ε = none" in headline(none)
+    assert make(plan, claimed=9.37, proven=math.inf)["proven_epsilon"] is None
+
+
+@pytest.mark.parametrize("proven", [None, 1466.0])
+def test_no_rendering_gives_the_claimed_figure_without_the_proven_one(proven: float | None) -> None:
+    found = make(FakePlan(protocol="published"), claimed=9.3719, proven=proven, reasons=["item 1"])
+    for text in (render_text(found, 400), render_markdown(found), "\n".join(found["checklist"].values())):
+        hits = [line for line in text.splitlines() if "9.37" in line]
+        assert hits and all("proven ε = " in line for line in hits)
+
+
+def test_a_simulated_population_is_named_and_is_not_the_proven_figure() -> None:
+    found = make(FakePlan(noise_cohort=1000))
+    assert found["simulated_epsilon"] == 0.01 and found["proven_epsilon"] == 5.0
+    assert headline(found) == "proven ε = 5 at δ = 0.002; ε = 0.01 for the simulated larger population"
+    assert any("noise_cohort" in reason for reason in found["reasons"])
+
+
+def test_rounds_charged_counts_open_rounds_and_repeated_attempts() -> None:
+    lines = [{"round": 0}, {"round": 1}, {"round": 1, "attempt": 2}, {"round": 2}]
+    assert rounds_charged(2, lines) == 4 and rounds_charged(3, []) == 3
+    found = make(rounds_run=2, entries=lines)
+    assert found["rounds"] == 2 and found["rounds_charged"] == 4 and found["epsilon"] == 2.0
+    assert any("2 events beyond the rounds run" in reason for reason in found["reasons"])
+
+
+def test_what_is_not_covered_follows_from_what_ran() -> None:
+    simulated = " ".join(make()["not_covered"])
+    for word in (
+        "hyper-parameters",
+        "timing",
+        "test data",
+        "private.jsonl",
+        "reproducible from the seed",
+        "floating-point",
+    ):
+        assert word in simulated, word
+    assert "Personal parts" not in simulated and "server itself" in simulated
+    deployed = make(
+        FakePlan(trust="distributed"),
+        facts={"simulation": False, "secure": True, "personal": True},
+        key_source="os-entropy",
+    )
+    text = " ".join(deployed["not_covered"])
+    assert "Personal parts" in text and "secure aggregation" in text and "private.jsonl" not in text
+    assert "whoever knows the seed" not in text and "floating-point" not in text
+    assert "operating-system entropy" in deployed["noise_source"] and "withstands" in deployed["floating_point"]
+    assert deployed["epsilon_at_1e-5"] is None  # the chance of an abort alone exceeds it
+    local = " ".join(make(FakePlan(trust="local"), facts={"finetuned": True})["not_covered"])
+    assert "server itself" not in local and "secure aggregation" not in local and "fine-tuned" in local
+    assert make()["noise_source"] == "simulation: noise reproducible from the seed"
+
+
+def test_every_relation_of_the_guarantees_is_named() -> None:
+    both = make(FakePlan(relations=("add-remove", "replace_one", "add_remove", "odd")))
+    assert [part.split(" ")[0].rstrip(":") for part in both["adjacency"].split("; ")] == [
+        "add-remove", "replace-one", "add-remove", "odd",
+    ]  # fmt: skip
+
+
+def test_a_wrong_key_source_is_refused() -> None:
+    with pytest.raises(InputError, match=r"key_source: found sed; allowed: seed, os-entropy\. Did you mean seed"):
+        make(key_source="sed")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_text_fits_the_terminal_and_says_everything(width: int) -> None:
+    found = make(
+        FakePlan(protocol="published", warnings=("δ is large",)), claimed=9.37, reasons=["why"], warnings=["odd"]
+    )
+    text = render_text(found, width)
+    assert max(map(len, text.splitlines())) <= width and text.endswith("\n")
+    flat = re.sub(r"\s+", " ", text)
+    for part in ("proven ε = none", "Not covered:", "- why", "- δ is large", "- odd", "ε = ", "no ε given"):
+        assert part in flat, part
+    sound = re.sub(r"\s+", " ", render_text(make(), width))
+    assert "Who is protected from whom: - recipients: ε = 5 at δ = 0.002 (add-remove)" in sound
+    assert "At δ = 1e-05: ε = 1,000" in sound and "Warnings" not in sound
+
+
+def test_markdown_cannot_be_broken_by_a_name() -> None:
+    found = make(algorithm="<b>a|b</b>\nc", warnings=["pipe | \\ here"])
+    text = render_markdown(found)
+    assert text.startswith("## Privacy statement: &lt;b>a\\|b&lt;/b> c (sound protocol)\n")
+    assert "pipe \\| \\\\ here" in text and "### Not covered" in text
+
+
+def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "privacy.json"
+    found = make()
+    write(path, found)
+    assert json.loads(path.read_text(encoding="utf-8")) == found and "ε" in path.read_text(encoding="utf-8")
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(RunError, match=r"privacy.json: the privacy statement could not be written \(No space left"):
+        write(path, make(rounds_run=99))
+    monkeypatch.undo()
+    assert json.loads(path.read_text(encoding="utf-8")) == found and os.listdir(tmp_path) == ["privacy.json"]
+    with pytest.raises(RunError, match="No such file"):
+        write(tmp_path / "none" / "privacy.json", found)
