@@ -304,11 +304,11 @@ def render_text(found: Mapping[str, Any], width: int = 80) -> str:
     """The statement for a terminal of ``width`` columns."""
     lines = [*textwrap.wrap(f"Privacy statement: {found['algorithm']} ({found['protocol']} protocol)", width), ""]
     for label, text in _facts(found):
-        lines += textwrap.wrap(f"{label + ':':<13} {text}", width, subsequent_indent=" " * 14)
+        lines += textwrap.wrap(f"{label + ':':<13} {text}", width, break_on_hyphens=False, subsequent_indent=" " * 14)
     for title, sentences in _lists(found):
         lines += ["", f"{title}:"]
         for sentence in sentences:
-            lines += textwrap.wrap(sentence, width, initial_indent="- ", subsequent_indent="  ")
+            lines += textwrap.wrap(sentence, width, break_on_hyphens=False, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines) + "\n"
 
 
