@@ -80,7 +80,7 @@ class Federated:
                 continue
             array = value.detach().cpu().contiguous().numpy() if isinstance(value, torch.Tensor) else value
             total.update(f"{array.dtype} {array.shape}".encode())
-            total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return total.hexdigest()
 
 
@@ -88,7 +88,7 @@ def from_pairs(clients: Sequence[Any], test: Any = None, name: str = "clients") 
     """A federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
-    int64), the same shape and dtype at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0.
+    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0.
     A client may have no examples. ``test`` is an optional public pair of the same form.
     Raises InputError, naming the client, for anything else.
     """
@@ -105,7 +105,8 @@ def from_pairs(clients: Sequence[Any], test: Any = None, name: str = "clients") 
     seen = [t for t in (targets, public[1] if public else None) if t is not None and t.numel()]
     classes = 1 + max((int(t.max()) for t in seen), default=0)
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
-    return Federated(inputs, targets, parts, empty, *(public or (None, None)), classes, name)
+    test_inputs, test_targets = public or (None, None)
+    return Federated(inputs, targets, parts, empty, test_inputs, test_targets, classes, name)
 
 
 def hold_back(
@@ -162,7 +163,8 @@ def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise wrong(f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
     if x.is_complex():
         raise wrong(f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
-    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+    x = x.to(torch.float32 if x.is_floating_point() else torch.int64)
+    if not bool(torch.isfinite(x).all()):
         raise wrong(f"{where} inputs", "a NaN or infinite value", "finite numbers")
     return x, y.to(torch.int64)
 

@@ -105,10 +105,7 @@ def _from_hub(dataset: str, hub: str, config: str | None, folder: Path | None) -
         "Set FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet files."
     )
     try:
-        import datasets
-
-        datasets.disable_progress_bars()
-        loaded = datasets.load_dataset(hub, config)
+        loaded = _download(hub, config)
     except Exception as error:  # the hub client raises many unrelated types; all mean: not to be had
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         place = f"{hub} ({config})" if config else hub
@@ -119,6 +116,33 @@ def _from_hub(dataset: str, hub: str, config: str | None, folder: Path | None) -
             raise InputError(message) from None
         raise RunError(message) from None
     return {name: _hub_split(f"{hub}/{name}", loaded[name]) for name in SPLITS if name in loaded}
+
+
+def _download(hub: str, config: str | None) -> Any:
+    """``datasets.load_dataset``, without its half minute of retries when there is no network at all."""
+    import datasets
+    from huggingface_hub import constants
+
+    datasets.disable_progress_bars()
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not _reachable(constants.ENDPOINT)
+    try:
+        return datasets.load_dataset(hub, config)
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _reachable(url: str, seconds: float = 5.0) -> bool:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=seconds):
+            return True
+    except urllib.error.HTTPError:
+        return True  # somebody answered
+    except (OSError, ValueError):
+        return False
 
 
 def _offline() -> bool:

@@ -41,10 +41,17 @@ def load(spec: Any, seed: int = 0) -> Federated:
     labels = _one_label(train.targets)
     parts = partition(labels, _partition_spec(options.partition), options.clients, seed, train.natural)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
-    public = (_resident(test.inputs, meaning), test.targets) if test else (None, None)
-    inputs = _resident(train.inputs, meaning)
     return Federated(
-        inputs, train.targets, parts, held, *public, meaning.classes, meaning.name, meaning.vocabulary, meaning.padding
+        inputs=_resident(train.inputs, meaning),
+        targets=train.targets,
+        parts=parts,
+        held_back=held,
+        test_inputs=_resident(test.inputs, meaning) if test else None,
+        test_targets=test.targets if test else None,
+        classes=meaning.classes,
+        name=meaning.name,
+        vocabulary=meaning.vocabulary,
+        padding=meaning.padding,
     )
 
 

@@ -95,7 +95,7 @@ def _characters(
     length = options.max_length or text.WINDOW
 
     def table(split: Split) -> Table:
-        owners = split.values(owner) if owner in split.features else [""] * split.read([]).num_rows
+        owners = split.values(owner) if owner and owner in split.features else [""] * split.read([]).num_rows
         if "x" in split.features and "y" in split.features:
             x, y = text.ready_windows(split.values("x"), split.values("y"))
             return Table(x, y, np.array(owners, dtype=object))
