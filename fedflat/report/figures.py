@@ -15,7 +15,8 @@ from fedflat.report import metrics
 from fedflat.report.groups import Group, spread
 from fedflat.report.metrics import Run, column, number
 
-MAX_POINTS = 600
+MAX_POINTS = 600  # beyond that a line shows every second, third … round
+MAX_OVERLAID = 3000  # points of all lines of an overlay together
 Values = tuple[float, ...]
 
 
@@ -66,9 +67,9 @@ class Figure:
         return tuple(each for each in self.series if axis in each.x)
 
 
-def thin(count: int) -> list[int]:
-    """Places of at most ``MAX_POINTS`` of ``count`` points: evenly spaced, the last one always among them."""
-    step = max(1, math.ceil(count / MAX_POINTS))
+def thin(count: int, most: int = MAX_POINTS) -> list[int]:
+    """Places of about ``most`` of ``count`` points: evenly spaced, the last one always among them."""
+    step = max(1, math.ceil(count / most))
     places = list(range(0, count, step))
     if places and places[-1] != count - 1:
         places.append(count - 1)
@@ -308,7 +309,8 @@ def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
 
 
 def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon: bool) -> Figure | None:
-    series = [_mean_series(group, place, points, by_epsilon) for place, group in enumerate(groups)]
+    most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
+    series = [_mean_series(group, place, points, by_epsilon, most) for place, group in enumerate(groups)]
     changes: dict[str, Any] = {"overlay": True}
     absent = [each.label for each in series if each.y and "epsilon" not in each.x]
     if by_epsilon and absent and len(absent) < len(series):
@@ -317,13 +319,13 @@ def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon
     return _with(figure, series, **changes)
 
 
-def _mean_series(group: Group, style: int, points: Points, by_epsilon: bool) -> Series:
+def _mean_series(group: Group, style: int, points: Points, by_epsilon: bool, most: int) -> Series:
     by_round: dict[int, list[float]] = {}
     for run in group.runs:
         for turn, value in points(run):
             by_round.setdefault(turn, []).append(value)
     rounds = sorted(by_round)
-    rounds = [rounds[place] for place in thin(len(rounds))]
+    rounds = [rounds[place] for place in thin(len(rounds), most)]
     found = [spread(by_round[turn]) for turn in rounds]
     spreads = [each for each in found if each is not None]
     sds = [each.sd or 0.0 for each in spreads]

@@ -113,6 +113,8 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     mean = math.fsum(found) / len(found)
     if len(found) == 1:
         return Spread(mean, None, 1)
+    if min(found) == max(found):  # equal values: no rounding error posing as a spread
+        return Spread(found[0], 0.0, len(found))
     return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (len(found) - 1)), len(found))
 
 

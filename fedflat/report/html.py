@@ -48,7 +48,8 @@ def render(runs: Sequence[Run]) -> str:
     else:
         groups = group_runs(runs)
         title = " · ".join(group.label for group in groups) if len(groups) <= 3 else f"{len(groups)} methods compared"
-        lead = f"{len(runs)} runs in {len(groups)} setting{'s' if len(groups) > 1 else ''}; bands are one sd over seeds"
+        lead = f"{len(runs)} runs, {len(groups)} setting{'s' if len(groups) > 1 else ''}"
+        lead += "; bands show one standard deviation over seeds" if len(runs) > len(groups) else ""
         sections = _comparison_sections(groups)
     body = "".join(_section(key, heading, content) for key, heading, content in sections if content)
     links = "".join(
@@ -128,7 +129,7 @@ def _tiles(run: Run) -> str:
         _tile("Time", tables.duration(found["seconds"]), _pace(rounds, found["seconds"])),
     ]
     if found["personal_accuracy"] is not None:
-        tiles.insert(1, _tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
+        tiles.append(_tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
     return f'<dl class="tiles">{"".join(tiles)}</dl>{_warning(run)}'
 
 
@@ -143,7 +144,7 @@ def _pace(rounds: int, seconds: float) -> str:
 def _epsilon_tile(run: Run) -> str:
     proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
     delta = metrics.number(run.privacy.get("delta"))
-    below = [f"δ = {delta:g}"] if delta is not None and proven is not None else []
+    below = [f"δ = {delta:g}"] if delta is not None and (proven or claimed) is not None else []
     if claimed is not None:
         below.append(f"claimed by the formula: {tables.epsilon_text(claimed)}")
     if proven is None and claimed is None:
@@ -166,7 +167,7 @@ def _recipe(run: Run) -> str:
         return "<p>The folder holds no recipe.yaml.</p>"
     shown = {key: value for key, value in run.recipe.items() if key != "versions"}
     versions = section(run.recipe, "versions")
-    ran = f"<h3>Ran with</h3>{definition_list(versions)}" if versions else ""
+    ran = f"<h3>Ran with</h3>{definition_list(versions, verbatim=True)}" if versions else ""
     return f'<pre tabindex="0" aria-label="Recipe"><code>{escape(_yaml(shown))}</code></pre>{ran}'
 
 

@@ -1,4 +1,4 @@
-"""The records of a run folder: appending them line by line, reading them back, and the headline numbers.
+"""The records of a run folder, read back, and the headline numbers. (``engine.folder`` writes them.)
 
 A run folder holds ``recipe.yaml``, ``metrics.jsonl`` (released or public), ``private.jsonl`` (simulation only, never
 covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everything but the folder itself may be missing: a run
@@ -82,37 +82,6 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
         return plain(value.tolist())
     return str(value)
-
-
-def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line and flush it; NaN and infinities become ``null``.
-
-    A fragment that a killed process left behind at the end of the file is dropped first, so that it can never end up
-    in the middle of the file.
-    """
-    line = json.dumps(plain(record), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        _mend_end(file)
-        file.write(line.encode() + b"\n")
-        file.flush()
-
-
-def _mend_end(file: Any) -> None:
-    """Leave an open ``a+b`` file ending in a newline (or empty)."""
-    size = file.seek(0, 2)
-    if size == 0:
-        return
-    file.seek(size - 1)
-    if file.read(1) == b"\n":
-        return
-    file.seek(0)
-    content = file.read()
-    start = content.rfind(b"\n") + 1
-    if _parsed(content[start:]) is None:
-        file.truncate(start)
-    else:  # only the newline was lost
-        file.write(b"\n")
 
 
 def _parsed(line: bytes | str) -> Record | None:

@@ -58,7 +58,7 @@
       const line = make("div"), name = make("span"), dot = make("i", undefined, series.style < 0 ? "ink" : "c" + series.style % 7);
       name.append(dot, series.label);
       let text = series.y ? number(series.y[place]) : "";
-      if (series.low && series.y) text += " ± " + number(series.high[place] - series.y[place]);
+      if (series.sd) text += " ± " + number(series.sd[place]);
       else if (series.low) text = number(series.low[place]) + " – " + number(series.high[place]);
       line.append(name, make("span", text));
       return line;
@@ -130,7 +130,7 @@
     };
     info.series.forEach((series) => {
       if (series.y) fill(series, series.y, series.label, "");
-      if (series.low && series.y) fill(series, series.high.map((value, index) => value - series.y[index]), series.label, " sd");
+      if (series.sd) fill(series, series.sd, series.label, " sd");
       else if (series.low) {
         fill(series, series.low, series.label, " low");
         fill(series, series.high, series.label, " high");

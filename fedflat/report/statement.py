@@ -10,21 +10,31 @@ from fedflat.report import metrics, tables
 from fedflat.report.metrics import Run
 
 TITLES = {
-    "unit": "Unit of privacy",
-    "adjacency": "Adjacency",
-    "trust": "Trust model",
-    "adversaries": "Protected from",
-    "protocol": "Protocol",
-    "sampling": "Sampling",
-    "mechanism": "Mechanism",
     "proven_epsilon": "Proven ε",
     "claimed_epsilon": "Claimed ε (the paper's formula)",
     "epsilon": "ε",
     "delta": "δ",
+    "epsilon_at_1e-5": "ε at δ = 10⁻⁵",
     "simulated_epsilon": "ε of the simulated population",
     "reasons": "Reasons",
+    "warnings": "Warnings",
+    "paper_items": "Where the published procedure leaves its formula",
+    "unit": "Unit of privacy",
+    "adjacency": "Adjacency",
+    "trust": "Trust model",
+    "trust_model": "Trusted",
+    "adversaries": "Protected from",
     "not_covered": "Not covered",
+    "protocol": "Protocol",
+    "sampling": "Sampling",
+    "mechanism": "Mechanism",
+    "accountant": "Accountant",
+    "rounds": "Rounds run",
+    "rounds_charged": "Rounds charged",
+    "noise_source": "Noise",
+    "floating_point": "Arithmetic",
 }
+FOLDED = {"checklist": "Reporting checklist", "facts": "Facts the statement was made from"}
 
 
 def statement_html(run: Run) -> str:
@@ -33,7 +43,13 @@ def statement_html(run: Run) -> str:
         return f"<p>{escape(metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:])}: nothing is proven.</p>"
     known = {key: run.privacy[key] for key in TITLES if key in run.privacy}
     rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
-    return definition_list(_without_repeats(known) | rest)
+    folded = [(name, rest.pop(key)) for key, name in FOLDED.items() if isinstance(rest.get(key), Mapping)]
+    more = "".join(
+        f'<details class="fold"><summary>{name}</summary>{definition_list(tree)}</details>'
+        for name, tree in folded
+        if tree
+    )
+    return definition_list(_without_repeats(known) | rest) + (f'<div class="folds">{more}</div>' if more else "")
 
 
 def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
@@ -42,15 +58,17 @@ def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
     repeated = "proven_epsilon" in known and known.get("epsilon", proven) == proven
     drop = {"epsilon"} if repeated else set()
     drop |= {key for key in ("claimed_epsilon", "simulated_epsilon") if known.get(key) is None}
-    drop |= {key for key in ("reasons", "not_covered", "adversaries") if known.get(key) in ([], "", None)}
+    lists = ("reasons", "not_covered", "adversaries", "warnings", "paper_items", "epsilon_at_1e-5")
+    drop |= {key for key in lists if known.get(key) in ([], "", None)}
     if "proven_epsilon" not in known and "claimed_epsilon" in known:
         known = {"proven_epsilon": None} | known  # a claim never stands alone
     return {key: value for key, value in known.items() if key not in drop}
 
 
-def definition_list(tree: Mapping[str, Any]) -> str:
-    """A mapping as ``<dl>``; nested mappings nest, lists become ``<ul>``."""
-    items = "".join(f"<dt>{escape(title(key))}</dt><dd>{_value(key, value)}</dd>" for key, value in tree.items())
+def definition_list(tree: Mapping[str, Any], *, verbatim: bool = False) -> str:
+    """A mapping as ``<dl>``; nested mappings nest, lists become ``<ul>``; ``verbatim`` leaves the keys as written."""
+    named = [(str(key) if verbatim else title(key), _value(key, value)) for key, value in tree.items()]
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in named)
     return f'<dl class="facts">{items}</dl>'
 
 
@@ -64,12 +82,33 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, Mapping) and value:
         return definition_list(value)
     if isinstance(value, list) and value:
-        return "<ul>" + "".join(f"<li>{_value(key, item)}</li>" for item in value) + "</ul>"
+        return "<ul>" + "".join(f"<li>{_item(key, item)}</li>" for item in value) + "</ul>"
     if value is None and "epsilon" in str(key):
         return tables.NO_EPSILON
     if "epsilon" in str(key) and metrics.number(value) is not None:
         return tables.epsilon_text(metrics.number(value))
     return escape(readable(value))
+
+
+def _item(key: str, value: Any) -> str:
+    """A list's item; a flat mapping is one line, so that a list of adversaries reads as a list."""
+    if isinstance(value, Mapping) and "adversary" in value:
+        return _adversary(value)
+    if isinstance(value, Mapping) and set(value) == {"item", "text"}:
+        return f"{escape(str(value['text']))} (item {escape(str(value['item']))})"
+    if isinstance(value, Mapping) and not any(isinstance(part, (Mapping, list)) for part in value.values()):
+        return " · ".join(f"{escape(title(name))}: {_value(name, part)}" for name, part in value.items())
+    return _value(key, value)
+
+
+def _adversary(value: Mapping[str, Any]) -> str:
+    """Who is protected from whom as a sentence, with whatever else the entry says behind it."""
+    delta = f" at δ = {readable(value['delta'])}" if "delta" in value else ""
+    lead = (
+        f"<strong>{escape(readable(value['adversary']))}</strong>: ε = {_value('epsilon', value.get('epsilon'))}{delta}"
+    )
+    rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
+    return escape("; ").join([lead, *map(escape, rest)])
 
 
 def readable(value: Any) -> str:

@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
-from fedflat.report.figures import Figure, Series
+from fedflat.report.figures import Figure, Series, thin
 
 WIDTH, HEIGHT = 480.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 468.0, 14.0, 218.0
 COLOURS, DASHES = 7, 4
+BAND_POINTS = 150  # a band's edge needs no more
 AXIS_TITLES = {"round": "round", "epsilon": "ε spent"}
 
 
@@ -104,7 +106,23 @@ def _x_scale(figure: Figure, axis: str) -> Scale:
 
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    """Relative steps in tenths of a pixel, taken between rounded points so that no error adds up."""
+    tenths = [(round(10 * x), round(10 * y)) for x, y in points]
+    steps = (_step(b[0] - a[0]) + _step(b[1] - a[1], after=True) for a, b in pairwise(tenths))
+    return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + "".join(_joined(steps))
+
+
+def _joined(steps: Iterable[str]) -> Iterable[str]:
+    """A minus sign separates two numbers by itself; otherwise a space does."""
+    for place, step in enumerate(steps):
+        yield step if place == 0 or step.startswith("-") else " " + step
+
+
+def _step(tenths: int, *, after: bool = False) -> str:
+    text = f"{tenths / 10:g}"
+    if 0 < abs(tenths) < 10:
+        text = text.replace("0.", ".", 1)
+    return text if not after or text.startswith("-") else "," + text
 
 
 def _classes(series: Series) -> str:
@@ -117,8 +135,9 @@ def _line(series: Series, axis: str, x: Scale, y: Scale) -> str:
     across = [x(value) for value in series.x[axis]]
     marks = []
     if series.low:
-        edge = list(zip(across, map(y, series.low), strict=True))
-        back = list(zip(across, map(y, series.high), strict=True))[::-1]
+        places = thin(len(across), BAND_POINTS)
+        edge = [(across[place], y(series.low[place])) for place in places]
+        back = [(across[place], y(series.high[place])) for place in reversed(places)]
         band = "sd" if series.y else "q5" if series.label.startswith("5") else "q25"
         marks.append(f'<path class="band {band} {_classes(series)}" d="{_path(edge + back)}Z"/>')
     if series.y:
@@ -218,9 +237,9 @@ def _digits(value: float) -> str:
     return f"{value:.7g}"
 
 
-def _numbers(values: Sequence[float]) -> list[float]:
-    """Seven significant digits, whole numbers without a point: short, and more than anyone reads off a figure."""
-    rounded = (float(_digits(value)) for value in values)
+def _numbers(values: Sequence[float], digits: int = 6) -> list[float]:
+    """Six significant digits, whole numbers without a point: short, and more than anyone reads off a figure."""
+    rounded = (float(f"{value:.{digits}g}") for value in values)
     return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in rounded]
 
 
@@ -232,9 +251,12 @@ def data(figure: Figure) -> str:
         item: dict[str, object] = {"label": series.label, "style": series.style}
         if series is figure.series[0] or series.x != first:
             item["x"] = {axis: _numbers(values) for axis, values in series.x.items()}
-        item |= {
-            key: _numbers(part) for key, part in (("y", series.y), ("low", series.low), ("high", series.high)) if part
-        }
+        if series.y:
+            item["y"] = _numbers(series.y)
+        if series.low and series.y:
+            item["sd"] = _numbers([high - value for high, value in zip(series.high, series.y, strict=True)], 3)
+        elif series.low:
+            item |= {"low": _numbers(series.low, 5), "high": _numbers(series.high, 5)}
         listed.append(item)
     content = {
         "title": figure.title,

@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import in_range, wrong
 from fedflat.report import metrics
@@ -137,10 +137,12 @@ def difference_text(value: Difference | None) -> str:
     """``+1.20 [+0.31, +2.09]``, in percentage points."""
     if value is None:
         return "–"
-    text = f"{100 * value.mean:+.2f}"
-    if value.low is None or value.high is None:
-        return text
-    return f"{text} [{100 * value.low:+.2f}, {100 * value.high:+.2f}]"
+    mean, low, high = (_points(each) for each in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]" if low and high else mean
+
+
+def _points(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.2f}".replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def notes(table: Comparison) -> list[str]:
     rows = table.rows
     found = ["Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds."]
     if any(row.difference for row in rows):
-        found.append(f"Δ: paired difference from {rows[0].method} over common seeds, points, 95 % t interval.")
+        found.append(f"Differences (Δ) from {rows[0].method}: paired over common seeds, points, 95 % t interval.")
     if any(row.personal for row in rows):
         found.append(PRIVATE_NOTE)
     for row in rows:
@@ -194,38 +196,73 @@ def notes(table: Comparison) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- renderers
 
 
+def clock(value: float | None) -> str:
+    """Seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
+    if value is None:
+        return "–"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def to_rich(table: Comparison) -> Table:
-    """A terminal table of at most 80 columns; cells fold rather than overflow."""
+    """The main terminal table, at most 80 columns wide; long method names fold."""
+    shown = [column for column in columns(table) if column.key != "difference"]
+    full = len(shown) == 7  # every optional column is there: method names get what is left of 80
+    made = _rich_table()
+    for column in shown:
+        heading = column.heading.replace(" ", "\n") if column.key == "claimed_epsilon" else column.heading
+        most = (17 if full else 28) if column.left else None
+        side: Literal["left", "right"] = "left" if column.left else "right"
+        made.add_column(heading, justify=side, overflow="fold", max_width=most, no_wrap=not column.left)
+    for row in table.rows:
+        times = {"seconds": clock(row.seconds.mean if row.seconds else None)}
+        made.add_row(*_texts([times.get(column.key) or column.text(row) for column in shown]))
+    return made
+
+
+def to_rich_differences(table: Comparison) -> Table | None:
+    """Paired differences from the first method with their intervals; ``None`` where there is nothing to pair."""
+    rows = [row for row in table.rows[1:] if row.difference or row.personal_difference]
+    if not rows:
+        return None
+    columns = 3 if any(row.personal_difference for row in rows) else 2
+    made = _rich_table()
+    made.add_column(f"difference from {table.rows[0].method}", overflow="fold", max_width=28)
+    for heading in ("accuracy, points", "personal, points")[: columns - 1]:
+        made.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row.method, difference_text(row.difference), difference_text(row.personal_difference)]
+        made.add_row(*_texts(cells[:columns]))
+    return made
+
+
+def _rich_table() -> Table:
     from rich import box
     from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _texts(cells: Sequence[str]) -> list[Any]:
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), width=None)
-    cells = columns(table)
-    for column in cells:
-        folded = 12 if column.key == "difference" else None
-        shown.add_column(
-            column.heading,
-            justify="left" if column.left else "right",
-            overflow="fold",
-            max_width=24 if column.left else folded,
-            no_wrap=column.key in ("seeds", "final", "proven_epsilon"),
-        )
-    for row in table.rows:
-        shown.add_row(*(Text(column.text(row)) for column in cells))  # Text: a name in [brackets] is not markup
-    return shown
+    return [Text(cell) for cell in cells]  # Text: a name in [brackets] is not markup
 
 
 def to_terminal(table: Comparison, width: int = 80) -> str:
-    """The terminal table with its notes as plain text, no line wider than ``width``."""
+    """The terminal tables with their notes as plain text, no line wider than ``width``."""
     from rich.console import Console
-    from rich.text import Text
 
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False)
     console.print(to_rich(table))
-    for note in notes(table):
-        console.print(Text(note))
+    differences = to_rich_differences(table)
+    if differences is not None:
+        console.print()
+        console.print(differences)
+    console.print()
+    for note in _texts(notes(table)):
+        console.print(note)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
