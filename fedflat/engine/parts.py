@@ -27,7 +27,10 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What the server and the clients of a run agree on; frozen, and the same in a simulation and a federation."""
+    """What the server and the clients of a run agree on; frozen, and the same in a simulation and a federation.
+
+    weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
+    """
 
     algorithm: Algorithm
     plan: Plan
@@ -36,6 +39,7 @@ class Parts:
     optimizer: Optimizer
     local: Local
     layout: Layout
+    weighted: bool = False
 
     def first_state(self, shared: Tensor, threshold: float) -> RoundState:
         """The server before round 0."""

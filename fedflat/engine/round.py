@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,19 +59,28 @@ def broadcast_of(
 class Accumulator:
     """Adds messages as they come: clip, then running float64 sum. Memory is O(d), not O(cohort)."""
 
-    def __init__(self, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int) -> None:
+    def __init__(
+        self, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int, weighted: bool = False
+    ) -> None:
         self.clip, self.threshold, self.tensors, self.dimension = clip, threshold, tensors, dimension
+        self.weighted = weighted
         self.total = torch.zeros(dimension, dtype=torch.float64)
         self._norms: list[Tensor] = []
         self._factors: list[Tensor] = []
         self._stats: dict[str, list[Tensor]] = {}
         self.weight = 0.0
 
-    def add(self, messages: Tensor, stats: Mapping[str, Tensor] | None = None, weights: Tensor | None = None) -> None:
+    @property
+    def divisor(self) -> float | None:
+        """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
+        return max(self.weight, 1.0) if self.weighted else None
+
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> None:
         """Clip messages ``(n, d)`` and add them. A message that is not finite, or of the wrong length, counts as zero.
 
         stats: named facts ``(n,)`` of the clients, private to the simulation.
-        weights: public-protocol weights ``(n,)`` of the non-private and published procedures; None otherwise.
+        sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
+        twins and of published procedures.
         """
         messages = torch.atleast_2d(messages.detach())
         if messages.shape[-1] != self.dimension or not messages.is_floating_point():
@@ -81,7 +90,8 @@ class Accumulator:
         self._norms.append(norms.cpu())
         self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).cpu())
         self._note(stats)
-        if weights is not None:
+        if self.weighted:
+            weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
             self.weight += float(weights.sum())
             factors = factors * (weights if factors.dim() == 1 else weights[:, None])
         if not bool(finite.all()):
@@ -117,6 +127,15 @@ class Accumulator:
         bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel())
         means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
         return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
+
+
+def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
+    """What adds up the round's messages: the plain clipped sum, unless the mechanism brings its own (ddgauss, grid noise)."""
+    tensors, size = parts.layout.tensors("shared"), parts.layout.dimension
+    make = getattr(parts.mechanism, "accumulator", None)
+    if make is not None:
+        return make(parts.clip, broadcast, tensors, key)
+    return Accumulator(parts.clip, broadcast.clip, tensors, size, parts.weighted)
 
 
 def finish_round(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from fedflat.core.checks import RunError
 from fedflat.core.rng import seeded_torch
@@ -36,7 +35,7 @@ class Sequential:
         for client in cohort.tolist():
             rows = self.data.parts[client]
             if len(rows) == 0:
-                accumulator.add(torch.zeros(1, broadcast.shared.numel()))
+                accumulator.add(torch.zeros(1, broadcast.shared.numel()), [0])
                 continue
             feed = SingleFeed(self.data, client, order, rows)
             weights = heads.whole(broadcast.shared, client)
@@ -46,13 +45,6 @@ class Sequential:
             except RuntimeError as error:
                 raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
             heads.keep(client, result.personal)
-            accumulator.add(
-                result.message[None], {"train_loss": result.loss, "train_accuracy": result.accuracy}
-            )
+            facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
+            accumulator.add(result.message[None], [len(rows)], facts)
 
-
-def sequential(
-    algorithm: Algorithm, module: nn.Module, local: Local, data: Federated, seed: int, problem: ModuleProblem
-) -> Sequential:
-    """The reference back end on ``problem``'s module."""
-    return Sequential(algorithm, problem, local, data, seed)

@@ -34,7 +34,7 @@ class Vectorized:
         sizes = np.array([len(self.data.parts[c]) for c in cohort], dtype=np.int64)
         empty = int((sizes == 0).sum())
         if empty:
-            accumulator.add(torch.zeros(empty, broadcast.shared.numel()))
+            accumulator.add(torch.zeros(empty, broadcast.shared.numel()), [0] * empty)
         present = cohort[sizes > 0]
         for start in range(0, len(present), self.block):
             self._block(present[start : start + self.block], broadcast, accumulator, heads)
@@ -50,4 +50,5 @@ class Vectorized:
             result = train_client(self.algorithm, self.problem, broadcast, self.local, feed, weights)
         for client, head in zip(clients, result.personal):
             heads.keep(int(client), head)
-        accumulator.add(result.message, {"train_loss": result.loss, "train_accuracy": result.accuracy})
+        sizes = [len(rows) for rows in feed.rows]
+        accumulator.add(result.message, sizes, {"train_loss": result.loss, "train_accuracy": result.accuracy})

@@ -1,0 +1,5 @@
+"""``python -m fedflat``."""
+
+from fedflat.cli import main
+
+main()

@@ -1,0 +1,189 @@
+"""The named methods: compositions of pieces and nothing else (algorithms.md, the named methods).
+
+A factory's keyword arguments are the recipe's ``algorithm`` keys with their defaults. A method of your own is one more
+such function in a file of yours: ``algorithm: {name: my_file.py:my_method}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedflat.core.checks import in_range, whole
+from fedflat.core.types import Algorithm, Phase
+from fedflat.pieces.gradients import blur, compose, pgn, sam
+from fedflat.pieces.masks import random_mask, top_mask
+from fedflat.pieces.server import KeepInitial, LaplacianSmoothing, PgnMemory, laplacian_smoothing
+from fedflat.pieces.transforms import add_back_direction, lus, rescale, top_k
+
+Factory = Callable[..., Algorithm]
+
+
+def fedavg() -> Algorithm:
+    """FedAvg: SGD, plain mean; no clip, no noise."""
+    return Algorithm("fedavg", private=False)
+
+
+def fedsam(rho: float = 0.5) -> Algorithm:
+    """FedSAM: SAM, plain mean; no clip, no noise."""
+    return Algorithm("fedsam", phases=(Phase(rule=sam(rho)),), private=False)
+
+
+def dp_fedavg() -> Algorithm:
+    """DP-FedAvg: SGD, whole-vector clip, noise on the sum, constant divisor (McMahan et al. 2018)."""
+    return Algorithm("dp-fedavg")
+
+
+def dp_fedavg_blur(lam: float = 0.4) -> Algorithm:
+    """DP-FedAvg with bounded local update regularisation (004 Eq. 5)."""
+    return Algorithm("dp-fedavg-blur", phases=(Phase(rule=blur(lam)),))
+
+
+def dp_fedavg_lus(sparsity: float = 0.7) -> Algorithm:
+    """DP-FedAvg with local update sparsification (004 Eq. 11–13)."""
+    return Algorithm("dp-fedavg-lus", transforms=(lus(sparsity),))
+
+
+def dp_fedavg_blurs(lam: float = 0.4, sparsity: float = 0.7) -> Algorithm:
+    """DP-FedAvg with BLUR and LUS (004)."""
+    return Algorithm("dp-fedavg-blurs", phases=(Phase(rule=blur(lam)),), transforms=(lus(sparsity),))
+
+
+def fed_smp_randk(keep: float = 0.4, rescale: bool = False) -> Algorithm:
+    """Fed-SMP with a common random mask (000's baseline; Hu et al. 2022)."""
+    return Algorithm("fed-smp-randk", mask=random_mask(keep), transforms=_rescaled(keep, rescale))
+
+
+def fed_smp_topk(
+    keep: float = 0.4, explore: float = 0.5, public: str | None = None, rescale: bool = False
+) -> Algorithm:
+    """Fed-SMP with a common top-k mask from public data, or from |w^t − w^0| with exploring (Hu et al. 2022)."""
+    return Algorithm(
+        "fed-smp-topk",
+        mask=top_mask(keep, explore),
+        transforms=_rescaled(keep, rescale),
+        server=(KeepInitial(),),
+        options={"public": public},
+    )
+
+
+def _rescaled(keep: float, wanted: bool) -> tuple[Any, ...]:
+    return (rescale(1 / keep),) if wanted else ()
+
+
+def dp_fedsam(rho: float = 0.5) -> Algorithm:
+    """DP-FedSAM: SAM locally (000 Alg. 1)."""
+    return Algorithm("dp-fedsam", phases=(Phase(rule=sam(rho)),))
+
+
+def dp_fedsam_topk(rho: float = 0.5, keep: float = 0.4) -> Algorithm:
+    """DP-FedSAM-top_k: SAM and each client's own top-k mask before the clip; noise everywhere (003 Def. 5)."""
+    return Algorithm("dp-fedsam-topk", phases=(Phase(rule=sam(rho)),), transforms=(top_k(keep),))
+
+
+def dp_fedavg_ls(smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
+    """DP-FedAvg with Laplacian smoothing of the noisy mean (Liang et al. 2024, 002's baseline)."""
+    return Algorithm("dp-fedavg-ls", server=(laplacian_smoothing(smoothing, scope),))
+
+
+def dp_fedpgn(rho: float = 0.2, beta: float = 0.3) -> Algorithm:
+    """DP-FedPGN: penalised gradient norm along the global direction (002 Alg. 1)."""
+    return _pgn("dp-fedpgn", rho, beta, None)
+
+
+def dp_fedpgn_ls(rho: float = 0.2, beta: float = 0.3, smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
+    """DP-FedPGN with Laplacian smoothing of g̃ (002 Alg. 1 line 17)."""
+    return _pgn("dp-fedpgn-ls", rho, beta, laplacian_smoothing(smoothing, scope))
+
+
+def _pgn(name: str, rho: float, beta: float, smoothing: LaplacianSmoothing | None) -> Algorithm:
+    return Algorithm(
+        name,
+        phases=(Phase(rule=pgn(rho, beta)),),
+        transforms=(add_back_direction(beta),),
+        server=(PgnMemory(beta, smoothing),),
+        momentum=0.0,
+        fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum (002 Alg. 1)",
+    )
+
+
+def dp_fedavg_ft(finetune_steps: int | None = None, finetune_lr: float | None = None) -> Algorithm:
+    """DP-FedAvg, each client fine-tuning the global model for evaluation only (001's baseline)."""
+    return replace(dp_fedavg(), name="dp-fedavg-ft", finetune=_finetune(finetune_steps, finetune_lr))
+
+
+def dp_fedsam_ft(
+    rho: float = 0.5, finetune_steps: int | None = None, finetune_lr: float | None = None
+) -> Algorithm:
+    """DP-FedSAM, each client fine-tuning the global model with SAM for evaluation only (001's baseline)."""
+    tune = replace(_finetune(finetune_steps, finetune_lr), rule=sam(rho))
+    return replace(dp_fedsam(rho), name="dp-fedsam-ft", finetune=tune)
+
+
+def _finetune(steps: int | None, lr: float | None) -> Phase:
+    if steps is not None:
+        whole("algorithm.finetune_steps", steps, 1)
+    if lr is not None:
+        in_range("algorithm.finetune_lr", lr, 0)
+    return Phase(steps=steps, lr=lr)
+
+
+def centaur(
+    head: str | Sequence[str] | None = None, head_steps: int | None = None, head_lr: float = 0.005
+) -> Algorithm:
+    """CENTAUR at client level: SGD on the personal head, then SGD on the shared part (001)."""
+    return _partial("centaur", None, head, head_steps, head_lr)
+
+
+def dp2_fedsam(
+    rho: float = 0.1, head: str | Sequence[str] | None = None, head_steps: int | None = None, head_lr: float = 0.005
+) -> Algorithm:
+    """DP2-FedSAM: SGD on the personal head, then SAM on the shared part (001 Alg. 2)."""
+    return _partial("dp2-fedsam", rho, head, head_steps, head_lr)
+
+
+def p_fedsam(
+    rho: float = 0.1, head: str | Sequence[str] | None = None, head_steps: int | None = None, head_lr: float = 0.005
+) -> Algorithm:
+    """P-FedSAM: DP2-FedSAM without clip and noise (001)."""
+    return replace(_partial("p-fedsam", rho, head, head_steps, head_lr), private=False)
+
+
+def _partial(
+    name: str, rho: float | None, head: str | Sequence[str] | None, head_steps: int | None, head_lr: float
+) -> Algorithm:
+    if head_steps is not None:
+        whole("algorithm.head_steps", head_steps, 0)
+    in_range("algorithm.head_lr", head_lr, 0)
+    patterns = () if head is None else ((head,) if isinstance(head, str) else tuple(head))
+    shared = Phase(part="shared", rule=None if rho is None else sam(rho))
+    return Algorithm(name, phases=(Phase(part="personal", steps=head_steps, lr=head_lr), shared), head=patterns)
+
+
+def sam_over_blur(rho: float = 0.5, lam: float = 0.4) -> Algorithm:
+    """SAM over BLUR: both passes include the penalty at the point evaluated."""
+    return Algorithm("dp-fedsam-blur", phases=(Phase(rule=compose(sam(rho), blur(lam))),))
+
+
+ALGORITHMS: dict[str, Factory] = {
+    "fedavg": fedavg,
+    "fedsam": fedsam,
+    "dp-fedavg": dp_fedavg,
+    "dp-fedavg-blur": dp_fedavg_blur,
+    "dp-fedavg-lus": dp_fedavg_lus,
+    "dp-fedavg-blurs": dp_fedavg_blurs,
+    "fed-smp-randk": fed_smp_randk,
+    "fed-smp-topk": fed_smp_topk,
+    "dp-fedsam": dp_fedsam,
+    "dp-fedsam-topk": dp_fedsam_topk,
+    "dp-fedsam-blur": sam_over_blur,
+    "dp-fedavg-ls": dp_fedavg_ls,
+    "dp-fedpgn": dp_fedpgn,
+    "dp-fedpgn-ls": dp_fedpgn_ls,
+    "dp-fedavg-ft": dp_fedavg_ft,
+    "dp-fedsam-ft": dp_fedsam_ft,
+    "centaur": centaur,
+    "dp2-fedsam": dp2_fedsam,
+    "p-fedsam": p_fedsam,
+}

@@ -1,0 +1,65 @@
+"""The command line: ``fedflat COMMAND``. Thin: it parses, calls the library, prints. Exit 0 done, 1 failed, 2 bad input."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from fedflat.core.checks import InputError, RunError
+
+app = typer.Typer(
+    name="fedflat",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Federated learning under client-level differential privacy, with methods that look for flat minima.",
+)
+
+
+def _assemble() -> None:
+    from fedflat.commands import catalogue, privacy, training
+
+    training.add_to(app)
+    privacy.add_to(app)
+    catalogue.add_to(app)
+
+
+def main() -> None:
+    """Entry point of the ``fedflat`` command: errors become one line and an exit status."""
+    _assemble()
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except InputError as error:
+        _complain(str(error), 2)
+    except RunError as error:
+        _complain(str(error), 1)
+    except KeyboardInterrupt:
+        _complain("stopped by Ctrl-C", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        _usage(error)
+
+
+def _usage(error: Exception) -> None:
+    """Mistakes that the argument parser finds are one line too; anything else is a bug and shows itself."""
+    message = getattr(error, "format_message", None)
+    if type(error).__name__ in ("Exit", "Abort"):
+        sys.exit(getattr(error, "exit_code", 1))
+    if message is None:
+        raise error
+    _complain(message().replace("\n", " "), 2)
+
+
+def _complain(text: str, status: int) -> None:
+    print(f"fedflat: {text}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Rounds, evaluation, checkpoints and the stop at the budget: what turns one round into a run."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.rng import seeded_torch
+from fedflat.core.types import Algorithm, Broadcast, Local, Phase, RoundState
+from fedflat.data.clients import Federated
+from fedflat.engine import checkpoint
+from fedflat.engine.client import train_client
+from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
+from fedflat.engine.feed import Order, SingleFeed
+from fedflat.engine.folder import LEDGER, RunFolder
+from fedflat.engine.heads import Heads
+from fedflat.engine.parts import Parts
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.round import Accumulator, accumulator_of, broadcast_of, finish_round, select_cohort
+from fedflat.privacy.ledger import Ledger
+
+Record = dict[str, Any]
+
+
+class Backend(Protocol):
+    """Trains a cohort and adds every client's message to the accumulator, in client order."""
+
+    name: str
+
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """every: rounds between evaluations on public test data. personal_every: the same for personal accuracy
+    (None: about ten times in a run). The last round is always evaluated."""
+
+    every: int = 1
+    personal_every: int | None = None
+    batch_size: int = 500
+
+
+@dataclass
+class Job:
+    """Everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder."""
+
+    parts: Parts
+    data: Federated
+    problem: ModuleProblem
+    backend: Backend
+    first: Tensor
+    threshold: float
+    seed: int
+    key: bytes
+    evaluation: Evaluation = Evaluation()
+    folder: RunFolder | None = None
+    fingerprint: str = ""
+    public_update: Callable[[Tensor], Tensor] | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def last_round(self) -> int:
+        """The number of rounds the plan and its budget allow."""
+        plan = self.parts.plan
+        return min(plan.rounds, plan.rounds_within_budget()) if plan.private else plan.rounds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run ended. ``stopped`` says why, if before the last round."""
+
+    state: RoundState
+    heads: Heads
+    history: list[Record]
+    private: list[Record]
+    entries: list[Record]
+    stopped: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def train(
+    job: Job,
+    *,
+    resume: bool = False,
+    on_round: Callable[[Record, Record], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Outcome:
+    """Run the rounds that are left; stop before a round that would exceed the budget."""
+    layout, plan = job.parts.layout, job.parts.plan
+    state = job.parts.first_state(job.first[: layout.dimension], job.threshold)
+    heads = Heads(job.first[layout.dimension :].clone())
+    history: list[Record] = []
+    private: list[Record] = []
+    notes: list[str] = []
+    with _open_ledger(job) as ledger:
+        notes += ledger.notes
+        if resume and job.folder is not None:
+            found = checkpoint.newest(job.folder.checkpoints)
+            if found is not None:
+                state, heads = found[0], found[1]
+            history, private = job.folder.keep_rounds(state.round)
+        stopped = ""
+        while state.round < plan.rounds:
+            if state.round >= job.last_round:
+                stopped = f"stopped before round {state.round}: it would exceed the budget ε = {plan.budget:g}"
+                break
+            if should_stop is not None and should_stop():
+                stopped = f"stopped after round {state.round - 1} as asked"
+                break
+            state, released, hidden = _one_round(job, state, heads, ledger)
+            history.append(released)
+            private.append(hidden)
+            if job.folder is not None:
+                _save(job, state, heads, released, hidden)
+            if on_round is not None:
+                on_round(released, hidden)
+        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(notes))
+
+
+def _open_ledger(job: Job) -> Ledger:
+    """The run's ledger; in memory only when the run writes no files."""
+    name = hashlib.sha256(b"key id" + job.key).hexdigest()[:16]
+    if job.folder is None:
+        return MemoryLedger(name)  # type: ignore[return-value]
+    return Ledger.open(job.folder.path / LEDGER, key_id=name)
+
+
+class MemoryLedger:
+    """A ledger for runs without a folder: the same lines, kept in memory."""
+
+    def __init__(self, key_id: str) -> None:
+        self.entries: list[Record] = []
+        self.notes: list[str] = []
+        self._key = key_id
+
+    def append(self, payload: Mapping[str, Any]) -> Record:
+        """Record one event."""
+        self.entries.append({"line": len(self.entries), **payload, "key_id": self._key})
+        return self.entries[-1]
+
+    def __enter__(self) -> MemoryLedger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tuple[RoundState, Record, Record]:
+    """One round from the secret cohort to the evaluated new state."""
+    began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
+    cohort = select_cohort(parts, job.key, state.round)
+    public = None if job.public_update is None else lambda: job.public_update(state.shared)  # type: ignore[misc]
+    broadcast = broadcast_of(parts, state, job.seed, public)
+    accumulator = accumulator_of(parts, broadcast, job.key)
+    clock("cohort and broadcast")
+    job.backend.train(cohort, broadcast, accumulator, heads)
+    clock("local training, clip and sum")
+    aggregate = accumulator.result()
+    new, info = finish_round(parts, state, broadcast, aggregate, job.key, ledger.append, divisor=accumulator.divisor)
+    clock("noise, ledger and server")
+    released, hidden = dict(info.released), {"round": state.round, **info.private}
+    plan = parts.plan
+    released["epsilon"] = plan.epsilon(new.round) if plan.private else math.inf
+    public_facts, private_facts = _evaluate(job, new, heads)
+    clock("evaluation")
+    released |= public_facts
+    released["seconds"] = time.perf_counter() - began
+    order = ("round", "epsilon", "clip", "test_loss", "test_accuracy")
+    released = {k: released.get(k) for k in order} | {k: v for k, v in released.items() if k not in order}
+    return new, released, hidden | private_facts
+
+
+@dataclass
+class _Clock:
+    """Adds the seconds since its last call to a named stage."""
+
+    stages: dict[str, float]
+    last: float = field(default_factory=time.perf_counter)
+
+    def __call__(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.stages[stage] = self.stages.get(stage, 0.0) + now - self.last
+        self.last = now
+
+
+def _save(job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record) -> None:
+    """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again."""
+    clock = _Clock(job.stages)
+    job.folder.append(released, hidden)  # type: ignore[union-attr]
+    checkpoint.save(job.folder.checkpoints, state, heads, {"fingerprint": job.fingerprint})  # type: ignore[union-attr]
+    clock("metrics and checkpoint")
+
+
+def _due(round: int, every: int, rounds: int) -> bool:
+    return round % every == 0 or round == rounds
+
+
+def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record]:
+    """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
+    data, rounds, finished = job.data, job.parts.plan.rounds, state.round
+    last = finished == job.last_round
+    public: Record = {"test_loss": None, "test_accuracy": None}
+    hidden: Record = {}
+    whole = torch.cat([state.shared, heads.first])
+    if data.test_inputs is not None and (last or _due(finished, job.evaluation.every, rounds)):
+        found = scores(job.problem, whole, data.test_inputs, data.test_targets, job.evaluation.batch_size)  # type: ignore[arg-type]
+        public["test_loss"], public["test_accuracy"] = found.mean()
+        public["class_accuracy"] = class_accuracy(found, data.test_targets, data.classes)  # type: ignore[arg-type]
+    every = job.evaluation.personal_every or max(1, rounds // 10)
+    held = [i for i, rows in enumerate(data.held_back) if len(rows)]
+    if held and (last or _due(finished, every, rounds)):
+        accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), held)
+        name = "personal_accuracy" if _personal(job.parts.algorithm) else "client_accuracy"
+        hidden[name] = float(accuracies.mean())
+        hidden["client_accuracy_quantiles"] = spread(accuracies)
+    return public, hidden
+
+
+def _personal(algorithm: Algorithm) -> bool:
+    return algorithm.head is not None or algorithm.finetune is not None
+
+
+def _personal_weights(job: Job, state: RoundState, heads: Heads) -> Callable[[int], Tensor]:
+    """Client -> the weights it would use itself: own head, or the global model fine-tuned on its own data."""
+    tune = job.parts.algorithm.finetune
+    if tune is None:
+        return lambda client: heads.whole(state.shared, client)
+    return lambda client: finetuned(job, state, heads.whole(state.shared, client), client, tune)
+
+
+def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: Phase) -> Tensor:
+    """The global model after a client's local fine-tuning ``(D,)``; used for evaluation only, never sent."""
+    parts, rows = job.parts, job.data.parts[client]
+    if len(rows) == 0:
+        return weights
+    alone = Algorithm("fine-tuning", phases=(tune,))
+    broadcast = Broadcast(state.round, state.shared, math.inf, parts.local.rate(max(state.round - 1, 0)))
+    order = Order(job.seed, state.round, parts.local.batch_size)
+    feed = SingleFeed(job.data, client, order, rows)
+    with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
+        train_client(alone, job.problem, broadcast, parts.local, feed, weights)
+    return weights
+
+
+def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
+    """The module with the final shared weights and w^0's head."""
+    job.problem.bind(torch.cat([outcome.state.shared, outcome.heads.first]).clone())
+    job.problem.module.eval()
+    return job.problem.module
+
+
+def folder_of(path: str | Path | None) -> Path | None:
+    """A path, or None when nothing is to be written."""
+    return None if path is None else Path(path)

@@ -1,0 +1,306 @@
+"""Recipes: YAML or a dict -> checked, frozen values. Every mistake is one line that says where, what, and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from fedflat.core.checks import InputError, nearest, wrong
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, no unknown keys, no silent conversions of text to numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+def _named(value: Any) -> Any:
+    """``model: cnn`` is short for ``model: {name: cnn}``."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Partition(Section):
+    """How examples are given to clients."""
+
+    kind: Literal["iid", "dirichlet", "classes", "natural"] = "iid"
+    alpha: Positive | None = None
+    per_client: Annotated[int, Field(ge=1)] | None = None
+    by: str | None = None
+
+
+class DataSection(Section):
+    """Which examples, and how they are spread over clients."""
+
+    dataset: str = "digits"
+    partition: Annotated[Partition, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = Partition()
+    clients: Annotated[int, Field(ge=1)] | None = None
+    client_test_fraction: Share = 0.0
+    input: str | list[str] | None = None
+    label: str | None = None
+    test_fraction: Share | None = None
+    max_examples: Annotated[int, Field(ge=1)] | None = None
+    max_test: Annotated[int, Field(ge=1)] | None = None
+    tokenizer: str | None = None
+    max_length: Annotated[int, Field(ge=1)] | None = None
+
+
+class NamedSection(Section):
+    """A name and the options that its factory takes; they are checked by the factory's signature."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+
+class LocalSection(Section):
+    """Local training; ``epochs`` becomes one public step count K = E·⌈n̄/batch⌉ for everybody."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 50
+    lr: Positive = 0.1
+    momentum: Share | None = None
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Positive | None = None
+
+
+class CohortSection(Section):
+    """Who takes part in a round."""
+
+    size: Annotated[float, Field(gt=0)]
+    sampling: Literal["poisson", "truncated", "fixed"] = "poisson"
+    max: Annotated[int, Field(ge=1)] | None = None
+    min: Annotated[int, Field(ge=1)] | None = None
+    max_participations: Annotated[int, Field(ge=1)] | None = None
+
+
+class ClipSection(Section):
+    """A clip other than one constant."""
+
+    kind: Literal["constant", "adaptive", "per-tensor", "median"]
+    value: Positive | None = None
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    initial: Positive | None = None
+    count_noise: Positive | None = None
+    values: float | list[float] | None = None
+
+
+class PrivacySection(Section):
+    """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
+
+    clip: float | ClipSection = 1.0
+    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    epsilon: Positive | None = None
+    budget: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    trust: Literal["central", "distributed", "local"] = "central"
+    protocol: Literal["sound", "published"] = "sound"
+    published: str | None = None
+    accountant: str = "pld"
+    secure: bool = False
+    noise_cohort: Positive | None = None
+
+
+class ServerSection(Section):
+    """What the server does with the noisy mean."""
+
+    optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
+    lr: Positive = 1.0
+    momentum: Share = 0.0
+    beta1: Share = 0.9
+    beta2: Share = 0.99
+    tau: Positive = 1e-3
+    weights: Literal["uniform", "samples"] = "uniform"
+
+
+class EngineSection(Section):
+    """Where and how it runs; none of it changes what is computed beyond floating-point rounding."""
+
+    device: str = "auto"
+    backend: str = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    block: Annotated[int, Field(ge=1)] | None = None
+    processes: Annotated[int, Field(ge=1)] | None = None
+
+
+class EvaluationSection(Section):
+    """How often, in rounds, models are evaluated; the last round always is."""
+
+    every: Annotated[int, Field(ge=1)] = 1
+    personal_every: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 500
+
+
+class Recipe(Section):
+    """Everything that defines a run. Load one with ``Recipe.load``, or build it from a dict with ``Recipe.of``."""
+
+    name: str = "run"
+    seed: Annotated[int, Field(ge=0)] = 0
+    rounds: Annotated[int, Field(ge=1)]
+    data: DataSection = DataSection()
+    model: Annotated[NamedSection, BeforeValidator(_named)] = NamedSection(name="cnn")
+    algorithm: Annotated[NamedSection, BeforeValidator(_named)]
+    local: LocalSection = LocalSection()
+    cohort: CohortSection
+    privacy: PrivacySection = PrivacySection()
+    server: ServerSection = ServerSection()
+    engine: EngineSection = EngineSection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @classmethod
+    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+        """A packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings."""
+        return cls.of(read(source), overrides, where=str(source))
+
+    @classmethod
+    def of(cls, value: Recipe | Mapping[str, Any] | str | Path, overrides: Iterable[str] = (), where: str = "recipe") -> Recipe:
+        """A recipe from a Recipe, a dict, a packaged name or a path."""
+        if isinstance(value, (str, Path)):
+            return cls.load(value, overrides)
+        mapping = value.dump() if isinstance(value, Recipe) else dict(value)
+        mapping.pop("versions", None)
+        for text in overrides:
+            mapping = override(mapping, text)
+        try:
+            recipe = cls.model_validate(mapping)
+        except ValidationError as error:
+            raise _sentence(error, where) from None
+        recipe._check(where)
+        return recipe
+
+    def dump(self) -> dict[str, Any]:
+        """A plain dict with every default resolved."""
+        return self.model_dump(mode="json")
+
+    def _check(self, where: str) -> None:
+        local, clip = self.local, self.privacy.clip
+        if local.steps is not None and local.epochs is not None:
+            raise wrong(f"{where}: local", "both steps and epochs", "one of them")
+        if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
+            raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
+        if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:
+            raise wrong(f"{where}: privacy", "both noise_multiplier and epsilon", "one of them (epsilon is calibrated)")
+
+
+FOLDER = Path(__file__).parent / "recipes"
+QUICK_START = "quick-start"
+
+
+def names() -> list[str]:
+    """Names of the packaged recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(source: str | Path) -> dict[str, Any]:
+    """The mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
+    import yaml
+
+    path = Path(source)
+    if path.is_dir():
+        path = path / "recipe.yaml"
+    if not path.is_file():
+        packaged = FOLDER / f"{source}.yaml"
+        if not packaged.is_file():
+            raise wrong("recipe", str(source), "a YAML file, or one of " + ", ".join(names()), hint=nearest(str(source), names()))
+        path = packaged
+    try:
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}" if mark else ""
+        raise wrong(f"{path}{place}", getattr(error, "problem", str(error)) or "no YAML", "valid YAML") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
+    if not isinstance(mapping, dict):
+        raise wrong(str(path), type(mapping).__name__, "a mapping of recipe keys")
+    return mapping
+
+
+def _loader() -> Any:
+    """YAML 1.2's floats: ``1e-5`` is a number."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def parse_value(text: str) -> Any:
+    """The value of ``-o key=value``, as YAML reads it."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.YAMLError:
+        return text
+
+
+def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A copy of ``mapping`` with one ``key.path=value`` applied.
+
+    Naming another algorithm (or model) drops the options that were written for the one before.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise wrong("-o", text, "key.path=value, for example -o privacy.clip=0.5")
+    path, changed = key.strip().split("."), dict(mapping)
+    place: dict[str, Any] = changed
+    for index, part in enumerate(path[:-1]):
+        inner = place.get(part)
+        if part in ("model", "algorithm") and index == 0:
+            inner = _named(inner)
+        if inner is not None and not isinstance(inner, Mapping):
+            inner = None
+        place[part] = dict(inner or {})
+        place = place[part]
+    parsed = parse_value(value)
+    if path[-1] == "name" and path[0] in ("algorithm", "model") and len(path) == 2 and place.get("name") != parsed:
+        place.clear()
+    place[path[-1]] = parsed
+    return changed
+
+
+def _sentence(error: ValidationError, where: str) -> InputError:
+    """The first mistake of a pydantic error as the one error sentence."""
+    mistakes = error.errors()
+    first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
+    path = [str(p) for p in first["loc"] if p not in ("float", "ClipSection", "int", "str")]
+    path = [p for p in path if not p.startswith(("function-", "list["))]
+    place = f"{where}: {'.'.join(path)}"
+    if first["type"] == "extra_forbidden":
+        allowed = _fields(path[:-1])
+        return wrong(place, path[-1], ", ".join(allowed), hint=nearest(path[-1], allowed))
+    if first["type"] == "missing":
+        return wrong(place, "nothing", "a value; the key is required")
+    found = first["input"]
+    if first["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
+        return wrong(place, found, ", ".join(choices), hint=nearest(str(found), choices))
+    return wrong(place, found, re.sub(r"^Input should be ", "", first["msg"]))
+
+
+def _fields(path: list[str]) -> list[str]:
+    """The keys allowed at a path of the recipe."""
+    model: Any = Recipe
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        model = found[0] if found else model
+    return list(model.model_fields)

@@ -1,0 +1,344 @@
+"""From a recipe to a run on this machine: build the parts once, train, write the files, hand back the result."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedflat.algorithms import ALGORITHMS, Factory
+from fedflat.core.checks import nearest, wrong
+from fedflat.core.imports import imported
+from fedflat.core.params import Layout, flatten, layout_of
+from fedflat.core.rng import simulation_key
+from fedflat.core.types import Algorithm, Clip, Local
+from fedflat.data.clients import Federated, from_pairs
+from fedflat.engine.choose import backend_for
+from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
+from fedflat.engine.folder import replace as write_whole
+from fedflat.engine.parts import Parts
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.train import Evaluation, Job, Outcome, Record, final_module, train
+from fedflat.pieces import clipping
+from fedflat.pieces.mechanisms import GaussianNoise
+from fedflat.pieces.server import optimizer
+from fedflat.privacy.plan import Plan, build_plan
+from fedflat.privacy.statement import statement
+from fedflat.recipe import ClipSection, Recipe
+
+RecipeLike = Recipe | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives back.
+
+    model: the module with the final shared weights (a personal head is w^0's). history: one record per round, the keys
+    of metrics.jsonl. private_history: the keys of private.jsonl. privacy: the statement. folder: where files are, or None.
+    """
+
+    model: nn.Module
+    history: list[Record]
+    private_history: list[Record]
+    privacy: dict[str, Any]
+    recipe: Recipe
+    folder: Path | None
+    stopped: str
+    heads: dict[int, torch.Tensor]
+    stages: dict[str, float]
+
+
+def run(
+    recipe: RecipeLike,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    out: str | Path | None = None,
+    *,
+    algorithm: Algorithm | Factory | None = None,
+    resume: bool = False,
+    on_round: Callable[[Record, Record], None] | None = None,
+    on_start: Callable[[Job], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Result:
+    """Simulate a recipe on this machine.
+
+    recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
+    clients: one ``(inputs, targets)`` pair per client, instead of the recipe's data. test: a public pair.
+    out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
+    Raises InputError for anything wrong in what was given, before any work is done.
+    """
+    parsed = Recipe.of(recipe)
+    job = prepare(parsed, model, clients, test, algorithm=algorithm)
+    if out is not None:
+        job.folder = _folder(Path(out), resume, parsed, job)
+    elif resume:
+        raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
+    if on_start is not None:
+        on_start(job)
+    outcome = train(job, resume=resume, on_round=on_round, should_stop=should_stop)
+    facts = state_privacy(parsed, job, outcome)
+    if job.folder is not None:
+        write_whole(job.folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+    return Result(
+        model=final_module(job, outcome),
+        history=outcome.history,
+        private_history=outcome.private,
+        privacy=facts,
+        recipe=parsed,
+        folder=None if job.folder is None else job.folder.path,
+        stopped=outcome.stopped,
+        heads=dict(outcome.heads.kept),
+        stages=dict(job.stages),
+    )
+
+
+def prepare(
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    *,
+    algorithm: Algorithm | Factory | None = None,
+) -> Job:
+    """Everything live that a run of ``recipe`` needs, checked; no training is done."""
+    method = algorithm_of(recipe, algorithm)
+    if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
+        plan_of(recipe, method, recipe.data.clients)
+    data = data_of(recipe, clients, test)
+    plan = plan_of(recipe, method, data.clients)
+    module = _module(recipe, model, data)
+    layout = layout_of(module, method.head)
+    local = local_of(recipe, method, data)
+    clip, threshold = clip_of(recipe, method, layout)
+    parts = Parts(
+        algorithm=method,
+        plan=plan,
+        clip=clip,
+        mechanism=GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor), plan.count_noise or 0.0),
+        optimizer=optimizer(**_optimizer_options(recipe)),
+        local=local,
+        layout=layout,
+        weighted=_weighted(recipe, method),
+    )
+    problem = ModuleProblem(module, layout)
+    return Job(
+        parts=parts,
+        data=data,
+        problem=problem,
+        backend=backend_for(recipe.engine.backend, recipe.engine.block, parts, problem, data, recipe.seed),
+        first=flatten(module, layout),
+        threshold=threshold,
+        seed=recipe.seed,
+        key=simulation_key(recipe.seed),
+        evaluation=Evaluation(**recipe.evaluation.model_dump()),
+        fingerprint=_fingerprint(recipe, data, layout),
+    )
+
+
+def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
+    """The algorithm a recipe names, with its options checked against the factory's signature."""
+    if isinstance(given, Algorithm):
+        return given
+    name, options = recipe.algorithm.name, recipe.algorithm.options
+    if given is not None:
+        factory = given
+    elif ":" in name:
+        factory = imported("algorithm.name", name)
+    elif name in ALGORITHMS:
+        factory = ALGORITHMS[name]
+    else:
+        raise wrong("algorithm.name", name, ", ".join(ALGORITHMS), hint=nearest(name, ALGORITHMS))
+    allowed = list(inspect.signature(factory).parameters)
+    for key in options:
+        if key not in allowed:
+            raise wrong(f"algorithm.{key}", key, f"for {name}: {', '.join(allowed) or 'no key'}", hint=nearest(key, allowed))
+    method = factory(**options)
+    if not isinstance(method, Algorithm):
+        raise wrong("algorithm.name", f"{name}, which returned {type(method).__name__}", "a function that returns Algorithm")
+    return method
+
+
+def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federated:
+    """The federation: pairs given in Python, or the recipe's data section."""
+    if clients is not None:
+        return from_pairs(clients, test)
+    if test is not None:
+        raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
+    from fedflat.data.sources import load
+
+    return load(recipe.data, recipe.seed)
+
+
+def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
+    """The privacy plan of a recipe with M = ``clients``."""
+    privacy, cohort = recipe.privacy, recipe.cohort
+    adaptive = isinstance(privacy.clip, ClipSection) and privacy.clip.kind == "adaptive"
+    count_noise = privacy.clip.count_noise if isinstance(privacy.clip, ClipSection) else None
+    plan = build_plan(
+        clients=clients,
+        cohort_size=cohort.size,
+        sampling=cohort.sampling,
+        cohort_max=cohort.max,
+        cohort_min=cohort.min,
+        max_participations=cohort.max_participations,
+        rounds=recipe.rounds,
+        noise_multiplier=privacy.noise_multiplier,
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        trust=privacy.trust,
+        accountant=privacy.accountant,
+        protocol=privacy.protocol,
+        noise_cohort=privacy.noise_cohort,
+        count_noise=count_noise,
+        adaptive=adaptive,
+        private=method.private,
+    )
+    if privacy.budget is not None:
+        plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
+    return plan
+
+
+def local_of(recipe: Recipe, method: Algorithm, data: Federated) -> Local:
+    """Local training's public numbers; epochs become K = E·⌈n̄/batch⌉ for every client."""
+    local = recipe.local
+    momentum = method.momentum if local.momentum is None else local.momentum
+    if method.fixed_momentum and momentum != method.momentum:
+        raise wrong("local.momentum", momentum, f"{method.momentum:g} for {method.name}", hint=f"Reason: {method.fixed_momentum}.")
+    steps = local.steps
+    if steps is None:
+        steps = (local.epochs or 1) * math.ceil(data.examples_per_client / local.batch_size)
+    return Local(
+        steps=steps,
+        batch_size=local.batch_size,
+        lr=local.lr,
+        momentum=momentum,
+        lr_decay=local.lr_decay,
+        weight_decay=local.weight_decay,
+        max_grad_norm=local.max_grad_norm,
+    )
+
+
+def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, float]:
+    """The clip and its first threshold C; non-private twins clip nothing."""
+    if not method.private:
+        return clipping.whole_vector(math.inf), math.inf
+    given = recipe.privacy.clip
+    if not isinstance(given, ClipSection):
+        return clipping.whole_vector(given), float(given)
+    if given.kind == "adaptive":
+        if given.initial is None:
+            raise wrong("privacy.clip.initial", "nothing", "a number > 0 to start from")
+        return clipping.adaptive(given.initial, given.quantile), given.initial
+    if given.kind == "per-tensor":
+        if given.values is None:
+            raise wrong("privacy.clip.values", "nothing", f"one number, or {layout.shared} (one for each shared tensor)")
+        per_tensor = clipping.per_tensor(given.values, layout.shared)
+        return per_tensor, per_tensor.threshold
+    if given.kind == "constant" and given.value is not None:
+        return clipping.whole_vector(given.value), given.value
+    raise wrong("privacy.clip", given.kind, "a number > 0, {kind: adaptive, …} or {kind: per-tensor, values: …}")
+
+
+def _optimizer_options(recipe: Recipe) -> dict[str, Any]:
+    server = recipe.server
+    shared = {"name": server.optimizer, "lr": server.lr}
+    if server.optimizer == "sgd":
+        return {**shared, "momentum": server.momentum}
+    return {**shared, "beta1": server.beta1, "beta2": server.beta2, "tau": server.tau}
+
+
+def _weighted(recipe: Recipe, method: Algorithm) -> bool:
+    """Sample weights make the sensitivity depend on data sizes: only non-private twins may use them."""
+    if recipe.server.weights == "samples" and method.private:
+        raise wrong(
+            "server.weights", "samples", "uniform for a private method", hint="Weights n_i make the sensitivity depend on data sizes."
+        )
+    return recipe.server.weights == "samples"
+
+
+def _module(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Module:
+    """A module of its own for this run, checked to hold nothing that would leave unclipped."""
+    from fedflat.models import build, refuse_unclipped_state
+
+    if given is not None:
+        module = copy.deepcopy(given)
+    else:
+        options = recipe.model.options
+        if data.vocabulary and recipe.model.name in ("bow",):
+            options.setdefault("vocabulary", data.vocabulary)
+        module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
+    example = data.inputs[:2] if len(data.inputs) else torch.zeros(2, *data.input_shape)
+    refuse_unclipped_state(module, torch.zeros_like(example))
+    return module
+
+
+def _fingerprint(recipe: Recipe, data: Federated, layout: Layout) -> str:
+    """What must be the same for a resumed run: everything but where it runs."""
+    facts = recipe.dump() | {"engine": None, "data set": data.fingerprint(), "layout": str(layout)}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _folder(path: Path, resume: bool, recipe: Recipe, job: Job) -> RunFolder:
+    """A new run folder with its recipe in it, or the folder of the run that is resumed."""
+    from fedflat.engine import checkpoint
+
+    if not resume:
+        folder = RunFolder.create(path)
+        write_whole(path / RECIPE, resolved(recipe, job))
+        return folder
+    if not (path / RECIPE).is_file():
+        raise wrong("--resume", str(path), "the folder of a run (it has a recipe.yaml)")
+    found = checkpoint.newest(path / "checkpoints")
+    if found is not None and found[2].get("fingerprint") != job.fingerprint:
+        raise wrong("--resume", f"{path}, whose recipe, data or model differ from the checkpoint's", "the run as it was started")
+    return RunFolder(path)
+
+
+def resolved(recipe: Recipe, job: Job) -> str:
+    """recipe.yaml of a run: every default resolved, and the versions of what runs it."""
+    import yaml
+
+    dump, plan, local = recipe.dump(), job.parts.plan, job.parts.local
+    dump["data"]["clients"] = job.data.clients
+    dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
+    if plan.private:
+        dump["privacy"] |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta, "epsilon": None, "budget": plan.budget}
+    dump["versions"] = versions()
+    return yaml.safe_dump(dump, sort_keys=False, allow_unicode=True)
+
+
+def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-accounting")) -> dict[str, str]:
+    """Versions of Python and of the libraries that decide a run's numbers."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The privacy statement of a run so far."""
+    return statement(
+        job.parts.plan,
+        rounds_run=outcome.state.round,
+        algorithm=job.parts.algorithm.name,
+        facts=recipe.dump(),
+        key_source="seed",
+        entries=outcome.entries,
+    )
+
