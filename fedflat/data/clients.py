@@ -92,6 +92,8 @@ def from_pairs(clients: Sequence[Any], test: Any = None, name: str = "clients") 
     A client may have no examples. ``test`` is an optional public pair of the same form.
     Raises InputError, naming the client, for anything else.
     """
+    if not isinstance(clients, Sequence):
+        raise wrong("clients", type(clients).__name__, "a list of (inputs, targets) pairs, one per client")
     pairs = [_pair(f"clients[{i}]", pair) for i, pair in enumerate(clients)]
     if not pairs:
         raise wrong("clients", "no client", "at least one (inputs, targets) pair")
@@ -99,7 +101,7 @@ def from_pairs(clients: Sequence[Any], test: Any = None, name: str = "clients") 
     named = [(f"clients[{i}]", *pair) for i, pair in enumerate(pairs)] + ([("test", *public)] if public else [])
     _same_form(named)
     filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]
-    inputs, targets = (torch.cat([pair[side] for pair in filled]) for side in (0, 1))
+    inputs, targets = (torch.cat([pair[side].to(filled[0][0].device) for pair in filled]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     seen = [t for t in (targets, public[1] if public else None) if t is not None and t.numel()]

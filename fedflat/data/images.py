@@ -60,8 +60,14 @@ def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float])
     return images.to(torch.float32).div_(scale.view(shape)).sub_(shift.view(shape)).contiguous()
 
 
-def fingerprint(files: Iterable[Path], *columns: str) -> str:
-    """Cache key of a split: path, size and modification time of its files, and the columns read."""
+def fingerprint(files: Iterable[Path], *columns: str) -> str | None:
+    """Cache key of a split: path, size and modification time of its files, and the columns read.
+
+    None, which ``cached`` takes as "do not keep", for a split that has no files of its own.
+    """
+    files = list(files)
+    if not files:
+        return None
     parts = [FORMAT, *columns]
     for file in files:
         state = file.stat()
@@ -69,12 +75,14 @@ def fingerprint(files: Iterable[Path], *columns: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def cached(key: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+def cached(key: str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
     """The uint8 tensor under ``key`` in the cache, else ``build()``, which is then kept there.
 
     The cache is ``$FEDFLAT_CACHE`` or ``~/.cache/fedflat``. A file that is damaged (unreadable, or its checksum
     differs) is built anew; a cache that cannot be written is done without.
     """
+    if key is None:
+        return build()
     path = _folder() / f"{key}.safetensors"
     found = _read(path)
     if found is not None:

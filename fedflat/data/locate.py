@@ -35,7 +35,8 @@ def locate(dataset: str) -> tuple[str, Source | None, dict[str, Split]]:
     name or a path without data, RunError when only the hub could have it and the hub cannot be reached.
     """
     path = Path(dataset).expanduser()
-    if path.suffix == ".parquet" or path.exists() or dataset.startswith((".", "/", "~")):
+    plain = dataset in DATASETS  # a folder of that name in the working directory is written ./name
+    if not plain and (path.suffix == ".parquet" or path.exists() or dataset.startswith((".", "/", "~"))):
         name = path.stem if path.suffix == ".parquet" else path.resolve().name
         return name, DATASETS.get(name), _parquet(path, dataset)
     name, source = _known(dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from fedflat.data.locate import locate
 from fedflat.data.partition import partition
 from fedflat.data.tables import READERS, Meaning, Table
 from fedflat.data.text import tokenize
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["DATASETS", "Options", "Source", "load", "tokenize"]
 
@@ -89,6 +92,8 @@ def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
     wanted = [source.test] if source and source.test else ["test", "validation"]
     test_name = next((split for split in wanted if split in splits and "train" in splits), None)
     # a set of which only the evaluation split could be had is split like one without a test set
+    if "train" not in splits:
+        _log.warning("%s has no training split here: its %s split is used instead", name, next(iter(splits)))
     train_split = splits["train"] if "train" in splits else next(iter(splits.values()))
     test_split = splits[test_name] if test_name else None
     return READERS[kind](name, source, options, train_split, test_split)

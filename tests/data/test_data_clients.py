@@ -115,6 +115,8 @@ GOOD = (torch.zeros(2, 3), torch.tensor([0, 1]))
         ([(torch.zeros(1, 3), torch.tensor([-1]))], "clients[0] targets: found label -1"),
         ([(torch.zeros(1, 3), torch.zeros(1, 1, 1, dtype=torch.int64))], "(n,) or (n, T)"),
         ([torch.zeros(2, 3)], "clients[0]: found Tensor"),
+        (iter([GOOD]), "a list of (inputs, targets) pairs"),
+        ({0: GOOD}, "clients: found dict"),
         ([GOOD[0:1]], "clients[0]: found tuple"),
         ([("abc", torch.tensor([0]))], "clients[0] inputs"),
         ([(torch.tensor(1.0), torch.tensor(1))], "as many targets as inputs"),
