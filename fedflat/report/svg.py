@@ -237,8 +237,8 @@ def _digits(value: float) -> str:
     return f"{value:.7g}"
 
 
-def _numbers(values: Sequence[float], digits: int = 6) -> list[float]:
-    """Six significant digits, whole numbers without a point: short, and more than anyone reads off a figure."""
+def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:
+    """Few significant digits, whole numbers without a point: short, and still rounded only once when shown."""
     rounded = (float(f"{value:.{digits}g}") for value in values)
     return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in rounded]
 

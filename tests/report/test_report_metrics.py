@@ -1,0 +1,141 @@
+"""Reading run folders: torn lines, missing files, nearest names, headline numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from synthetic_runs import write_many, write_run
+
+from fedflat.core.checks import InputError
+from fedflat.report import metrics
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "one", rounds=20)
+
+
+def test_reads_every_file(run_folder: Path) -> None:
+    run = metrics.read_run(run_folder)
+    assert (run.name, run.algorithm, run.seed, run.ledger_lines) == ("one", "dp-fedsam", 0, 20)
+    assert len(run.metrics) == len(run.private) == 20
+    assert run.privacy["proven_epsilon"] == 9.37
+
+
+@pytest.mark.parametrize("cut", [1, 7, 60])
+def test_torn_last_line_is_left_out(run_folder: Path, cut: int) -> None:
+    for name in ("metrics.jsonl", "private.jsonl", "ledger.jsonl"):
+        content = (run_folder / name).read_bytes()
+        (run_folder / name).write_bytes(content[: -min(cut + 1, 12 if "ledger" in name else cut + 1)])
+    run = metrics.read_run(run_folder)
+    assert len(run.metrics) == len(run.private) == run.ledger_lines == 19
+
+
+def test_torn_inside_a_character(run_folder: Path) -> None:
+    with (run_folder / "metrics.jsonl").open("ab") as file:
+        file.write('{"round": 20, "note": "ε'.encode()[:-1])
+    assert len(metrics.read_run(run_folder).metrics) == 20
+
+
+def test_only_the_newline_is_missing(run_folder: Path) -> None:
+    path = run_folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert len(metrics.read_run(run_folder).metrics) == 20
+
+
+def test_a_bad_line_in_the_middle_names_its_place(run_folder: Path) -> None:
+    path = run_folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], "{oops", *lines[5:]]))
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 5: found \{oops"):
+        metrics.read_run(run_folder)
+
+
+def test_a_round_written_twice_counts_once(run_folder: Path) -> None:
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"round": 19, "test_accuracy": 0.5, "seconds": 1.0}) + "\n")
+    run = metrics.read_run(run_folder)
+    assert len(run.metrics) == 20
+    assert metrics.final_accuracy(run) == 0.5
+
+
+def test_missing_folder_names_the_nearest_run(tmp_path: Path) -> None:
+    write_many(tmp_path, 2, 1, rounds=2)
+    with pytest.raises(InputError, match=r"no such folder.*Did you mean dp-fedsam-0\?"):
+        metrics.read_run(tmp_path / "dp-fedsan-0")
+
+
+def test_missing_folder_lists_what_is_there(tmp_path: Path) -> None:
+    write_run(tmp_path / "alpha", rounds=2)
+    with pytest.raises(InputError, match="alpha"):
+        metrics.read_run(tmp_path / "zzzzzzzzzz")
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no metrics\.jsonl or recipe\.yaml"):
+        metrics.read_run(tmp_path)
+
+
+def test_a_folder_of_runs_stands_for_all(tmp_path: Path) -> None:
+    write_many(tmp_path / "compare", 2, 2, rounds=2)
+    assert len(metrics.read_runs([tmp_path / "compare"])) == 4
+    with pytest.raises(InputError, match="one or more run folders"):
+        metrics.read_runs([])
+
+
+def test_unreadable_yaml_and_json(run_folder: Path) -> None:
+    (run_folder / "privacy.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"privacy\.json"):
+        metrics.read_run(run_folder)
+    (run_folder / "recipe.yaml").write_text("a: [")
+    with pytest.raises(InputError, match=r"recipe\.yaml"):
+        metrics.read_run(run_folder)
+
+
+def test_killed_before_the_first_round(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "early", rounds=3)
+    for name in ("metrics.jsonl", "private.jsonl", "ledger.jsonl", "privacy.json"):
+        (folder / name).unlink()
+    found = metrics.summary(metrics.read_run(folder))
+    assert found["rounds"] == 0 and found["final_accuracy"] is None and found["seconds"] == 0
+    assert found["proven_epsilon"] is None and found["reasons"] == [metrics.NO_STATEMENT]
+
+
+def test_summary_equals_the_records(run_folder: Path) -> None:
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    secret = [json.loads(line) for line in (run_folder / "private.jsonl").read_text().splitlines()]
+    found = metrics.summary(metrics.read_run(run_folder))
+    best = max(records, key=lambda record: record["test_accuracy"])
+    assert found["final_accuracy"] == records[-1]["test_accuracy"]
+    assert (found["best_accuracy"], found["best_round"]) == (best["test_accuracy"], best["round"])
+    assert found["personal_accuracy"] == secret[-1]["personal_accuracy"] != found["final_accuracy"]
+    assert math.isclose(found["seconds"], sum(record["seconds"] for record in records))
+
+
+def test_sparse_and_broken_values(tmp_path: Path) -> None:
+    folder = tmp_path / "sparse"
+    folder.mkdir()
+    lines = [
+        '{"round": 0, "test_accuracy": 0.1}',
+        '{"round": 1, "test_accuracy": NaN}',
+        '{"round": 2, "test_loss": Infinity}',
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    run = metrics.read_run(folder)
+    assert run.metrics[1]["test_accuracy"] is None and run.metrics[2]["test_loss"] is None
+    assert metrics.final_accuracy(run) == 0.1
+    assert run.algorithm == "sparse"
+
+
+def test_claimed_epsilon_only_where_it_differs(tmp_path: Path) -> None:
+    same = metrics.read_run(write_run(tmp_path / "same", rounds=2))
+    other = metrics.read_run(
+        write_run(tmp_path / "other", rounds=2, statement={"proven_epsilon": 1466.0, "epsilon": 1466.0})
+    )
+    assert metrics.claimed_epsilon(same) is None
+    assert metrics.claimed_epsilon(other) == 9.37
+    # What was recorded round by round may then be the claimed figure: it is no axis to plot proven privacy on.
+    assert metrics.spent(same) and not metrics.spent(other)

@@ -1,0 +1,255 @@
+"""The page itself: self-contained, small, escaped, honest about ε, with every figure and its numbers."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_runs import write_many, write_run
+
+from fedflat.core.checks import InputError
+from fedflat.report import svg
+from fedflat.report.figures import MAX_POINTS, figures_of_run, thin
+from fedflat.report.html import PRIVATE, write_report
+from fedflat.report.metrics import read_run
+
+RELEASED = {"accuracy", "loss", "epsilon", "classes"}
+SIMULATED = {
+    "norms",
+    "clipped",
+    "signal",
+    "alpha",
+    "errors",
+    "train-accuracy",
+    "train-loss",
+    "personal",
+    "spread",
+    "cohort",
+}
+VOID = {"meta", "link", "input", "br", "hr", "img"}
+
+
+class Balance(HTMLParser):
+    """Raises where an element is not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, (tag, self.open, self.getpos())
+
+
+def page_of(folders: list[Path], out: Path) -> str:
+    return write_report(folders, out / "report.html").read_text(encoding="utf-8")
+
+
+def figures_in(page: str) -> dict[str, dict[str, Any]]:
+    pattern = r'<figure class="card[^"]*" id="f-([a-z-]+)">.*?<script type="application/json">(.*?)</script>'
+    return {key: json.loads(found) for key, found in re.findall(pattern, page, re.DOTALL)}
+
+
+def check_page(page: str) -> None:
+    assert "://" not in page and "url(" not in page and "@import" not in page
+    parser = Balance()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert len(parser.ids) == len(set(parser.ids))
+
+
+def test_full_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    page = page_of([folder], tmp_path)
+    check_page(page)
+    assert len(page.encode()) < 300_000
+    assert set(figures_in(page)) == RELEASED | SIMULATED
+    assert str(tmp_path) not in page
+
+
+def test_numbers_equal_the_records(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    records = read_run(folder).metrics
+    page = page_of([folder], tmp_path)
+    shown = figures_in(page)["accuracy"]["series"][0]
+    assert shown["x"]["round"] == [record["round"] for record in records]
+    assert shown["y"] == pytest.approx([record["test_accuracy"] for record in records], rel=1e-5)
+    assert shown["x"]["epsilon"] == pytest.approx([record["epsilon"] for record in records], rel=1e-5)
+    assert f"<b>{100 * records[-1]['test_accuracy']:.2f} %</b>" in page
+    assert "<b>9.37</b>" in page and "δ = 0.002" in page
+
+
+def test_line_passes_through_its_points(tmp_path: Path) -> None:
+    """Relative path steps must not drift: the last point of the line is the last record."""
+    run = read_run(write_run(tmp_path / "run"))
+    figure = figures_of_run(run)[0]
+    drawn = svg.draw(figure, "round")
+    path = re.search(r'<path class="line [^"]*" d="M([^"]*)"', drawn)
+    assert path is not None
+    numbers = [float(found) for found in re.findall(r"-?\d*\.?\d+(?:e-?\d+)?", path[1])]
+    x, y = sum(numbers[0::2]), sum(numbers[1::2])
+    low, high = (float(found) for found in re.search(r'data-y0="([^"]*)" data-y1="([^"]*)"', drawn).groups())  # type: ignore[union-attr]
+    value = low + (svg.BOTTOM - y) / (svg.BOTTOM - svg.TOP) * (high - low)
+    assert x == pytest.approx(svg.RIGHT, abs=0.06)
+    assert value == pytest.approx(run.metrics[-1]["test_accuracy"], abs=0.1 / (svg.BOTTOM - svg.TOP) * (high - low))
+
+
+def test_deployment_has_nothing_private(tmp_path: Path) -> None:
+    page = page_of([write_run(tmp_path / "run", private=False, rounds=12)], tmp_path)
+    check_page(page)
+    assert set(figures_in(page)) == RELEASED
+    assert PRIVATE not in page and "Personal accuracy" not in page
+
+
+def test_what_is_private_is_marked(tmp_path: Path) -> None:
+    page = page_of([write_run(tmp_path / "run", rounds=12)], tmp_path)
+    cards = dict(re.findall(r'<figure class="(card[^"]*)" id="f-([a-z-]+)">', page)[i][::-1] for i in range(14))
+    assert all(("private" in cards[key]) == (key in SIMULATED) for key in RELEASED | SIMULATED)
+    assert PRIVATE in page
+
+
+def test_no_epsilon_shows_infinity_and_reason(tmp_path: Path) -> None:
+    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None, "reasons": ["No noise was added."]}
+    page = page_of([write_run(tmp_path / "run", "fedavg", rounds=12, statement=none)], tmp_path)
+    check_page(page)
+    assert "<b>∞ (none)</b><span>No noise was added.</span>" in page
+    assert "epsilon" not in figures_in(page) and 'name="axis"' not in page
+
+
+def test_a_claim_is_never_alone(tmp_path: Path) -> None:
+    published = {"proven_epsilon": None, "epsilon": None, "protocol": "published", "reasons": ["Clipped per tensor."]}
+    page = page_of([write_run(tmp_path / "run", rounds=12, statement=published)], tmp_path)
+    claims = [found.start() for found in re.finditer("claims 9.37|formula: 9.37|<dd>9.37", page)]
+    assert len(claims) == 3
+    assert all("∞ (none)" in page[max(0, place - 200) : place] for place in claims)
+    assert "Clipped per tensor." in page
+    assert "epsilon" not in figures_in(page)["accuracy"]["series"][0]["x"]
+
+
+def test_statement_without_a_proven_figure_says_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rounds=3)
+    (folder / "privacy.json").write_text('{"claimed_epsilon": 9.37, "delta": 0.002}')
+    page = page_of([folder], tmp_path)
+    assert "<dt>Proven ε</dt><dd>∞ (none)</dd>" in page
+    (folder / "privacy.json").unlink()
+    assert "nothing is proven" in page_of([folder], tmp_path)
+
+
+def test_unknown_statement_keys_are_shown(tmp_path: Path) -> None:
+    extra = {"some_new_key": {"inner_list": [1, {"deep": ["x"]}]}, "flag": True, "empty": {}}
+    page = page_of([write_run(tmp_path / "run", rounds=3, statement=extra)], tmp_path)
+    check_page(page)
+    assert "<dt>Some new key</dt>" in page and "<dt>Inner list</dt>" in page and "<dd>yes</dd>" in page
+
+
+def test_user_text_is_escaped(tmp_path: Path) -> None:
+    evil = "</script></style><img src=x onerror=alert(1)>\"'&"
+    statement = {"unit": evil, evil: [evil, {evil: evil}], "reasons": [evil], "proven_epsilon": None}
+    folders = [
+        write_run(
+            tmp_path / "run",
+            evil,
+            rounds=3,
+            statement=statement,
+            name=evil,
+            model={"name": evil},
+            versions={evil: evil},
+        ),
+        write_run(tmp_path / "other", rounds=3),
+    ]
+    for page in (page_of(folders[:1], tmp_path), page_of(folders, tmp_path)):
+        check_page(page)
+        assert "<img" not in page and html.escape(evil) in page
+
+
+def test_torn_and_empty_folders(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rounds=5)
+    content = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(content[:-30])
+    page = page_of([folder], tmp_path)
+    assert "<b>4</b><span>of 5 planned</span>" in page
+    for name in ("metrics.jsonl", "private.jsonl"):
+        (folder / name).write_text("")
+    page = page_of([folder], tmp_path)
+    check_page(page)
+    assert "never evaluated" in page and figures_in(page) == {}
+
+
+@pytest.mark.parametrize(
+    "values", [[0.5], [0.5, 0.5], [1e-9, 1e9], [-3.0, 2.0], [0.0, 0.0], [1e300, 1.0], [1e-300, 2e-300]]
+)
+def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    keys = ("test_loss", "test_accuracy", "epsilon")
+    lines = [json.dumps({"round": place, **dict.fromkeys(keys, value)}) for place, value in enumerate(values)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "privacy.json").write_text('{"proven_epsilon": 1.0}')
+    page = page_of([folder], tmp_path)
+    check_page(page)
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert not re.search(r"\b(nan|inf)\b", drawings)
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    places = thin(10_001)
+    assert len(places) <= MAX_POINTS + 1 and places[0] == 0 and places[-1] == 10_000
+    assert thin(1) == [0] and thin(0) == []
+    page = page_of([write_run(tmp_path / "run", rounds=3000)], tmp_path)
+    assert len(page.encode()) < 600_000
+
+
+def test_fifteen_methods_overlaid(tmp_path: Path) -> None:
+    page = page_of([*write_many(tmp_path / "runs", 15, 1)], tmp_path)
+    check_page(page)
+    assert len(page.encode()) < 700_000
+    found = figures_in(page)
+    assert len(found["accuracy"]["series"]) == 15
+    styles = re.findall(r'<button type="button" aria-pressed="true" data-group="\d+">.*?class="line (c\d d\d)', page)
+    assert len(styles) == len(set(styles)) == 15  # no two methods share colour and dash
+
+
+def test_comparison_shows_mean_and_sd(tmp_path: Path) -> None:
+    page = page_of([tmp_path / "runs"], write_many(tmp_path / "runs", 2, 4, rounds=30)[0].parents[1])
+    check_page(page)
+    series = figures_in(page)["accuracy"]["series"]
+    runs = [read_run(tmp_path / "runs" / f"dp-fedsam-{seed}") for seed in range(4)]
+    finals = [run.metrics[-1]["test_accuracy"] for run in runs]
+    mean = sum(finals) / 4
+    sd = (sum((value - mean) ** 2 for value in finals) / 3) ** 0.5
+    assert series[1]["label"] == "dp-fedsam"
+    assert series[1]["y"][-1] == pytest.approx(mean, rel=1e-5)
+    assert series[1]["sd"][-1] == pytest.approx(sd, rel=1e-2)
+    assert f"{100 * mean:.2f} ± {100 * sd:.2f}" in page
+
+
+def test_a_method_without_epsilon_stays_off_that_axis(tmp_path: Path) -> None:
+    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None}
+    folders = [write_run(tmp_path / "f", "fedavg", rounds=9, statement=none), write_run(tmp_path / "d", rounds=9)]
+    page = page_of(folders, tmp_path)
+    check_page(page)
+    assert "so by round only: fedavg." in page
+    series = figures_in(page)["accuracy"]["series"]
+    assert "epsilon" not in series[0]["x"] and "epsilon" in series[1]["x"]
+
+
+def test_output_folder_and_errors(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rounds=2)
+    assert write_report([folder], folder) == folder / "report.html"
+    assert not list(folder.glob("*.part")) and not list(folder.glob(".*.part"))
+    with pytest.raises(InputError, match=r"Did you mean run\?"):
+        write_report([tmp_path / "runn"], tmp_path)

@@ -1,0 +1,160 @@
+"""Groups over seeds and the comparison table in every format."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from scipy import stats
+from synthetic_runs import write_many, write_run
+
+from fedflat.core.checks import InputError
+from fedflat.report import groups, metrics, tables
+
+
+def grouped(folders: list[Path]) -> list[groups.Group]:
+    return groups.group_runs(metrics.read_runs(folders))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[groups.Group]:
+    return grouped(write_many(tmp_path_factory.mktemp("three"), 3, 5, rounds=30))
+
+
+def test_groups_ignore_the_seed_only(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"a{seed}", seed=seed, rounds=2) for seed in range(3)]
+    folders.append(write_run(tmp_path / "b", "dp-fedsam", rounds=2, local={"steps": 60, "lr": 0.2}))
+    found = grouped(folders)
+    assert [len(group.runs) for group in found] == [3, 1]
+    assert found[1].label.startswith("cifar10-dp-fedsam") or "lr=0.2" in found[1].label
+    assert len({group.label for group in found}) == 2
+
+
+def test_label_names_the_key_that_differs(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / f"rho{rho}", rounds=2, server={"optimizer": "sgd", "lr": rho}) for rho in (0.5, 1.0)
+    ]
+    assert [group.label for group in grouped(folders)] == ["dp-fedsam (lr=0.5)", "dp-fedsam (lr=1)"]
+
+
+def test_mean_sd_and_paired_interval_against_scipy(three: list[groups.Group]) -> None:
+    row = tables.comparison_table(three).rows[1]
+    ours = [metrics.final_accuracy(run) or 0.0 for run in three[1].runs]
+    first = [metrics.final_accuracy(run) or 0.0 for run in three[0].runs]
+    assert row.final is not None and row.difference is not None
+    assert row.final.mean == pytest.approx(statistics.fmean(ours))
+    assert row.final.sd == pytest.approx(statistics.stdev(ours))
+    expected = stats.ttest_rel(ours, first).confidence_interval(0.95)
+    assert (row.difference.low, row.difference.high) == pytest.approx((expected.low, expected.high))
+    # The unpaired interval is another one: pairing by seed is really done.
+    unpaired = stats.ttest_ind(ours, first).confidence_interval(0.95)
+    assert row.difference.low != pytest.approx(unpaired.low)
+
+
+def test_pairs_are_the_common_seeds(three: list[groups.Group]) -> None:
+    fewer = groups.Group("fewer", three[1].runs[3:])
+    found = groups.paired_difference(three[0], fewer, metrics.final_accuracy)
+    assert found is not None and found.pairs == 2
+    single = groups.paired_difference(three[0], groups.Group("one", three[1].runs[:1]), metrics.final_accuracy)
+    assert single is not None and single.low is None
+    assert groups.paired_difference(three[0], groups.Group("none", ()), metrics.final_accuracy) is None
+
+
+def test_equal_values_have_no_spread() -> None:
+    assert groups.spread([0.1] * 7) == groups.Spread(0.1, 0.0, 7)
+    assert groups.spread([None, 0.4]) == groups.Spread(0.4, None, 1)
+    assert groups.spread([None]) is None
+
+
+@pytest.mark.parametrize("claim", [False, True])
+def test_terminal_fits_eighty_columns(three: list[groups.Group], tmp_path: Path, claim: bool) -> None:
+    folders = [
+        write_run(tmp_path / f"x{seed}", "a-method-with-a-rather-long-name", seed, rounds=3,
+                  statement={"proven_epsilon": 14660.0 if claim else 9.37, "epsilon": None})
+        for seed in (0, 1)
+    ]  # fmt: skip
+    text = tables.to_terminal(tables.comparison_table([*three, *grouped(folders)]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert ("claimed" in text) is claim
+
+
+def test_rows_say_the_same_in_every_format(three: list[groups.Group]) -> None:
+    table = tables.comparison_table(three)
+    assert set(tables.RENDERERS) == {"terminal", "markdown", "csv", "json", "latex"}
+    rows = json.loads(tables.to_json(table))["rows"]
+    lines = list(csv.DictReader(io.StringIO(tables.to_csv(table))))
+    for row, line in zip(rows, lines, strict=True):
+        assert float(line["final.mean"]) == row["final"]["mean"]
+        shown = f"{100 * row['final']['mean']:.2f} ± {100 * row['final']['sd']:.2f}"
+        assert shown in tables.to_markdown(table) and shown in tables.to_terminal(table)
+        assert shown.replace("±", "$\\pm$") in tables.to_latex(table)
+
+
+def test_global_and_personal_never_share_a_column(three: list[groups.Group]) -> None:
+    table = tables.comparison_table(three)
+    keys = [column.key for column in tables.columns(table)]
+    assert "final" in keys and "personal" in keys
+    assert any("not covered by the guarantee" in note for note in tables.notes(table))
+
+
+def test_no_personal_column_without_personal_accuracies(tmp_path: Path) -> None:
+    table = tables.comparison_table(grouped([write_run(tmp_path / "d", private=False, rounds=3)]))
+    assert "personal" not in [column.key for column in tables.columns(table)]
+
+
+def test_no_epsilon_is_said_with_its_reason(tmp_path: Path) -> None:
+    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None, "reasons": ["No noise was added."]}
+    table = tables.comparison_table(grouped([write_run(tmp_path / "f", "fedavg", rounds=3, statement=none)]))
+    for name, render in tables.RENDERERS.items():
+        text = render(table)
+        assert "No noise was added." in text, name
+        assert {"csv": ",,", "json": "null", "latex": "$\\infty$ (none)"}.get(name, "∞ (none)") in text
+
+
+def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -> None:
+    folders = [
+        write_run(
+            tmp_path / str(seed), seed=seed, rounds=3, statement={"proven_epsilon": value, "claimed_epsilon": None}
+        )
+        for seed, value in enumerate((3.0, None, 5.0))
+    ]
+    assert tables.comparison_table(grouped(folders)).rows[0].proven_epsilon is None
+    assert tables.comparison_table(grouped([folders[0], folders[2]])).rows[0].proven_epsilon == 5.0
+
+
+def test_epsilon_at_accuracy(tmp_path: Path) -> None:
+    run = metrics.read_run(write_run(tmp_path / "a", rounds=50))
+    target = 0.4
+    expected = next(record["epsilon"] for record in run.metrics if record["test_accuracy"] >= target)
+    assert tables.epsilon_at_accuracy(run, target) == expected
+    assert tables.epsilon_at_accuracy(run, 0.99) is None
+    with pytest.raises(InputError, match="accuracy target"):
+        tables.epsilon_at_accuracy(run, 40)
+
+
+def test_user_names_cannot_break_a_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "x", "a|b_50%&[red]<b>", rounds=3)
+    table = tables.comparison_table(grouped([folder]))
+    assert "a\\|b_50%&[red]&lt;b>" in tables.to_markdown(table)
+    assert "a|b\\_50\\%\\&[red]<b>" in tables.to_latex(table)
+    assert "[red]" in tables.to_terminal(table)
+
+
+def test_nothing_to_compare() -> None:
+    with pytest.raises(InputError, match="one or more runs"):
+        tables.comparison_table([])
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "short"),
+    [(8.2, "8.2 s", "0:08"), (59.96, "1 min 00 s", "1:00"), (185, "3 min 05 s", "3:05"),
+     (7800, "2 h 10 min", "2:10:00"), (None, "–", "–")],
+)  # fmt: skip
+def test_durations(value: float | None, text: str, short: str) -> None:
+    assert tables.duration(value) == text
+    assert tables.clock(value) == short
