@@ -27,11 +27,37 @@ Words = NDArray[np.uint64]
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Enclosure = Callable[[int], tuple[Fraction, Fraction]]
+Enclosure = Callable[[int, int], tuple[Fraction, Fraction]]
 
-MARGIN = 2.0**-34
+MARGIN = 2.0**-34  # comparisons closer than this are settled in whole numbers
+_SLACK = 2.0**-34  # far above the rounding error of any γ here
 MIN_SIGMA, MAX_SIGMA = 2.0**-20, 2.0**40
 _CHUNK = 1 << 15
+
+
+def inflated_bound(clip: float, granularity: float, padded: int, beta: float) -> float:
+    """Largest norm after conditional randomised rounding to a grid of pitch γ, in the update's units.
+
+    Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'} (Kairouz, Liu, Steinke 2021, theorem 1); for β = 0
+    the second term. The first holds with probability 1 − β for one rounding, hence the repetition.
+    """
+    root = math.sqrt(padded)
+    worst = clip + granularity * root
+    if beta == 0:
+        return worst
+    spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
+    return min(math.sqrt(clip**2 + granularity**2 * padded / 4 + spread), worst)
+
+
+def exact_square(values: Integers) -> int:
+    """Squared norm Σv² as an exact whole number; entries up to 2^51 in size."""
+    size = np.abs(values)
+    high, low = size >> 26, size & ((1 << 26) - 1)
+    total = 0
+    for start in range(0, size.size, 1 << 10):  # so that no partial sum exceeds 2^63
+        h, m = high[start : start + 1024], low[start : start + 1024]
+        total += (int(h @ h) << 52) + (int(h @ m) << 27) + int(m @ m)
+    return total
 
 
 class Bits(Protocol):
@@ -68,11 +94,11 @@ def random_words(source: Source, count: int) -> Words:
     return source.integers64(count)
 
 
-def _settle(word: int, divisor: int, enclose: Callable[[], tuple[Fraction, Fraction]], source: Source) -> bool:
-    """Exactly: is the uniform number that starts with the 64 bits `word` below γ/divisor, γ inside `enclose()`?"""
+def _settle(word: int, divisor: int, enclose: Callable[[int], tuple[Fraction, Fraction]], source: Source) -> bool:
+    """Exactly: is the uniform number that starts with the 64 bits `word` below γ/divisor, γ inside `enclose(…)`?"""
     bits = 64
     while True:
-        low, high = (bound / divisor for bound in enclose())
+        low, high = (bound / divisor for bound in enclose(bits // 64))
         if Fraction(word + 1, 1 << bits) <= low:
             return True
         if Fraction(word, 1 << bits) >= high:
@@ -100,7 +126,7 @@ def _exp_of_unit(gamma: Floats, which: Integers, pieces: Integers, enclose: Encl
 
     def settle(j: int, word: int) -> bool:
         i = alive[j]
-        return _settle(word, int(pieces[i]) * k, lambda: enclose(int(which[i])), source)
+        return _settle(word, int(pieces[i]) * k, lambda words: enclose(int(which[i]), words), source)
 
     while alive.size:
         hit = _below(gamma / k, settle, source)
@@ -115,11 +141,11 @@ def bernoulli_exp(gamma: Floats, enclose: Enclosure, source: Source) -> Flags:
     """Independent Bernoulli(exp(−γ_i)), exactly.
 
     gamma: `(n,)` float64 approximations of γ_i ≥ 0, each within 2^-40·(1 + γ_i).
-    enclose(i): rational bounds low ≤ γ_i ≤ high, equal if γ_i is rational, else tighter by 64 bits at each call.
+    enclose(i, words): rational bounds low ≤ γ_i ≤ high, equal if γ_i is rational, else good to about 64·words bits.
     Returns `(n,)` booleans.
     """
     # exp(−γ) = exp(−γ/p)^p with a whole p ≥ γ, so that each factor has an exponent in [0, 1].
-    pieces = np.floor(gamma * (1 + MARGIN) + MARGIN).astype(np.int64) + 1
+    pieces = np.floor(gamma * (1 + _SLACK) + _SLACK).astype(np.int64) + 1
     share = gamma / pieces
     out = np.zeros(gamma.size, dtype=bool)
     alive = np.arange(gamma.size)
@@ -136,7 +162,7 @@ def bernoulli_exp(gamma: Floats, enclose: Enclosure, source: Source) -> Flags:
 def bernoulli_exp_rational(numerator: Integers, denominator: int, source: Source) -> Flags:
     """Independent Bernoulli(exp(−numerator_i/denominator)); numerators below 2^53 in size, shape `(n,)`."""
 
-    def enclose(i: int) -> tuple[Fraction, Fraction]:
+    def enclose(i: int, words: int) -> tuple[Fraction, Fraction]:
         exact = Fraction(int(numerator[i]), denominator)
         return exact, exact
 
@@ -177,7 +203,8 @@ def _laplace(scale: int, count: int, source: Source) -> Integers:
     low = low[bernoulli_exp_rational(low, scale, source)]
     size = low + scale * _successes(low.size, 1, source)
     sign = _signs(size.size, source)
-    return (size * sign)[~((size == 0) & (sign < 0))]
+    kept: Integers = (size * sign)[~((size == 0) & (sign < 0))]
+    return kept
 
 
 def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
@@ -188,7 +215,7 @@ def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
     variance, centre = float(sigma2), float(sigma2 / scale)
     gamma = (size - centre) ** 2 / (2 * variance)
 
-    def enclose(i: int) -> tuple[Fraction, Fraction]:
+    def enclose(i: int, words: int) -> tuple[Fraction, Fraction]:
         exact = (int(size[i]) - sigma2 / scale) ** 2 / (2 * sigma2)
         return exact, exact
 
@@ -236,9 +263,12 @@ class _Reals:
     def floats(self) -> Floats:
         return (self.words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
-    def bounds(self, i: int) -> tuple[Fraction, Fraction]:
+    def bounds(self, i: int, words: int) -> tuple[Fraction, Fraction]:
+        """Number i between neighbouring multiples of 2^(−64·words), or closer."""
         value, bits = self._more.get(i, (int(self.words[i]), 64))
-        self._more[i] = ((value << 64) | int(random_words(self._source, 1)[0]), bits + 64)
+        while bits < 64 * words:
+            value, bits = (value << 64) | int(random_words(self._source, 1)[0]), bits + 64
+        self._more[i] = (value, bits)
         return Fraction(value, 1 << bits), Fraction(value + 1, 1 << bits)
 
 
@@ -249,8 +279,8 @@ def _rounded_batch(log2_sigma: int, count: int, source: Source) -> Integers:
     real = _Reals(random_words(source, k.size), source)
     x = real.floats()
 
-    def enclose(i: int) -> tuple[Fraction, Fraction]:
-        low, high = real.bounds(i)
+    def enclose(i: int, words: int) -> tuple[Fraction, Fraction]:
+        low, high = real.bounds(i, words)
         step = 2 * int(k[i])
         return low * (step + low) / 2, high * (step + high) / 2
 

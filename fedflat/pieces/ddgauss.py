@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.core.checks import in_range, whole, wrong
-from fedflat.core.discrete import Source, discrete_gaussian, random_words
+from fedflat.core.discrete import Source, discrete_gaussian, exact_square, inflated_bound, random_words
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -39,16 +39,6 @@ def hadamard(vector: Floats) -> Floats:
         step *= 2
     x /= math.sqrt(size)
     return x
-
-
-def inflated_bound(clip: float, granularity: float, padded: int, beta: float) -> float:
-    """Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'} (KLS theorem 1), in the update's units."""
-    root = math.sqrt(padded)
-    worst = clip + granularity * root
-    if beta == 0:
-        return worst
-    spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
-    return min(math.sqrt(clip**2 + granularity**2 * padded / 4 + spread), worst)
 
 
 def default_granularity(
@@ -95,12 +85,13 @@ class DistributedDiscreteGaussian:
         in_range("clip", self.clip, 0, open_low=True)
         in_range("noise_multiplier", self.noise_multiplier, 0)
         whole("cohort.min", self.n_min, 1)
-        whole("bits", self.bits, 2, 62)
+        whole("bits", self.bits, 2, 48)
         in_range("beta", self.beta, 0, 1, open_high=True)
         if self.messages is not None:
             whole("messages", self.messages, self.n_min)
         if self.granularity is not None:
             in_range("granularity", self.granularity, 0, open_low=True)
+        in_range("clip/granularity", self.clip / self.pitch, 2.0**-20, 2.0**48)
         share = math.sqrt(self.share_variance)
         if self.noise_multiplier > 0 and share < MIN_SHARE_STD:
             hint = (
@@ -162,11 +153,11 @@ class DistributedDiscreteGaussian:
         for _ in range(MAX_TRIES):
             uniform = (random_words(rounding, part.size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
             rounded: Integers = base + (uniform < part)
-            if _squared(rounded) <= self.norm_limit:
+            if exact_square(rounded) <= self.norm_limit:
                 return rounded
         # Only a norm pushed over C by rounding errors gets here; towards zero the norm can only shrink.
         inward = np.trunc(scaled * (1 - 1e-9)).astype(np.int64)
-        return inward if _squared(inward) <= self.norm_limit else np.zeros_like(inward)
+        return inward if exact_square(inward) <= self.norm_limit else np.zeros_like(inward)
 
     def share(self, noise: Source) -> Integers:
         """One client's noise share `(d',)`, in grid steps. The server draws such shares to top a sum up to n_max."""
@@ -202,10 +193,3 @@ class DistributedDiscreteGaussian:
         centred = (self.wrap(total) ^ half) - half  # [0, 2^b) -> [−2^(b−1), 2^(b−1))
         values = hadamard(centred.astype(np.float64)) * signs * self.pitch
         return torch.from_numpy(values[: self.dimension].astype(np.float32))
-
-
-def _squared(values: Integers) -> int:
-    """Exact squared norm of whole numbers, however large."""
-    if values.size and int(np.abs(values).max()) ** 2 * values.size >= 2**63:
-        return sum(int(v) ** 2 for v in values)
-    return int(np.dot(values, values))

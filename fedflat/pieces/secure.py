@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.core.checks import in_range, whole
-from fedflat.core.discrete import Source, rounded_gaussian
+from fedflat.core.discrete import Source, exact_square, rounded_gaussian
 
 Integers = NDArray[np.int64]
 
 MIN_BITS, MAX_BITS = 12, 30
+ATTEMPTS = 16
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,16 @@ class GridGaussian:
         norm = float(np.linalg.norm(scaled))
         if norm > reach:
             scaled = scaled * (reach / norm)
-        whole_steps = np.rint(scaled).astype(np.int64)
         limit = self.norm_limit
-        while (size := _squared(whole_steps)) > limit:
-            shrink = math.sqrt(limit / size) * (1 - 2.0**-40)
-            whole_steps = np.trunc(whole_steps * shrink).astype(np.int64)
-        return whole_steps
+        for attempt in range(ATTEMPTS):
+            steps: Integers = np.rint(scaled).astype(np.int64)
+            size = exact_square(steps)
+            if size <= limit:
+                return steps
+            # Rounding again after a scaling is nearly unbiased; cutting towards zero would lose half a step each.
+            scaled = scaled * (math.sqrt(limit / size) * (1 - 4.0 ** (attempt - ATTEMPTS)))
+        cut: Integers = np.trunc(scaled * 0.5).astype(np.int64)
+        return cut if exact_square(cut) <= limit else np.zeros_like(cut)
 
     def perturb(self, total: Integers, source: Source) -> Integers:
         """Sum of quantised vectors `(d,)` int64 -> the same plus exact rounded Gaussian noise of std 2^log2_std."""
@@ -107,15 +112,3 @@ class GridGaussian:
     def to_float(self, released: Integers) -> Tensor:
         """Released whole numbers -> float32 in the update's units (post-processing)."""
         return torch.from_numpy((released.astype(np.float64) * self.pitch).astype(np.float32))
-
-
-def _squared(values: Integers) -> int:
-    """Exact squared norm of whole numbers: high and low halves apart, so that no partial sum overflows."""
-    size = np.abs(values)
-    high, low = size >> 26, size & ((1 << 26) - 1)
-    rows = 1 << 10
-    total = 0
-    for start in range(0, size.size, rows):
-        h, m = high[start : start + rows], low[start : start + rows]
-        total += (int(h @ h) << 52) + (int(h @ m) << 27) + int(m @ m)
-    return total

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.discrete import inflated_bound
 from fedflat.core.types import Relation
 
 Floats = NDArray[np.float64]
@@ -37,19 +38,6 @@ Guarantee = tuple[str, str, str, float, float, str]
 WHOLE_ORDERS = np.array([*range(2, 129), *range(136, 257, 8), 320, 384, 448, 512], dtype=np.float64)
 ORDERS = np.array([1 + 2.0 ** (j / 8) for j in range(-48, 113)])
 MIN_SHARE_STD = 0.5
-
-
-def inflated_bound(clip: float, granularity: float, dimension: int, beta: float) -> float:
-    """Largest norm after conditional randomised rounding to the grid of pitch γ (KLS theorem 1), in the update's units.
-
-    Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'}; β = 0 leaves the second term only.
-    """
-    root = math.sqrt(dimension)
-    worst = clip + granularity * root
-    if beta == 0:
-        return worst
-    spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
-    return min(math.sqrt(clip**2 + granularity**2 * dimension / 4 + spread), worst)
 
 
 def sum_gap(shares: int, share_variance: float) -> float:
@@ -188,7 +176,7 @@ class DDGaussAccount:
         whole("cohort.min", self.n_min, 1, self.clients)
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         in_range("beta", self.beta, 0, 1, open_high=True)
-        whole("bits", self.bits, 2, 62)
+        whole("bits", self.bits, 2, 48)
         one_of("relation", self.relation, ("add-remove", "replace-one"))
         if self.n_max is not None:
             whole("cohort.max", self.n_max, self.n_min + self.colluders)

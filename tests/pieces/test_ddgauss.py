@@ -1,0 +1,186 @@
+"""The distributed discrete Gaussian: what clients may send, what the server may learn, and how well."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import linalg, stats
+
+from fedflat.core.checks import InputError
+from fedflat.core.discrete import SecureBits, exact_square
+from fedflat.core.rng import stream
+from fedflat.pieces.ddgauss import DistributedDiscreteGaussian, default_granularity, hadamard
+
+torch.set_num_threads(1)
+
+
+def mechanism(**changes) -> DistributedDiscreteGaussian:
+    numbers = {"dimension": 100, "clip": 1.0, "noise_multiplier": 1.0, "n_min": 8, "messages": 10}
+    return DistributedDiscreteGaussian(**{**numbers, **changes})
+
+
+def updates(n: int, d: int, norm: float = 1.0) -> torch.Tensor:
+    raw = torch.from_numpy(stream(1, "updates").standard_normal((n, d)).astype(np.float32))
+    return raw / raw.norm(dim=1, keepdim=True) * norm
+
+
+def run(mech: DistributedDiscreteGaussian, rows: torch.Tensor, seed: int = 0, extra: int = 0) -> torch.Tensor:
+    """One round: every client encodes, the messages are added modulo 2^b, the server decodes."""
+    signs = mech.signs(stream(seed, "rotation"))
+    messages = [
+        mech.encode(row, signs, stream(seed, "rounding", i), SecureBits(bytes(32), "noise", seed, i))
+        for i, row in enumerate(rows)
+    ]
+    total = mech.top_up(mech.aggregate(messages), extra, SecureBits(bytes(32), "extra", seed))
+    return mech.decode(total, signs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 256])
+def test_hadamard_is_the_orthonormal_transform(size):
+    x = stream(2, "x").standard_normal(size)
+    assert np.allclose(hadamard(x), linalg.hadamard(size) @ x / math.sqrt(size))
+    assert np.allclose(hadamard(hadamard(x)), x)
+
+
+@pytest.mark.parametrize("dimension", [1, 100, 128, 129])
+def test_without_noise_the_sum_comes_back_up_to_rounding(dimension):
+    mech = mechanism(dimension=dimension, noise_multiplier=0.0)
+    rows = updates(10, dimension, 0.7)
+    error = run(mech, rows) - rows.sum(0)
+    assert error.abs().max() < 5 * mech.pitch * math.sqrt(10 / 4) + 1e-6
+
+
+def test_rounding_is_unbiased():
+    mech = mechanism(dimension=16, granularity=0.05, noise_multiplier=0.2)
+    row = updates(1, 16, 0.5)[0]
+    signs = mech.signs(stream(0, "rotation"))
+    grids = np.stack([mech.round_to_grid(row, signs, stream(0, "rounding", i)) for i in range(4000)])
+    exact = hadamard(row.numpy().astype(np.float64) * signs) / mech.pitch
+    assert np.abs(grids.mean(0) - exact).max() < 5 * 0.5 / math.sqrt(4000)
+
+
+ADVERSARIAL = {
+    "huge": torch.full((100,), 3e38),
+    "one huge": torch.cat([torch.tensor([1e38]), torch.zeros(99)]),
+    "nan": torch.cat([torch.tensor([float("nan")]), torch.ones(99)]),
+    "inf": torch.full((100,), float("inf")),
+    "at the clip": torch.full((100,), 0.1),
+    "just above": torch.full((100,), 0.1000001),
+    "zero": torch.zeros(100),
+    "denormal": torch.full((100,), 1e-45),
+}
+
+
+@pytest.mark.parametrize("granularity", [None, 0.05])
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_no_update_exceeds_the_accounted_norm(name, granularity):
+    mech = mechanism(granularity=granularity, beta=0.9)
+    signs = mech.signs(stream(0, "rotation"))
+    grids = [mech.round_to_grid(ADVERSARIAL[name], signs, stream(0, "rounding", i)) for i in range(50)]
+    assert max(exact_square(grid) for grid in grids) <= mech.norm_limit
+    if name in ("nan", "inf", "zero"):
+        assert not np.any(grids)
+
+
+def test_broken_twin_unconditional_rounding_exceeds_the_accounted_norm():
+    mech = mechanism(dimension=128, granularity=0.05, beta=0.9)
+    x = hadamard(np.full(128, 1 / math.sqrt(128)) * mech.signs(stream(0, "rotation"))) / mech.pitch
+    norms = []
+    for i in range(200):
+        norms.append(exact_square(np.floor(x + stream(0, "twin", i).random(128)).astype(np.int64)))
+    assert max(norms) > mech.norm_limit
+
+
+def test_a_non_finite_update_is_still_noised():
+    mech = mechanism()
+    signs = mech.signs(stream(0, "rotation"))
+    message = mech.encode(ADVERSARIAL["nan"], signs, stream(0, "rounding"), stream(0, "noise"))
+    assert len(np.unique(message)) > 20
+
+
+def test_messages_are_reduced_and_their_sum_is_modular():
+    mech = mechanism(bits=12)
+    signs = mech.signs(stream(0, "rotation"))
+    rows = [mech.encode(u, signs, stream(0, "r", i), stream(0, "n", i)) for i, u in enumerate(updates(10, 100))]
+    assert min(r.min() for r in rows) >= 0 and max(r.max() for r in rows) < 2**12
+    assert (np.concatenate(rows) > 2**11).any()
+    total = mech.aggregate(rows)
+    assert np.array_equal(total, sum(rows) % 2**12)
+    assert np.array_equal(total, mech.aggregate([mech.aggregate(rows[:3]), mech.aggregate(reversed(rows[3:]))]))
+    assert np.array_equal(mech.decode(total, signs), mech.decode(total + 5 * 2**12, signs))
+    assert not mech.aggregate([]).any()
+
+
+@pytest.mark.parametrize("extra", [0, 6])
+def test_the_noise_has_the_stated_std_and_not_two_thirds_or_three_halves_of_it(extra):
+    d, n = 4000, 8
+    mech = mechanism(dimension=d, clip=2.0, noise_multiplier=0.8, n_min=n, messages=n + extra)
+    rows = updates(n, d, 1.5)
+    error = (run(mech, rows, extra=extra) - rows.sum(0)).numpy()
+    std = 0.8 * 2.0 * math.sqrt((n + extra) / n)  # n_min shares make σC; each further share adds σ²C²/n_min
+    assert stats.kstest(error / std, "norm").pvalue > 1e-4
+    assert stats.kstest(error / std * 1.5, "norm").pvalue < 1e-4
+    assert stats.kstest(error / std / 1.5, "norm").pvalue < 1e-4
+
+
+def test_noise_is_on_every_rotated_coordinate_when_nobody_has_data():
+    mech = mechanism(dimension=100)
+    shares = np.stack([mech.share(stream(0, "noise", i)) for i in range(400)])
+    assert shares.shape == (400, 128)
+    assert np.allclose(shares.std(0), math.sqrt(mech.share_variance), rtol=0.2)
+
+
+def test_default_granularity_leaves_four_standard_deviations():
+    """Equal updates at the clip, the worst case of the formula: the sum does not wrap; at an eighth of it, it does."""
+    d, n = 1024, 50
+    one = updates(1, d)[0]
+    for bits in (10, 16):
+        mech = mechanism(dimension=d, n_min=20, messages=n, bits=bits)
+        error = (run(mech, one.repeat(n, 1)) - n * one).numpy()
+        expected = math.sqrt(n / 20 + n * mech.pitch**2 / 4)
+        assert error.std() == pytest.approx(expected, rel=0.15)
+    signal, noise = (n * 1.0) ** 2 / d, n / 20
+    deviations = 2**15 * mech.pitch / math.sqrt(signal + noise + n * mech.pitch**2 / 4)
+    assert deviations == pytest.approx(4.0)
+    silent = mechanism(dimension=d, n_min=20, messages=n, noise_multiplier=0.0)
+    tight = mechanism(dimension=d, n_min=20, messages=n, noise_multiplier=0.0, granularity=silent.pitch / 8)
+    fits, wraps = ((run(mech, one.repeat(n, 1)) - n * one).std() for mech in (silent, tight))
+    assert wraps > 100 * fits
+
+
+def test_the_rotation_is_public_and_shared():
+    mech = mechanism()
+    assert np.array_equal(mech.signs(stream(3, "rotation", 1)), mech.signs(stream(3, "rotation", 1)))
+    assert not np.array_equal(mech.signs(stream(3, "rotation", 1)), mech.signs(stream(3, "rotation", 2)))
+    assert set(np.unique(mech.signs(stream(3, "rotation", 1)))) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"bits": 1}, "bits: found 1; allowed: a whole number ≥ 2"),
+        ({"messages": 4}, "messages: found 4; allowed: a whole number ≥ 8"),
+        ({"clip": 0.0}, "clip: found 0.0"),
+        ({"beta": 1.0}, "beta: found 1.0"),
+        ({"granularity": 1.0}, "One share has std 0.35 grid steps"),
+        ({"bits": 5, "dimension": 10**6, "messages": 50}, "One share has std|at least"),
+        ({"granularity": 1e-20}, "clip/granularity"),
+    ],
+)
+def test_error_sentences(changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        mechanism(**changes)
+
+
+def test_shapes_are_checked():
+    mech = mechanism()
+    signs = mech.signs(stream(0, "rotation"))
+    with pytest.raises(InputError, match=r"shape of the update: found \[99\]; allowed: \[100\]"):
+        mech.round_to_grid(torch.zeros(99), signs, stream(0, "r"))
+    with pytest.raises(InputError, match="shape of a message"):
+        mech.aggregate([np.zeros(100, dtype=np.int64)])
+    with pytest.raises(InputError, match="bits: found 2; allowed: at least 6"):
+        default_granularity(1.0, 1.0, 10, 8, 50, 2)
