@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
@@ -26,7 +27,7 @@ class Options:
     partition: Any = dataclasses.field(default_factory=lambda: {"kind": "iid"})
     clients: int | None = None
     client_test_fraction: float = 0.0
-    input: str | None = None
+    input: str | Sequence[str] | None = None
     label: str | None = None
     test_fraction: float | None = None
     max_examples: int | None = None
@@ -37,8 +38,14 @@ class Options:
 
 
 def guess_kind(split: Split, options: Options) -> Kind:
-    columns = [options.input] if options.input in split.features else list(split.features)
+    columns = [c for c in named(options) if c in split.features] or list(split.features)
     return "image" if any(is_image(split.features[column]) for column in columns) else "text"
+
+
+def named(options: Options) -> tuple[str, ...]:
+    """The input columns the recipe names: a list, or one text with commas."""
+    given = options.input or ()
+    return tuple(name.strip() for name in (given.split(",") if isinstance(given, str) else given))
 
 
 def is_image(feature: Any) -> bool:
@@ -57,7 +64,10 @@ def is_text(feature: Any) -> bool:
 def image_column(split: Split, source: Source | None, options: Options) -> str:
     """The column with the images. Raises InputError, listing the columns, when there is none or more than one."""
     if options.input:
-        return chosen(split, "data.input", options.input)
+        columns = named(options)
+        if len(columns) != 1:
+            raise wrong("data.input", ", ".join(columns), "one column, where the input is an image")
+        return chosen(split, "data.input", columns[0])
     if source and source.inputs[0] in split.features:
         return source.inputs[0]
     return _only(split, "data.input", "an image column", [c for c in split.features if is_image(split.features[c])])
@@ -66,7 +76,7 @@ def image_column(split: Split, source: Source | None, options: Options) -> str:
 def text_columns(split: Split, source: Source | None, options: Options, label: str) -> tuple[str, ...]:
     """The text columns, in the order in which they are read: one sentence, or a pair."""
     if options.input:
-        return tuple(chosen(split, "data.input", name.strip()) for name in options.input.split(","))
+        return tuple(chosen(split, "data.input", name) for name in named(options))
     if source and all(column in split.features for column in source.inputs):
         return source.inputs
     return (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import in_range, one_of, whole
+from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
 from fedflat.data import images as pictures
 from fedflat.data.catalog import DATASETS, Source
@@ -38,7 +39,7 @@ def load(spec: Any, seed: int = 0) -> Federated:
     options = _options(spec)
     meaning, train, test = _digits() if options.dataset == "digits" else _read(options)
     train, test = _public_test(train, test, options, seed)
-    if options.max_examples is not None and whole("data.max_examples", options.max_examples, 1) < len(train.targets):
+    if options.max_examples is not None and options.max_examples < len(train.targets):
         chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
         train = train.take(np.sort(chosen).astype(np.int64))
     labels = _one_label(train.targets)
@@ -63,15 +64,25 @@ def _options(spec: Any) -> Options:
     if isinstance(spec, dict):
         for key in spec:
             one_of("key of data", key, names)
-        return Options(**spec)
-    return Options(**{name: getattr(spec, name) for name in names if hasattr(spec, name)})
+        options = Options(**spec)
+    else:
+        options = Options(**{name: getattr(spec, name) for name in names if hasattr(spec, name)})
+    if not isinstance(options.dataset, (str, os.PathLike)) or not str(options.dataset):
+        raise wrong("data.dataset", options.dataset, "a name, a hub id or a path")
+    for name in ("max_examples", "max_test", "max_length", "vocabulary"):
+        value = getattr(options, name)
+        if value is not None:
+            whole(f"data.{name}", value, 1)
+    return dataclasses.replace(options, dataset=str(options.dataset))
 
 
 def _partition_spec(spec: Any) -> dict[str, Any]:
     """A partition given as a dict, a bare kind, or an object with attributes (keys that are None do not count)."""
     if isinstance(spec, str):
         return {"kind": spec}
-    given = spec if isinstance(spec, dict) else dict(vars(spec))
+    given = spec if isinstance(spec, dict) else getattr(spec, "__dict__", None)
+    if given is None:
+        raise wrong("data.partition", spec, "a kind, or a mapping such as {kind: dirichlet, alpha: 0.6}")
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -110,7 +121,6 @@ def _public_test(train: Table, test: Table | None, options: Options, seed: int) 
         test = train.take(np.sort(order[:count]).astype(np.int64)) if count else None
         train = train.take(np.sort(order[count:]).astype(np.int64)) if count else train
     if test is not None and options.max_test is not None:
-        whole("data.max_test", options.max_test, 1)
         test = Table(test.inputs[: options.max_test], test.targets[: options.max_test])
     return train, test
 

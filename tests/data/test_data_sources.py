@@ -154,6 +154,13 @@ def test_sentences(tmp_path: Path) -> None:
     assert alone.inputs.shape == (1, 64)
 
 
+def test_sentence_pairs_by_name(tmp_path: Path) -> None:
+    rows = {"a": ["p"] * 4, "b": ["q"] * 4, "label": [0, 1] * 2}
+    spec = {"dataset": str(write(tmp_path / "pairs.parquet", rows)), "partition": IID, "clients": 1}
+    both, listed, one = (load({**spec, "input": value}).inputs for value in ("a, b", ["a", "b"], "a"))
+    assert torch.equal(both, listed) and (both > 0).sum(1).tolist() == [3] * 4 and (one > 0).sum(1).tolist() == [1] * 4
+
+
 def test_shakespeare_windows_have_natural_clients(tmp_path: Path) -> None:
     speech = {"A": "x" * 330, "B": "y" * 170, "C": "short"}
     write(tmp_path / "shakespeare" / "train.parquet", {"character_id": list(speech), "text": list(speech.values())})
@@ -180,6 +187,10 @@ def test_digits_need_no_file() -> None:
     [
         ({"dataset": "cifar1"}, "Did you mean cifar10?"),
         ({"dataset": "./nowhere"}, "no such file or folder"),
+        ({"dataset": 5}, "data.dataset: found 5; allowed: a name, a hub id or a path"),
+        ({"dataset": ""}, "data.dataset"),
+        ({"dataset": "digits", "partition": 5}, "data.partition: found 5"),
+        ({"dataset": "digits", "max_length": 0}, "data.max_length: found 0"),
         ({"dataset": "digits", "partitions": 1}, "key of data: found partitions"),
         ({"dataset": "digits", "clients": 5, "max_examples": 0}, "data.max_examples: found 0"),
         ({"dataset": "digits", "clients": 5, "max_test": -1}, "data.max_test: found -1"),
