@@ -108,7 +108,7 @@ def _adversary(value: Mapping[str, Any]) -> str:
         f"<strong>{escape(readable(value['adversary']))}</strong>: ε = {_value('epsilon', value.get('epsilon'))}{delta}"
     )
     rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
-    return escape("; ").join([lead, *map(escape, rest)])
+    return "; ".join([lead, *map(escape, rest)])
 
 
 def readable(value: Any) -> str:
