@@ -1,0 +1,197 @@
+"""How a round's cohort is drawn: the public law, the neighbouring relation it earns, and the draw itself.
+
+Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to
+``select``. The three laws live here rather than in ``pieces`` because the privacy accounts need them too;
+``fedflat.pieces.samplers`` offers them beside the other pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedflat.core.checks import in_range, one_of, whole, wrong
+
+Ids = NDArray[np.int64]
+NAMES = ("poisson", "truncated", "fixed")
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What the engine and the privacy plan need to know of a cohort law."""
+
+    @property
+    def clients(self) -> int: ...
+
+    @property
+    def size(self) -> float: ...
+
+    @property
+    def q(self) -> float: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def relation(self) -> str: ...
+
+    def select(self, generator: np.random.Generator) -> Ids: ...
+
+    def event(self, multiplier: float) -> Any: ...
+
+
+def _subset(generator: np.random.Generator, clients: int, count: int) -> Ids:
+    """A uniform subset of ``count`` ids, sorted. Unshuffled ``choice`` is exact and O(count) (Floyd's method)."""
+    chosen = generator.choice(clients, size=count, replace=False, shuffle=False)
+    return np.sort(chosen.astype(np.int64, copy=False))
+
+
+def _poisson_event(q: float, multiplier: float) -> Any:
+    import dp_accounting
+
+    plain = dp_accounting.GaussianDpEvent(multiplier)
+    return plain if q >= 1 else dp_accounting.PoissonSampledDpEvent(q, plain)
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Each client takes part independently with probability q = size / clients.
+
+    Args:
+        clients: population M.
+        size: expected cohort m = qM; the public constant every mean is divided by.
+
+    Raises:
+        InputError: unless 0 < size ≤ clients.
+    """
+
+    clients: int
+    size: float
+
+    name = "poisson"
+    relation = "add-remove"
+
+    def __post_init__(self) -> None:
+        whole("clients", self.clients, 1)
+        in_range("cohort.size", self.size, 0, self.clients, open_low=True)
+
+    @property
+    def q(self) -> float:
+        """Probability that a given client takes part in a given round."""
+        return self.size / self.clients
+
+    def select(self, generator: np.random.Generator) -> Ids:
+        """One cohort: int64 ids, ascending, possibly none. Cost grows with the cohort, not with the population.
+
+        The number of participants of M independent coins is Binomial(M, q), and given their number they are
+        a uniform subset; so drawing the two in turn is the same law.
+        """
+        return _subset(generator, self.clients, int(generator.binomial(self.clients, self.q)))
+
+    def event(self, multiplier: float) -> Any:
+        """dp-accounting's event of one round with noise ``multiplier`` × the add-remove sensitivity."""
+        return _poisson_event(self.q, multiplier)
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """Poisson cohorts of which a uniformly random ``maximum`` stay when more were drawn (arXiv 2508.15089).
+
+    Args:
+        clients: population M.
+        size: expected Poisson draw m = qM before the truncation; the public divisor.
+        maximum: no cohort is larger than this.
+
+    Raises:
+        InputError: unless 0 < size ≤ clients and size ≤ maximum.
+    """
+
+    clients: int
+    size: float
+    maximum: int
+
+    name = "truncated"
+    relation = "add-remove"
+
+    def __post_init__(self) -> None:
+        whole("clients", self.clients, 1)
+        in_range("cohort.size", self.size, 0, self.clients, open_low=True)
+        if whole("cohort.max", self.maximum, 1) < self.size:
+            raise wrong("cohort.max", self.maximum, f"at least cohort.size = {self.size:g}")
+
+    @property
+    def q(self) -> float:
+        """Probability of being drawn, before the truncation."""
+        return self.size / self.clients
+
+    def select(self, generator: np.random.Generator) -> Ids:
+        """One cohort of at most ``maximum`` ids: a random subset of a random subset is a random subset."""
+        drawn = int(generator.binomial(self.clients, self.q))
+        return _subset(generator, self.clients, min(drawn, self.maximum))
+
+    def event(self, multiplier: float) -> Any:
+        """dp-accounting's event; the plain Poisson one where the maximum can never bind."""
+        import dp_accounting
+
+        if self.maximum >= self.clients:
+            return _poisson_event(self.q, multiplier)
+        return dp_accounting.TruncatedSubsampledGaussianDpEvent(self.clients, self.q, self.maximum, multiplier)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Exactly ``size`` clients, uniformly without replacement. Neighbours replace one client by another.
+
+    Raises:
+        InputError: unless size is a whole number in [1, clients].
+    """
+
+    clients: int
+    size: float
+
+    name = "fixed"
+    relation = "replace-one"
+
+    def __post_init__(self) -> None:
+        whole("clients", self.clients, 1)
+        if not math.isfinite(self.size) or self.size != int(self.size):
+            raise wrong("cohort.size", self.size, "a whole number with sampling: fixed")
+        whole("cohort.size", int(self.size), 1, self.clients)
+
+    @property
+    def q(self) -> float:
+        """Share of the population in each cohort."""
+        return self.size / self.clients
+
+    def select(self, generator: np.random.Generator) -> Ids:
+        """One cohort of exactly ``size`` ids, int64, ascending."""
+        return _subset(generator, self.clients, int(self.size))
+
+    def event(self, multiplier: float) -> Any:
+        """dp-accounting's event; ``multiplier`` is relative to the replace-one sensitivity 2C."""
+        import dp_accounting
+
+        plain = dp_accounting.GaussianDpEvent(multiplier)
+        if self.size == self.clients:
+            return plain
+        return dp_accounting.SampledWithoutReplacementDpEvent(self.clients, int(self.size), plain)
+
+
+def make_sampler(name: str, clients: int, size: float, maximum: int | None = None) -> Sampler:
+    """The law called ``name`` in a recipe's ``cohort.sampling``.
+
+    Raises:
+        InputError: unknown name, ``max`` missing for truncated or given for another law, impossible sizes.
+    """
+    one_of("cohort.sampling", name, NAMES)
+    if name == "truncated":
+        if maximum is None:
+            raise wrong("cohort.max", "nothing", "a whole number with sampling: truncated")
+        return Truncated(clients, size, maximum)
+    if maximum is not None:
+        raise wrong("cohort.max", maximum, f"nothing with sampling: {name}", hint="Use sampling: truncated.")
+    return Poisson(clients, size) if name == "poisson" else Fixed(clients, size)

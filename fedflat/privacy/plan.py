@@ -1,0 +1,336 @@
+"""The privacy plan of a run: how much noise, what one round spends, and what is proven after any number of rounds.
+
+Built once from the recipe; everything else (engine, ledger, statement, report) asks it, so that no privacy number
+exists twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
+from fedflat.privacy.accounting import PROVEN, calibrate, default_delta, guess, largest, split_noise
+from fedflat.privacy.trust import TRUSTS, Guarantee, Terms, default_minimum, guarantees
+
+__all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
+
+PROTOCOLS = ("sound", "published")
+
+
+class Accounted(Protocol):
+    """A mechanism other than the Gaussian sum (ddgauss, ae-dpfl), which brings its own account into a plan."""
+
+    @property
+    def name(self) -> str:
+        """As the ledger shows it."""
+
+    @property
+    def relation(self) -> str:
+        """add-remove or replace-one."""
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""
+
+    def event(self, plan: Plan) -> Any:
+        """One round's dp-accounting event, or None where the library has none."""
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """What the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does for privacy.
+
+    Args:
+        sampler: cohort law; its ``size`` is the public divisor m.
+        rounds: T planned.
+        noise_multiplier: σ = std / C; with ``noise_cohort``, of the simulated system.
+        delta: δ of the whole run.
+        accountant: pld, rdp or fft. trust: central, distributed, local. protocol: sound or published (data only here).
+        budget: ε that may not be exceeded, if any.
+        cohort_min: n_min of trust distributed. max_participations: cap of trust local. colluders: f.
+        noise_cohort: cohort of the larger system whose noise is simulated, if any.
+        count_noise: σ_b of the adaptive clip's count, if the clip is adaptive.
+        private: False for methods that neither clip nor add noise.
+        mechanism: a mechanism with its own account; None for the Gaussian sum.
+        warnings: one sentence each, for the user.
+    """
+
+    sampler: Sampler
+    rounds: int
+    noise_multiplier: float
+    delta: float
+    accountant: str = "pld"
+    trust: str = "central"
+    protocol: str = "sound"
+    budget: float | None = None
+    cohort_min: int | None = None
+    max_participations: int | None = None
+    colluders: int = 0
+    noise_cohort: float | None = None
+    count_noise: float | None = None
+    private: bool = True
+    mechanism: Accounted | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def divisor(self) -> float:
+        """m: every mean is divided by this public constant, whatever the realised cohort."""
+        return float(self.sampler.size)
+
+    @property
+    def terms(self) -> Terms:
+        """The account's terms, for the noise that is really added."""
+        return Terms(
+            self.sampler, self.event_multiplier, self.delta, self.accountant, self.trust,
+            self.cohort_min, self.max_participations, self.colluders,
+        )  # fmt: skip
+
+    @property
+    def relation(self) -> str:
+        """The neighbouring relation: add-remove or replace-one."""
+        return self.mechanism.relation if self.mechanism else self.terms.relation
+
+    def sensitivity(self, bound: float) -> float:
+        """Sensitivity of the sum when every message has norm ≤ ``bound``: C under add-remove, 2C under replace-one."""
+        return bound * (2 if self.relation == "replace-one" else 1)
+
+    @property
+    def event_multiplier(self) -> float:
+        """The multiplier of the accounted event: σ, scaled by size/noise_cohort when a larger cohort is simulated."""
+        if not self.private:
+            return 0.0
+        return self.noise_multiplier * (self.sampler.size / self.noise_cohort if self.noise_cohort else 1.0)
+
+    @property
+    def effective_multiplier(self) -> float:
+        """std / C of the noise on the updates: the event's, or σ_Δ when the adaptive clip's count takes its share."""
+        if self.count_noise is None or self.event_multiplier == 0:
+            return self.event_multiplier
+        return split_noise(self.event_multiplier, self.count_noise)
+
+    def std(self, bound: float) -> float:
+        """Noise std on the sum for messages of norm ≤ ``bound``; the only place where it is computed.
+
+        distributed: of n_min shares together, so each client adds std²/n_min of variance; local: of each client.
+        """
+        return self.effective_multiplier * bound if self.effective_multiplier > 0 else 0.0
+
+    def event(self) -> Any:
+        """One round as a dp-accounting event; its multiplier is std / sensitivity under ``relation``."""
+        import dp_accounting
+
+        if self.mechanism:
+            return self.mechanism.event(self)
+        if not self.private:
+            return dp_accounting.NonPrivateDpEvent()
+        multiplier = self.event_multiplier / self.terms.factor
+        return dp_accounting.GaussianDpEvent(multiplier) if self.trust == "local" else self.sampler.event(multiplier)
+
+    def guarantees(self, rounds: int | None = None) -> tuple[Guarantee, ...]:
+        """The guarantee towards each adversary after ``rounds`` rounds (default: all of them).
+
+        Raises:
+            InputError: trust distributed, and the chance of an aborted round uses up δ.
+        """
+        count = self.rounds if rounds is None else whole("rounds", rounds)
+        if not self.private:
+            text = "no clip, no noise: nothing is proven towards anyone"
+            return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
+        return self.mechanism.guarantees(self, count) if self.mechanism else guarantees(self.terms, count)
+
+    def epsilon(self, rounds: int | None = None) -> float:
+        """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""
+        return max(found.epsilon for found in self.guarantees(rounds))
+
+    def simulated(self) -> Plan | None:
+        """The plan of the larger system that ``noise_cohort`` simulates: M' = M·noise_cohort/size, the same q and δ."""
+        if self.noise_cohort is None or not self.private:
+            return None
+        factor = self.noise_cohort / self.sampler.size
+        minimum = None if self.cohort_min is None else max(1, round(self.cohort_min * factor))
+        count = None if self.count_noise is None else self.count_noise * factor
+        return replace(
+            self, sampler=_scaled(self.sampler, factor), noise_cohort=None, cohort_min=minimum, count_noise=count
+        )
+
+    def simulated_epsilon(self, rounds: int | None = None) -> float | None:
+        """ε that the simulated larger system would have (a projection); None without noise_cohort."""
+        larger = self.simulated()
+        return None if larger is None else larger.epsilon(rounds)
+
+    def rounds_within_budget(self) -> int:
+        """The most rounds t ≤ T whose ε(t) stays within the budget; T without a budget.
+
+        With noise_cohort the budget is that of the simulated system, for which σ was chosen.
+        """
+        if self.budget is None or not self.private:
+            return self.rounds
+        budget, measured = self.budget, self.simulated() or self
+        return largest(lambda rounds: measured.epsilon(rounds) <= budget, self.rounds)
+
+    def record(self, round: int, clip: float) -> dict[str, Any]:
+        """The ledger's line for one round, JSON-able (inf as None): enough to recompute ε with another library.
+
+        Args:
+            round: from 0. clip: the norm bound C of this round's messages.
+        """
+        found: dict[str, Any] = {
+            "round": whole("round", round),
+            "mechanism": self.mechanism.name if self.mechanism else "gaussian",
+            "sampling": self.sampler.name,
+            "relation": self.relation,
+            "trust": self.trust,
+            "clients": self.sampler.clients,
+            "cohort": self.sampler.size,
+            "q": self.sampler.q,
+            "clip": _finite(clip),
+            "sensitivity": _finite(self.sensitivity(clip)),
+            "std": _finite(self.std(clip)),
+            "noise_multiplier": self.event_multiplier,
+            "delta": self.delta,
+            "accountant": self.accountant,
+            "epsilon": _finite(self.epsilon(round + 1)),
+        }
+        optional = {
+            "cohort_max": getattr(self.sampler, "maximum", None),
+            "cohort_min": self.cohort_min,
+            "max_participations": self.max_participations,
+            "colluders": self.colluders or None,
+            "noise_cohort": self.noise_cohort,
+            "count_std": self.count_noise,
+            "update_multiplier": None if self.count_noise is None else self.effective_multiplier,
+        }
+        found |= {name: value for name, value in optional.items() if value is not None}
+        return found | (self.mechanism.record(self) if self.mechanism else {})
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _scaled(sampler: Sampler, factor: float) -> Sampler:
+    """The same law for a population ``factor`` times as large, with the same q."""
+    clients = max(1, round(sampler.clients * factor))
+    size = min(float(clients), sampler.q * clients)
+    if isinstance(sampler, Truncated):
+        return Truncated(clients, size, max(math.ceil(size), round(sampler.maximum * factor)))
+    return Fixed(clients, max(1, round(size))) if isinstance(sampler, Fixed) else Poisson(clients, size)
+
+
+def build_plan(
+    *,
+    clients: int,
+    cohort_size: float,
+    rounds: int,
+    sampling: str = "poisson",
+    cohort_max: int | None = None,
+    cohort_min: int | None = None,
+    max_participations: int | None = None,
+    noise_multiplier: float | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    trust: str = "central",
+    accountant: str = "pld",
+    protocol: str = "sound",
+    noise_cohort: float | None = None,
+    count_noise: float | None = None,
+    adaptive: bool = False,
+    private: bool = True,
+    mechanism: Accounted | None = None,
+    colluders: int = 0,
+) -> Plan:
+    """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
+
+    Arguments as in :class:`Plan` and in the recipe (``cohort``, ``privacy``). δ defaults to 0.1/M, n_min to the largest
+    whose aborts cost at most δ/100, σ_b to m/20. A target ε with ``noise_cohort`` is that of the simulated system.
+
+    Raises:
+        InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
+            no bound is known.
+    """
+    sampler = make_sampler(sampling, clients, cohort_size, cohort_max)
+    whole("rounds", rounds)
+    one_of("privacy.accountant", accountant, PROVEN)
+    one_of("privacy.trust", trust, TRUSTS)
+    one_of("privacy.protocol", protocol, PROTOCOLS)
+    spent = (
+        default_delta(clients)
+        if delta is None
+        else in_range("privacy.delta", delta, 0, 1, open_low=True, open_high=True)
+    )
+    if not private:
+        return _without_privacy(sampler, rounds, spent, accountant, trust, protocol, noise_multiplier, epsilon)
+    if (noise_multiplier is None) == (epsilon is None):
+        found = "neither" if epsilon is None else "both"
+        raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
+    if noise_cohort is not None:
+        in_range("privacy.noise_cohort", noise_cohort, cohort_size)
+    if trust == "distributed" and cohort_min is None:
+        cohort_min = default_minimum(sampler, rounds, spent, colluders)
+    plan = Plan(
+        sampler, rounds, 1.0 if noise_multiplier is None else in_range("privacy.noise_multiplier", noise_multiplier, 0),
+        spent, accountant, trust, protocol, epsilon, cohort_min, max_participations, colluders, noise_cohort,
+        mechanism=mechanism,
+    )  # fmt: skip
+    plan.terms.remaining_delta(rounds)  # refuses what cannot be accounted before any work
+    if epsilon is not None:
+        plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
+    plan = _with_count_noise(plan, adaptive, count_noise)
+    return replace(plan, warnings=tuple(_warnings(plan, delta)))
+
+
+def _without_privacy(
+    sampler: Sampler, rounds: int, delta: float, accountant: str, trust: str, protocol: str,
+    noise_multiplier: float | None, epsilon: float | None,
+) -> Plan:  # fmt: skip
+    found = ["This method neither clips nor adds noise: no privacy guarantee."]
+    if noise_multiplier or epsilon is not None:
+        found.append("privacy.noise_multiplier and privacy.epsilon are ignored by a method without privacy.")
+    return Plan(sampler, rounds, 0.0, delta, accountant, trust, protocol, private=False, warnings=tuple(found))
+
+
+def _calibrated(plan: Plan, target: float) -> float:
+    if plan.rounds == 0:
+        raise wrong("rounds", 0, "at least 1 when privacy.epsilon is given")
+    measured = plan.simulated() or plan
+    start = guess(measured.terms, plan.rounds, target)
+    return calibrate(lambda sigma: replace(measured, noise_multiplier=sigma).epsilon(), target, start)
+
+
+def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> Plan:
+    if not adaptive:
+        if count_noise is not None:
+            raise wrong("privacy.clip.count_noise", count_noise, "nothing unless the clip is adaptive")
+        return plan
+    if plan.trust == "local":
+        raise wrong("privacy.clip", "adaptive", "a constant clip with privacy.trust: local",
+                    hint="The server would see each client's own bit.")  # fmt: skip
+    if plan.noise_multiplier == 0:
+        return replace(plan, count_noise=0.0)
+    chosen = plan.sampler.size / 20 if count_noise is None else count_noise
+    split_noise(plan.event_multiplier, chosen)  # refuses σ ≥ 2σ_b
+    return replace(plan, count_noise=float(chosen))
+
+
+def _warnings(plan: Plan, delta: float | None) -> list[str]:
+    usual = default_delta(plan.sampler.clients)
+    found = []
+    if delta is not None and delta > usual * (1 + 1e-9):
+        found.append(
+            f"δ = {delta:g} is larger than 0.1/M = {usual:g}: at 1/M, publishing one client's data would meet it."
+        )
+    if plan.noise_multiplier == 0:
+        found.append("noise_multiplier is 0: updates are clipped but nothing is proven (ε is infinite).")
+    if plan.noise_cohort is not None:
+        found.append(
+            f"noise_cohort: the noise is that of a cohort of {plan.noise_cohort:g}; simulated_epsilon is a projection, "
+            "proven_epsilon holds for the run that happened."
+        )
+        if plan.budget is not None:
+            found.append("privacy.epsilon is the target of the simulated larger system, not of the run that happens.")
+    return found
