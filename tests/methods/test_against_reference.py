@@ -1,0 +1,210 @@
+"""``fedflat.run`` against the independent float64 reference: every method, both back ends, several settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference as ref
+import torch
+from torch import nn
+
+import fedflat
+from fedflat.algorithms import ALGORITHMS
+from fedflat.engine.feed import Order
+
+LINEAR, TANH, RELU = ref.Net((6, 3)), ref.Net((6, 5, 3), "tanh"), ref.Net((6, 5, 3), "relu")
+SIZES = (7, 1, 0, 12, 5)
+BACKENDS = ("sequential", "vectorized")
+SEED = 11
+
+OPTIONS = {
+    "fedavg": {},
+    "fedsam": {"rho": 0.3},
+    "dp-fedavg": {},
+    "dp-fedavg-blur": {"lam": 0.7},
+    "dp-fedavg-lus": {"sparsity": 0.7},
+    "dp-fedavg-blurs": {"lam": 0.7, "sparsity": 0.4},
+    "dp-fedsam": {"rho": 0.3},
+    "dp-fedsam-topk": {"rho": 0.3, "keep": 0.4},
+    "dp-fedsam-blur": {"rho": 0.3, "lam": 0.7},
+    "dp-fedavg-ls": {"smoothing": 0.4},
+    "dp-fedpgn": {"rho": 0.2, "beta": 0.3},
+    "dp-fedpgn-ls": {"rho": 0.2, "beta": 0.3, "smoothing": 0.4},
+    "dp-fedavg-ft": {},
+    "dp-fedsam-ft": {"rho": 0.3},
+    "fed-smp-randk": {"keep": 0.4},
+    "fed-smp-topk": {"keep": 0.4},
+    "centaur": {"head_lr": 0.05, "head_steps": 2},
+    "dp2-fedsam": {"rho": 0.1, "head_lr": 0.05, "head_steps": 2},
+    "p-fedsam": {"rho": 0.1, "head_lr": 0.05, "head_steps": 2},
+}
+PGN = ("dp-fedpgn", "dp-fedpgn-ls")
+LOCAL_KEYS = ("steps", "lr", "momentum", "lr_decay", "weight_decay", "max_grad_norm")
+
+
+def data(sizes: Sequence[int] = SIZES, seed: int = 3) -> list[ref.Batch]:
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=(n, 6)).astype(np.float32).astype(np.float64), rng.integers(0, 3, n)) for n in sizes]
+
+
+def module_of(net: ref.Net, weights: np.ndarray) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(net.sizes, net.sizes[1:]):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh() if net.activation == "tanh" else nn.ReLU()]
+    module = nn.Sequential(*layers[:-1])
+    with torch.no_grad():
+        for where, parameter in zip(net.tensors, module.parameters()):
+            parameter.copy_(torch.tensor(weights[where]).reshape(parameter.shape))
+    return module
+
+
+def weights_of(module: nn.Module) -> np.ndarray:
+    return np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
+
+
+def start_of(net: ref.Net) -> np.ndarray:
+    values = np.random.default_rng(8).normal(size=net.length) * 0.5
+    return values.astype(np.float32).astype(np.float64)
+
+
+def pairs(clients: Sequence[ref.Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.tensor(x, dtype=torch.float32), torch.tensor(y)) for x, y in clients]
+
+
+def setting(method: str, **changes: Any) -> ref.Setting:
+    options = {**OPTIONS[method], **changes}
+    if method in PGN:
+        options["momentum"] = 0.0
+    return ref.Setting(method, **options)
+
+
+def recipe_of(s: ref.Setting, backend: str, clients: int, batch_size: int = 100) -> dict[str, Any]:
+    """The recipe that the reference's setting stands for."""
+    keys = set(OPTIONS[s.method]) | {f.name for f in fields(s) if getattr(s, f.name) != f.default}
+    chosen = {"rescale", "finetune_steps", "finetune_lr", "scope", *OPTIONS[s.method]} & keys
+    return {
+        "seed": SEED,
+        "rounds": s.rounds,
+        "algorithm": {"name": s.method, **{k: getattr(s, k) for k in chosen}},
+        "local": {"batch_size": batch_size, **{k: getattr(s, k) for k in LOCAL_KEYS}},
+        "cohort": {"size": s.cohort or clients},
+        "privacy": {"clip": s.clip, "noise_multiplier": 0},
+        "server": {**{"optimizer" if k == "kind" else k: v for k, v in s.server.items()}, "weights": s.weights},
+        "engine": {"backend": backend},
+    }
+
+
+def compare(s: ref.Setting, net: ref.Net, backend: str, clients: list[ref.Batch] | None = None, **more: Any) -> Any:
+    """Run both and compare weights, heads and the recorded norms of every round."""
+    clients = data() if clients is None else clients
+    first, masks = start_of(net), []
+    options = recipe_of(s, backend, len(clients), more.pop("batch_size", 100))
+    name = options["algorithm"].pop("name")
+    algorithm = ALGORITHMS[name](**options["algorithm"])
+    options["algorithm"] = name
+    if algorithm.mask is not None:  # the masks fedflat draws are given to the reference
+        draw = algorithm.mask
+
+        def recorded(view: Any) -> torch.Tensor:
+            masks.append(draw(view))
+            return masks[-1]
+
+        algorithm = replace(algorithm, mask=recorded)
+    result = fedflat.run(options, model=module_of(net, first), clients=pairs(clients), algorithm=algorithm)
+    expected = ref.simulate(s, net, first, clients, masks=[m.numpy() for m in masks], **more)
+    close(weights_of(result.model) - first, expected.weights - first)
+    for record, norms in zip(result.private_history, expected.norms):
+        filled = [n for n in norms if n is not None]
+        # an empty client is part of the cohort and sends zero
+        assert record["update_norm_mean"] == pytest.approx(sum(filled) / len(clients), rel=5e-5)
+    if s.method in ref.PERSONAL:
+        for i, head in result.heads.items():
+            close(head.numpy(), expected.heads[i])
+        assert {i for i, (_, y) in enumerate(clients) if len(y)} <= set(result.heads)
+    return result, expected
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    scale = np.abs(expected).max()
+    assert scale > 0
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("clip", [1e3, 0.11], ids=["clip-idle", "clip-active"])
+@pytest.mark.parametrize("net", [LINEAR, TANH], ids=["linear", "tanh"])
+@pytest.mark.parametrize("method", sorted(OPTIONS))
+def test_method(method: str, net: ref.Net, clip: float, backend: str) -> None:
+    if net is LINEAR and method in ref.PERSONAL:
+        pytest.skip("a single layer cannot be both head and shared part")
+    s = setting(method, clip=clip, lr_decay=0.8, weight_decay=0.01)
+    _, expected = compare(s, net, backend)
+    if method not in ref.NOT_PRIVATE:
+        clipped = [n > clip for norms in expected.norms for n in norms]
+        assert any(clipped) if clip < 1 else not any(clipped)
+
+
+@pytest.mark.parametrize("method", ["dp-fedsam-topk", "dp-fedavg-blurs", "dp-fedpgn-ls", "dp2-fedsam"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_relu_without_momentum_and_many_steps(method: str, backend: str) -> None:
+    compare(setting(method, clip=0.3, momentum=0.0, steps=7, rounds=2), RELU, backend)
+
+
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "dp-fedpgn", "dp-fedavg-blur"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_norm_limit_comes_before_weight_decay(method: str, backend: str) -> None:
+    compare(setting(method, clip=0.3, max_grad_norm=0.2, weight_decay=0.05), TANH, backend)
+
+
+@pytest.mark.parametrize(
+    "server", [{"lr": 0.7, "momentum": 0.9}, {"kind": "adam", "lr": 0.05}, {"kind": "yogi", "lr": 0.05}]
+)
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedpgn", "dp-fedpgn-ls", "fed-smp-randk", "dp2-fedsam"])
+def test_server_optimisers(method: str, server: dict[str, Any]) -> None:
+    compare(setting(method, clip=0.2, server=server), TANH, "sequential")
+
+
+@pytest.mark.parametrize("method", ["dp-fedavg-ls", "dp-fedpgn-ls"])
+def test_smoothing_the_whole_vector(method: str) -> None:
+    result, _ = compare(setting(method, scope="vector"), TANH, "sequential")
+    other, _ = compare(setting(method), TANH, "sequential")
+    assert np.abs(weights_of(result.model) - weights_of(other.model)).max() > 1e-4
+
+
+@pytest.mark.parametrize("method", ["fed-smp-randk", "fed-smp-topk"])
+def test_rescaling_happens_before_the_clip(method: str) -> None:
+    compare(setting(method, rescale=True, clip=0.2), TANH, "sequential")
+
+
+def test_sample_weights_are_for_the_non_private_twins() -> None:
+    compare(setting("fedavg", weights="samples"), TANH, "sequential")
+    with pytest.raises(fedflat.InputError, match=r"server\.weights"):
+        compare(setting("dp-fedavg", weights="samples"), TANH, "sequential")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedavg-blurs", "dp2-fedsam", "dp-fedpgn"])
+def test_minibatches_in_the_documented_order(method: str, backend: str) -> None:
+    clients = data()
+
+    def batches(round: int, client: int, phase: int, steps: int) -> list[ref.Batch]:
+        x, y = clients[client]
+        rows = Order(SEED, round, 4).indices(client, len(y), phase, steps)
+        return [(x[row[row >= 0]], y[row[row >= 0]]) for row in rows]
+
+    compare(setting(method, clip=0.2, steps=5), TANH, backend, clients, batches_of=batches, batch_size=4)
+
+
+def test_a_wrong_reference_would_be_noticed() -> None:
+    """The comparison has teeth: a small change of one number fails it."""
+    s = setting("dp-fedsam", clip=0.2)
+    result, _ = compare(s, TANH, "sequential")
+    first = start_of(TANH)
+    for changed in ({"rho": 0.301}, {"clip": 0.2002}, {"momentum": 0.501}, {"lr": 0.1001}):
+        other = ref.simulate(replace(s, **changed), TANH, first, data())
+        with pytest.raises(AssertionError):
+            close(weights_of(result.model) - first, other.weights - first)
