@@ -65,6 +65,7 @@ def run(
     out: str | Path | None = None,
     *,
     algorithm: Algorithm | Factory | None = None,
+    data: Federated | None = None,
     resume: bool = False,
     on_round: Callable[[Record, Record], None] | None = None,
     on_start: Callable[[Job], None] | None = None,
@@ -74,11 +75,12 @@ def run(
 
     recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
     clients: one ``(inputs, targets)`` pair per client, instead of the recipe's data. test: a public pair.
+    data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     Raises InputError for anything wrong in what was given, before any work is done.
     """
     parsed = Recipe.of(recipe)
-    job = prepare(parsed, model, clients, test, algorithm=algorithm)
+    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
     if out is not None:
         job.folder = _folder(Path(out), resume, parsed, job)
     elif resume:
@@ -109,12 +111,13 @@ def prepare(
     test: Any = None,
     *,
     algorithm: Algorithm | Factory | None = None,
+    data: Federated | None = None,
 ) -> Job:
     """Everything live that a run of ``recipe`` needs, checked; no training is done."""
     method = algorithm_of(recipe, algorithm)
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
         plan_of(recipe, method, recipe.data.clients)
-    data = data_of(recipe, clients, test)
+    data = data_of(recipe, clients, test) if data is None else data
     plan = plan_of(recipe, method, data.clients)
     module = _module(recipe, model, data)
     layout = layout_of(module, method.head)

@@ -1,0 +1,399 @@
+"""What the terminal shows while runs go on and when they end: at most 80 columns, few lines without a terminal."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from fedflat.report import tables
+from fedflat.report.metrics import number
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+LINES = 18  # lines of a whole run where stdout is no terminal
+WIDTH = 80
+PRIVATE = "private to the simulation, not covered by the guarantee"
+ASKED = "as asked"  # how a run stopped by Ctrl-C says why it stopped
+
+State = Literal["waiting", "running", "done", "skipped", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """News of one run of an experiment.
+
+    Attributes:
+        run: the run's name, unique in the experiment.
+        state: what it is doing now; ``skipped`` is a run that was done before.
+        round, rounds: rounds finished, and planned.
+        accuracy: test accuracy (0 to 1) at the last evaluation, if any.
+        note: why it failed, in one line.
+    """
+
+    run: str
+    state: State
+    round: int
+    rounds: int
+    accuracy: float | None = None
+    note: str = ""
+
+
+class _Screen:
+    """A live area on a terminal; nothing there when quiet or when stdout is no terminal."""
+
+    def __init__(self, quiet: bool, draw: Callable[[], RenderableType]) -> None:
+        self.console: Console = _console()
+        self.quiet = quiet
+        self.terminal = self.console.is_terminal and not quiet
+        self._draw = draw
+        self._live: Live | None = None
+
+    def open(self) -> None:
+        """Start drawing, four times a second."""
+        if self.terminal and self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def close(self) -> None:
+        """Stop drawing and clear the area."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self, text: str) -> None:
+        """One plain line, unless quiet or on a terminal that is being drawn on."""
+        if not self.quiet and not self.terminal:
+            print(text, flush=True)
+
+
+@dataclass
+class _Facts:
+    """What is known of a run so far."""
+
+    rounds: int = 0
+    last_round: int = 0
+    round: int = 0
+    done_here: int = 0
+    began: float = field(default_factory=time.monotonic)
+    budget: float | None = None
+    shows_epsilon: bool = True
+    accuracy: float | None = None
+    personal: float | None = None
+    epsilon: float | None = None
+    rate: float | None = None
+
+    def seconds_left(self) -> float | None:
+        """Time for the rounds that are left at this session's pace; None before its first round."""
+        if not self.done_here:
+            return None
+        return (time.monotonic() - self.began) / self.done_here * max(0, self.last_round - self.round)
+
+
+class Progress:
+    """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
+
+    On a terminal a live view of three lines; elsewhere about ``LINES`` plain lines in a run; nothing when ``quiet``.
+    """
+
+    def __init__(self, recipe: Any, quiet: bool = False) -> None:
+        self._recipe = recipe
+        self._facts = _Facts(rounds=recipe.rounds, last_round=recipe.rounds)
+        self._title = f"{recipe.name}: preparing data and privacy plan"
+        self._screen = _Screen(quiet, self._draw)
+
+    def __enter__(self) -> Progress:
+        self._screen.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._screen.close()
+
+    def start(self, job: Any) -> None:
+        """The ``engine.train.Job`` that is about to run."""
+        plan, facts = job.parts.plan, self._facts
+        facts.last_round, facts.budget, facts.began = job.last_round, plan.budget, time.monotonic()
+        facts.shows_epsilon = plan.private and plan.protocol != "published"  # a claimed ε is never shown alone
+        privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
+        cohort = f"about {self._recipe.cohort.size:g} of {job.data.clients} clients a round"
+        self._title = f"{self._recipe.name} · {job.parts.algorithm.name} · {cohort} · {privacy}"
+        self._screen.line(self._title)
+
+    def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
+        """A round's two records, as they are written to metrics.jsonl and private.jsonl."""
+        facts = self._facts
+        facts.round, facts.done_here = int(released["round"]) + 1, facts.done_here + 1
+        facts.epsilon = number(released.get("epsilon"))
+        facts.accuracy = _newer(released.get("test_accuracy"), facts.accuracy)
+        facts.personal = _newer(private.get("personal_accuracy"), facts.personal)
+        seconds, cohort = number(released.get("seconds")), number(private.get("cohort"))
+        if seconds and cohort is not None:
+            now = cohort / seconds
+            facts.rate = now if facts.rate is None else 0.8 * facts.rate + 0.2 * now
+        every = math.ceil(facts.last_round / LINES)
+        if facts.done_here == 1 or facts.round % every == 0 or facts.round == facts.last_round:
+            self._screen.line(self._line())
+
+    def _line(self) -> str:
+        facts, digits = self._facts, len(str(self._facts.rounds))
+        return "  ".join(
+            [f"round {facts.round:>{digits}}/{facts.rounds}", *_numbers(facts), _left(facts.seconds_left())]
+        )
+
+    def _draw(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        facts = self._facts
+        title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
+        bar = _bar(f"round {facts.round} of {facts.rounds}", facts.round, facts.last_round, facts.seconds_left())
+        return Group(title, bar, Text("  ".join(_numbers(facts)), no_wrap=True, overflow="ellipsis"))
+
+
+def _newer(value: Any, old: float | None) -> float | None:
+    found = number(value)
+    return old if found is None else found
+
+
+def _numbers(facts: _Facts) -> list[str]:
+    """The facts that are known, each a few words."""
+    found = []
+    if facts.accuracy is not None:
+        found.append(f"accuracy {tables.percent(facts.accuracy)} %")
+    if facts.personal is not None:
+        found.append(f"personal {tables.percent(facts.personal)} %")
+    if facts.shows_epsilon and facts.epsilon is not None:
+        limit = "" if facts.budget is None else f" of {tables.epsilon_text(facts.budget)}"
+        found.append(f"ε {tables.epsilon_text(facts.epsilon)}{limit}")
+    elif facts.shows_epsilon and facts.round:
+        found.append("ε ∞")
+    if facts.rate is not None:
+        found.append(f"{facts.rate:,.0f} clients/s" if facts.rate >= 10 else f"{facts.rate:.2g} clients/s")
+    return found
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f"{tables.clock(seconds)} left"
+
+
+def _bar(label: str, done: float, total: float, seconds: float | None) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_row(label, ProgressBar(total=max(total, 1), completed=done, width=36), _left(seconds))
+    return grid
+
+
+# ------------------------------------------------------------------------------------------------- end of a run
+
+
+def print_summary(result: Any, folder: Path, page: Path) -> None:
+    """The final table of a run, the path of its report and, if it stopped early, why and how to go on."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in summary_rows(result):
+        table.add_row(Text(label), Text(text))
+    console = _console()
+    console.print(table, width=min(console.width, 100))
+    _whole_line(f"Report: {page}")
+    if result.stopped:
+        _whole_line(f"{result.stopped[:1].upper()}{result.stopped[1:]}.")
+    if ASKED in result.stopped:
+        _whole_line(f"Go on with: fedflat run --resume {shlex.quote(str(folder))}")
+
+
+def summary_rows(result: Any) -> list[tuple[str, str]]:
+    """Label and text of each line of the final table; accuracy and personal accuracy in rows of their own."""
+    recipe, privacy = result.recipe, result.privacy
+    rows = [
+        ("algorithm", f"{recipe.algorithm.name} ({recipe.name}, seed {recipe.seed})"),
+        ("rounds", f"{len(result.history)} of {recipe.rounds}"),
+        ("test accuracy", _accuracy(result.history)),
+    ]
+    personal = [
+        value for value in (number(r.get("personal_accuracy")) for r in result.private_history) if value is not None
+    ]
+    if personal:
+        rows.append(("personal accuracy", f"{tables.percent(personal[-1])} % ({PRIVATE})"))
+    proven, claimed = number(privacy.get("proven_epsilon")), number(privacy.get("claimed_epsilon"))
+    rows.append(("proven ε", _proven(proven, privacy)))
+    differs = claimed is not None and (proven is None or not math.isclose(claimed, proven, rel_tol=1e-3))
+    if differs:
+        rows.append(
+            ("claimed ε", f"{tables.epsilon_text(claimed)} by the paper's formula, which does not cover what ran")
+        )
+    simulated = number(privacy.get("simulated_epsilon"))
+    if simulated is not None:
+        rows.append(("simulated ε", f"{tables.epsilon_text(simulated)} for the larger population that was simulated"))
+    rows.append(("trust", str(privacy.get("trust", "–"))))
+    rows.append(("time", tables.duration(sum(number(r.get("seconds")) or 0.0 for r in result.history))))
+    return rows
+
+
+def _accuracy(history: list[dict[str, Any]]) -> str:
+    found = [
+        (value, record["round"]) for record in history if (value := number(record.get("test_accuracy"))) is not None
+    ]
+    if not found:
+        return "never evaluated on test data"
+    best = max(found, key=lambda pair: pair[0])
+    final, top = tables.percent(found[-1][0]), tables.percent(best[0])
+    return f"{final} % final; best {top} % at round {best[1]} (chosen on test data)"
+
+
+def _proven(proven: float | None, privacy: Mapping[str, Any]) -> str:
+    if proven is None:
+        why = [*privacy.get("reasons", ()), ""][0]
+        return f"none: {why}" if why else "none"
+    return f"{tables.epsilon_text(proven)} at δ = {privacy.get('delta', math.nan):.3g}"
+
+
+def print_stages(stages: Mapping[str, float]) -> None:
+    """Where the time of a run went (``--profile``), the slowest stage first."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    total = math.fsum(stages.values()) or 1.0
+    for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
+        table.add_row(name, tables.duration(seconds), f"{100 * seconds / total:.0f} %")
+    _console().print(table)
+
+
+# ------------------------------------------------------------------------------------------------- experiments
+
+
+class ExperimentProgress:
+    """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
+
+    On a terminal a live view with a line for each running run; elsewhere one line for each run that ends.
+    """
+
+    SHOWN = 8  # running runs with a line of their own
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._runs: dict[str, RunEvent] = {}
+        self._first: dict[str, int] = {}
+        self._began = time.monotonic()
+        self._screen = _Screen(quiet, self._draw)
+
+    def __enter__(self) -> ExperimentProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._screen.close()
+
+    def update(self, event: RunEvent) -> None:
+        """Take one event; the live view starts with the first that runs, plain lines tell of those that end."""
+        if event.state == "running":
+            self._screen.open()
+            self._first.setdefault(event.run, event.round)
+        self._runs[event.run] = event
+        if event.state in ("done", "stopped", "failed"):
+            self._screen.line(self._line(event))
+        elif event.state == "skipped":
+            self._screen.line(f"{event.run}: done before, kept")
+
+    def _line(self, event: RunEvent) -> str:
+        accuracy = "" if event.accuracy is None else f", accuracy {tables.percent(event.accuracy)} %"
+        ended = self._count("done", "skipped", "failed", "stopped")
+        if event.state == "failed":
+            return f"[{ended}/{len(self._runs)}] {event.run}: failed. {event.note}"
+        if event.state == "stopped":
+            return f"[{ended}/{len(self._runs)}] {event.run}: stopped after {event.round} of {event.rounds} rounds"
+        left = _left(self.seconds_left())
+        return f"[{ended}/{len(self._runs)}] {event.run}: done{accuracy}" + (f"; {left}" if left else "")
+
+    def _count(self, *states: State) -> int:
+        return sum(event.state in states for event in self._runs.values())
+
+    def seconds_left(self) -> float | None:
+        """Time for all rounds that are left at the pace since the start; None before the first round."""
+        here = sum(event.round - self._first[name] for name, event in self._runs.items() if name in self._first)
+        if here <= 0:
+            return None
+        left = sum(e.rounds - e.round for e in self._runs.values() if e.state in ("waiting", "running"))
+        return (time.monotonic() - self._began) / here * left
+
+    def _draw(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        total, ended = len(self._runs), self._count("done", "skipped", "failed", "stopped")
+        rounds = max(1, sum(event.rounds for event in self._runs.values()))
+        done = sum(e.rounds if e.state in ("done", "skipped", "failed") else e.round for e in self._runs.values())
+        lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, self.seconds_left())]
+        running = [event for event in self._runs.values() if event.state == "running"]
+        for event in running[: self.SHOWN]:
+            accuracy = "" if event.accuracy is None else f"  accuracy {tables.percent(event.accuracy)} %"
+            lines.append(
+                _clipped(event.run, f"  round {event.round} of {event.rounds}{accuracy}", self._screen.console.width)
+            )
+        if len(running) > self.SHOWN:
+            lines.append(Text(f"and {len(running) - self.SHOWN} more", style="dim"))
+        counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]  # type: ignore[arg-type]
+        lines.append(Text(", ".join(f"{count} {state}" for count, state in counts if count), style="dim"))
+        return Group(*lines)
+
+
+def _clipped(name: str, rest: str, width: int) -> RenderableType:
+    """``name`` and ``rest`` on one line: a name that is too long loses its middle."""
+    from rich.text import Text
+
+    room = max(8, min(width, 100) - len(rest) - 3)
+    if len(name) > room:
+        name = name[: room // 2] + "…" + name[-(room - room // 2 - 1) :]
+    return Text(f"  {name}{rest}", no_wrap=True, overflow="crop")
+
+
+def print_comparison(found: Any, seconds: float) -> None:
+    """The tables of an ``experiment.Comparison`` with their notes, what failed or stopped, and the paths."""
+    console = _console()
+    if found.table is not None:
+        print(tables.to_terminal(found.table, min(console.width, 100)), end="")
+    for note in found.notes:
+        _whole_line(note)
+    for name, why in found.failed.items():
+        _whole_line(f"Failed: {name}: {why}")
+    if found.page is not None:
+        _whole_line(f"Report: {found.page}")
+        _whole_line(f"Tables: {found.folder}/table.{{md,csv,json,tex}}")
+    if found.left:
+        _whole_line(f"Stopped with {found.left} of {found.total} runs unfinished; the same command goes on with them.")
+    print(f"{found.total - found.left - len(found.failed)} runs, {tables.duration(seconds)}")
+
+
+def _console() -> Console:
+    """A console for stdout as it is now; 80 columns where stdout is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def _whole_line(text: str) -> None:
+    """Print without wrapping, so that a path or a command can be copied."""
+    print(text)
