@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedflat.core.checks import InputError, in_range, whole, wrong
-from fedflat.core.cohorts import Sampler, make_sampler
+from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.curves import ACCOUNTANTS, PROVEN, EpsilonCurve, compose_epsilon, gdp_mu
 from fedflat.privacy.trust import Terms, default_minimum, headline
 
@@ -95,6 +95,9 @@ def epsilon(
         max_participations=max_participations, colluders=colluders,
     )  # fmt: skip
     return headline(made, rounds)
+
+
+_epsilon = epsilon  # under a name that the arguments called epsilon do not hide
 
 
 def noise_multiplier(
@@ -199,52 +202,57 @@ def _bracket(
     raise wrong("privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
 
 
-def rounds_for(*, epsilon: float, noise_multiplier: float, most: int = 10**6, **setting: Any) -> int:
-    """The largest number of rounds (up to ``most``) whose ε is at most ``epsilon``; other arguments as for epsilon."""
+def rounds_for(*, epsilon: float, most: int = 10**6, **setting: Any) -> int:
+    """The largest number of rounds (up to ``most``) whose ε is at most ``epsilon``; 0 if not even one.
+
+    ``setting``: the other arguments of :func:`fedflat.epsilon`.
+    """
     in_range("privacy.epsilon", epsilon, 0, open_low=True)
-    made = terms(rounds=1, noise_multiplier=noise_multiplier, **setting)
+    _epsilon(rounds=1, **setting)  # whatever is wrong with the setting shows here
 
     def fits(rounds: int) -> bool:
         try:
-            return headline(made, rounds) <= epsilon
-        except InputError:  # the chance of an abort has used up δ
+            return _epsilon(rounds=rounds, **setting) <= epsilon
+        except InputError:  # under trust distributed the chance of an abort has used up δ
             return False
 
-    return largest(fits, most)
+    return largest(fits, whole("most", most, 1))
 
 
 def cohort_for(*, epsilon: float, clients: int, **setting: Any) -> int:
     """The largest whole expected cohort m ≤ M whose ε is at most ``epsilon``; 0 if not even one client fits."""
     in_range("privacy.epsilon", epsilon, 0, open_low=True)
-    return largest(lambda m: _fits(epsilon, clients=clients, cohort=m, **setting), clients)
+    _without_shares(setting)
+    most = min(clients, setting.get("max_cohort") or clients)
+    return largest(lambda m: _epsilon(clients=clients, cohort=m, **setting) <= epsilon, most)
 
 
 def clients_for(*, epsilon: float, cohort: float, most: int = 10**9, **setting: Any) -> int | None:
     """The smallest population M whose ε is at most ``epsilon`` (δ following M by default); None beyond ``most``."""
     in_range("privacy.epsilon", epsilon, 0, open_low=True)
+    _without_shares(setting)
     least = math.ceil(cohort)
-    short = largest(
-        lambda extra: not _fits(epsilon, clients=least + extra, cohort=cohort, **setting), most, from_zero=True
-    )
+    if _epsilon(clients=least, cohort=cohort, **setting) <= epsilon:
+        return least
+    short = largest(lambda extra: _epsilon(clients=least + extra, cohort=cohort, **setting) > epsilon, most)
     return None if short >= most else least + short + 1
 
 
-def _fits(target: float, **setting: Any) -> bool:
-    return epsilon(**setting) <= target
+def _without_shares(setting: dict[str, Any]) -> None:
+    if setting.get("trust") == "distributed":
+        raise wrong("privacy.trust", "distributed", "central or local here", hint="cohort.min depends on the cohort.")
 
 
-def largest(fits: Callable[[int], bool], most: int, from_zero: bool = False) -> int:
-    """The largest n in [0, most] with ``fits(n)``, for a condition that once false stays false.
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest n in [0, most] with ``fits(n)``, for a condition that once false stays false; 0 is assumed to fit.
 
-    0 is assumed to fit; with ``from_zero`` it is asked, and −1 returned if it does not. Doubling, then bisection.
+    Doubling, then bisection: about 2·log₂(n) questions.
     """
-    if from_zero and not fits(0):
-        return -1
     low, high = 0, 1
     while high < most and fits(high):
         low, high = high, high * 2
     high = min(high, most)
-    if high == most and fits(most):
+    if low == most or (high == most and fits(most)):
         return most
     while high - low > 1:
         middle = (low + high) // 2
@@ -272,8 +280,3 @@ def split_noise(sigma: float, count_sigma: float) -> float:
             hint="With less, the count alone reveals more than the round is accounted for.",
         )  # fmt: skip
     return float((sigma**-2 - (2 * count_sigma) ** -2) ** -0.5)
-
-
-def minimum_for(sampler: Sampler, rounds: int, delta: float, colluders: int = 0) -> int:
-    """n_min used when ``cohort.min`` is not given; see :func:`fedflat.privacy.trust.default_minimum`."""
-    return default_minimum(sampler, rounds, delta, colluders)
