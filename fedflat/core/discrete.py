@@ -32,6 +32,7 @@ Enclosure = Callable[[int, int], tuple[Fraction, Fraction]]
 MARGIN = 2.0**-34  # comparisons closer than this are settled in whole numbers
 _SLACK = 2.0**-34  # far above the rounding error of any γ here
 MIN_SIGMA, MAX_SIGMA = 2.0**-20, 2.0**40
+MIN_SHARE_STD = 0.5  # in grid steps; below, nothing is known of a sum of discrete Gaussians
 _CHUNK = 1 << 15
 
 
@@ -47,6 +48,25 @@ def inflated_bound(clip: float, granularity: float, padded: int, beta: float) ->
         return worst
     spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
     return min(math.sqrt(clip**2 + granularity**2 * padded / 4 + spread), worst)
+
+
+def default_granularity(
+    clip: float, noise_multiplier: float, dimension: int, n_min: int, messages: int, bits: int, deviations: float = 4.0
+) -> float:
+    """The finest γ for which the sum stays inside ±2^(b−1)·γ up to `deviations` standard deviations per coordinate.
+
+    Per coordinate the rotated sum of n updates has variance at most (nC)²/d' (all equal), rounding adds nγ²/4 and noise
+    n·(σC)²/n_min. Setting 2^b·γ = 2k·√(their sum) and solving for γ gives (KLS section 5, with the worst-case ρ):
+    γ² = ((nC)²/d' + n(σC)²/n_min) / (4^b/(4k²) − n/4). A wrap is an error of the estimate, never of the privacy.
+    """
+    padded = 1 << (dimension - 1).bit_length()
+    room = 4.0**bits / (4 * deviations**2) - messages / 4
+    if room <= 0:
+        need = math.ceil(math.log2(deviations * math.sqrt(messages))) + 1
+        raise wrong("bits", bits, f"at least {need} for sums of {messages} messages")
+    signal = (messages * clip) ** 2 / padded
+    noise = messages * (noise_multiplier * clip) ** 2 / n_min
+    return math.sqrt((signal + noise) / room)
 
 
 def exact_square(values: Integers) -> int:

@@ -17,12 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.core.checks import in_range, whole, wrong
-from fedflat.core.discrete import Source, discrete_gaussian, exact_square, inflated_bound, random_words
+from fedflat.core.discrete import (
+    MIN_SHARE_STD,
+    Source,
+    default_granularity,
+    discrete_gaussian,
+    exact_square,
+    inflated_bound,
+    random_words,
+)
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-MIN_SHARE_STD = 0.5
 MAX_TRIES = 1000
 
 
@@ -39,25 +46,6 @@ def hadamard(vector: Floats) -> Floats:
         step *= 2
     x /= math.sqrt(size)
     return x
-
-
-def default_granularity(
-    clip: float, noise_multiplier: float, dimension: int, n_min: int, messages: int, bits: int, deviations: float = 4.0
-) -> float:
-    """The finest γ for which the sum stays inside ±2^(b−1)·γ up to `deviations` standard deviations per coordinate.
-
-    Per coordinate the rotated sum of n updates has variance at most (nC)²/d' (all equal), rounding adds nγ²/4 and noise
-    n·(σC)²/n_min. Setting 2^b·γ = 2k·√(their sum) and solving for γ gives (KLS section 5, with the worst-case ρ):
-    γ² = ((nC)²/d' + n(σC)²/n_min) / (4^b/(4k²) − n/4). A wrap is an error of the estimate, never of the privacy.
-    """
-    padded = 1 << (dimension - 1).bit_length()
-    room = 4.0**bits / (4 * deviations**2) - messages / 4
-    if room <= 0:
-        need = math.ceil(math.log2(deviations * math.sqrt(messages))) + 1
-        raise wrong("bits", bits, f"at least {need} for sums of {messages} messages")
-    signal = (messages * clip) ** 2 / padded
-    noise = messages * (noise_multiplier * clip) ** 2 / n_min
-    return math.sqrt((signal + noise) / room)
 
 
 @dataclass(frozen=True)
@@ -159,13 +147,18 @@ class DistributedDiscreteGaussian:
         inward = np.trunc(scaled * (1 - 1e-9)).astype(np.int64)
         return inward if exact_square(inward) <= self.norm_limit else np.zeros_like(inward)
 
-    def share(self, noise: Source) -> Integers:
-        """One client's noise share `(d',)`, in grid steps. The server draws such shares to top a sum up to n_max."""
-        return discrete_gaussian(self.share_variance, self.padded, noise)
+    def shares(self, count: int, noise: Source) -> Integers:
+        """`count` noise shares at once, `(d',)` in grid steps: one discrete Gaussian of `count` times the parameter.
+
+        A client draws one; the server tops a sum up, and a simulation noises a whole cohort, with one draw of many.
+        That law is within the account's τ of the sum of single shares, and the account's proof covers either.
+        """
+        whole("shares", count, 0)
+        return discrete_gaussian(count * self.share_variance, self.padded, noise)
 
     def encode(self, update: Tensor, signs: Floats, rounding: Source, noise: Source) -> Integers:
         """Client: update `(d,)` -> message `(d',)` int64 in [0, 2^bits). `rounding`, `noise`: private sources."""
-        return self.wrap(self.round_to_grid(update, signs, rounding) + self.share(noise))
+        return self.wrap(self.round_to_grid(update, signs, rounding) + self.shares(1, noise))
 
     def wrap(self, values: Integers) -> Integers:
         """Whole numbers modulo 2^bits, in [0, 2^bits)."""
@@ -182,10 +175,12 @@ class DistributedDiscreteGaussian:
 
     def top_up(self, total: Integers, shares: int, noise: Source) -> Integers:
         """Server: add `shares` further noise shares, so that every release carries n_max of them (see the account)."""
-        whole("shares to add", shares, 0)
-        for _ in range(shares):
-            total = self.wrap(total + self.share(noise))
-        return total
+        return self.wrap(total + self.shares(shares, noise))
+
+    def simulate(self, updates: Tensor, signs: Floats, rounding: Source, noise: Source, shares: int) -> Integers:
+        """The total `(d',)` that n clients' messages and a top-up would give: updates `(n, d)`, `shares` ≥ n in all."""
+        grids = (self.round_to_grid(update, signs, rounding) for update in updates)
+        return self.top_up(self.aggregate(grids), shares, noise)
 
     def decode(self, total: Integers, signs: Floats) -> Tensor:
         """Server: sum modulo 2^bits `(d',)` -> float32 `(d,)`, the noisy sum of clipped updates in their units."""

@@ -6,12 +6,15 @@ another one. What is used, and why it holds, for n shares N_Z(0, s²) with s ≥
 
 - The law of the sum differs from N_Z(0, n·s²) by at most τ/2 in log-probability at every point,
   τ = 10·Σ_{k=1}^{n−1} exp(−2π²s²k/(k+1)) (KLS, convolution theorem; by Poisson summation, and checked in the tests).
+  One draw of c shares' worth, N_Z(0, c·s²), in place of c shares only takes terms out of that sum.
 - Each share has E exp(tX) ≤ exp(t²s²/2), so with a = v/(√n·s), per coordinate and summed over d coordinates,
   D_α ≤ α‖a‖²/2 + τd, and by Hölder's and Hoeffding's inequalities D_α ≤ (α/2)(‖a‖₂ + τ√d)².
 - Poisson sampling of an even, coordinatewise noise: the worse direction is mixture against base (Mironov, Talwar,
   Zhang 2019, theorem 5: reflecting at v/2 swaps the two laws), which the binomial theorem expands into the unsampled
   curve at whole orders. `symmetric=False` is Zhu and Wang 2019 "Poisson Subsampled Rényi Differential Privacy",
   theorem 5, for any mechanism: the same sum with the terms l ≥ 3 times three.
+  Shares and merged draws give noise laws within τd/2 of N_Z(0, n·s²)^d, so the theorem is applied to that ideal and
+  both mixtures' distance to it costs at most τd(2α−1)/(2(α−1)) ≤ 3τd/2 at orders ≥ 2.
 - Rényi to (ε, δ): Canonne, Kamath, Steinke 2020, proposition 12.
 """
 
@@ -27,17 +30,16 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
-from fedflat.core.discrete import inflated_bound
+from fedflat.core.discrete import MIN_SHARE_STD, inflated_bound
 from fedflat.core.types import Relation
+from fedflat.privacy.trust import Guarantee
 
 Floats = NDArray[np.float64]
 Curve = Callable[[Floats], Floats]
 Adversary = Literal["recipients", "server"]
-Guarantee = tuple[str, str, str, float, float, str]
 
 WHOLE_ORDERS = np.array([*range(2, 129), *range(136, 257, 8), 320, 384, 448, 512], dtype=np.float64)
 ORDERS = np.array([1 + 2.0 ** (j / 8) for j in range(-48, 113)])
-MIN_SHARE_STD = 0.5
 
 
 def sum_gap(shares: int, share_variance: float) -> float:
@@ -200,6 +202,15 @@ class DDGaussAccount:
         factor = 1 if self.relation == "add-remove" else 2
         return sum_curve(factor * bound, shares, self.share_variance, self.padded)
 
+    def amplified(self, shares: int) -> Floats:
+        """Rényi values at `WHOLE_ORDERS` of one Poisson-sampled round, every sum topped up to that many shares."""
+        if self.share_variance < MIN_SHARE_STD**2:
+            return np.full(WHOLE_ORDERS.shape, math.inf)
+        bound = inflated_bound(self.clip, self.granularity, self.padded, self.beta) / self.granularity
+        ideal = sum_curve(bound, 1, shares * self.share_variance, self.padded)
+        distance = 1.5 * sum_gap(shares, self.share_variance) * self.padded
+        return poisson_curve(ideal, self.rate)(WHOLE_ORDERS) + distance
+
     def abort_probability(self, rounds: int) -> float:
         """Chance (union over rounds) that some round is aborted, with or without the client in question."""
         others = stats.binom(self.clients - 1, self.rate)
@@ -229,11 +240,10 @@ class DDGaussAccount:
         known = participation_epsilon(curve, rounds, self.rate, delta)
         if not completed or self.relation == "replace-one":
             return known
-        sampled = rounds * poisson_curve(curve, self.rate)(WHOLE_ORDERS)
-        return min(known, curve_epsilon(WHOLE_ORDERS, sampled, delta))
+        return min(known, curve_epsilon(WHOLE_ORDERS, rounds * self.amplified(shares), delta))
 
-    def guarantees(self, rounds: int) -> list[Guarantee]:
-        """(adversary, description, relation, ε, δ, accountant): recipients, the server, the worst-case client."""
+    def guarantees(self, rounds: int) -> tuple[Guarantee, ...]:
+        """Towards recipients, the server, and the server for a client drawn in every round."""
         hidden = self.n_max is not None and self.relation == "add-remove"
         how = "Poisson amplification, noise topped up to cohort.max" if hidden else "participation counts, Bin(T, q)"
         rule = "Renyi, sum of discrete Gaussians (Kairouz, Liu, Steinke 2021)"
@@ -243,10 +253,10 @@ class DDGaussAccount:
             ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", "server", True, rule),
             ("server, worst case", "the same, for a client drawn in every round", "server", False, rule),
         ]
-        return [
-            (name, text, self.relation, self.epsilon(rounds, who, amplify), self.delta, accountant)
+        return tuple(
+            Guarantee(name, text, self.relation, self.epsilon(rounds, who, amplify), self.delta, accountant)
             for name, text, who, amplify, accountant in kinds
-        ]
+        )
 
 
 def ddgauss_epsilon(

@@ -107,6 +107,22 @@ def test_poisson_curve_bounds_both_exact_directions(rate, shares, variance, shif
     assert bound[0] < plain(orders[:1])[0]
 
 
+@pytest.mark.parametrize("variance", [0.25, 0.4, 1.0])
+def test_topped_up_sums_whose_laws_differ_a_little_are_covered(variance):
+    """Without the client: 2 shares and one draw worth 2; with it: 3 shares and one draw worth 1. Both directions."""
+    without = np.convolve(sum_law(2, variance, 80), pmf(2 * variance, 80))
+    present = np.convolve(sum_law(3, variance, 80), pmf(variance, 80))
+    assert np.abs(np.log(present[150:171] / without[150:171])).max() <= sum_gap(4, variance)
+    moved = np.concatenate([[0.0], present[:-1]])
+    rate, orders = 0.2, np.array([2.0, 3.0, 6.0])
+    bound = poisson_curve(sum_curve(1, 1, 4 * variance, 1), rate)(orders) + 1.5 * sum_gap(4, variance)
+    mixture = (1 - rate) * without + rate * moved
+    for base in (without, (1 - rate) * without + rate * present):  # removed, or sending a noised zero
+        for order, limit in zip(orders, bound, strict=True):
+            assert renyi(mixture, base, order) <= limit
+            assert renyi(base, mixture, order) <= limit
+
+
 def test_the_reflection_inequality_behind_the_symmetric_form():
     """Mironov, Talwar, Zhang 2019, theorem 5, point by point: with w(r) = 1 − q + qr and f(w) = w^α − w^(1−α),
     f(w(r)) + r·f(w(1/r)) ≥ 0 for every likelihood ratio r; a reflection pairs r with 1/r."""
@@ -222,10 +238,10 @@ def test_the_inverse_follows_a_pitch_that_follows_the_noise_and_refuses_the_impo
 
 def test_guarantees_name_adversary_relation_and_theorem():
     rows = account(n_max=90).guarantees(300)
-    assert [row[0] for row in rows] == ["recipients", "server", "server, worst case"]
-    assert [row[3] for row in rows] == sorted(row[3] for row in rows)
-    assert all(row[2] == "add-remove" and row[4] == 1 / 500 and "Kairouz" in row[5] for row in rows)
-    assert "Mironov" in rows[0][5] and "joint convexity" in account().guarantees(3)[0][5]
+    assert [row.adversary for row in rows] == ["recipients", "server", "server, worst case"]
+    assert [row.epsilon for row in rows] == sorted(row.epsilon for row in rows)
+    assert all(row.relation == "add-remove" and row.delta == 1 / 500 and "Kairouz" in row.accountant for row in rows)
+    assert "Mironov" in rows[0].accountant and "joint convexity" in account().guarantees(3)[0].accountant
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""The distributed discrete Gaussian inside a plan: the numbers it derives, and the calibration through it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from scipy import stats
+
+from fedflat.core.checks import InputError
+from fedflat.privacy.discrete_accounting import ddgauss_epsilon
+from fedflat.privacy.discrete_plan import DDGaussPlan, most_messages
+from fedflat.privacy.plan import build_plan
+
+
+def plan_of(mechanism: DDGaussPlan, **changes):
+    numbers = {"clients": 500, "cohort_size": 50, "rounds": 100, "delta": 1e-4, "trust": "distributed"}
+    noise = {} if "epsilon" in changes else {"noise_multiplier": 1.0}
+    return build_plan(mechanism=mechanism, **{**numbers, **noise, **changes})
+
+
+def test_guarantees_are_those_of_the_account():
+    plan = plan_of(DDGaussPlan(1000, 0.5))
+    record = plan.mechanism.record(plan)
+    assert record["n_min"] == plan.cohort_min < 50 < record["n_max"]
+    both = plan.guarantees(60)
+    for found, who in zip(both, ("recipients", "server"), strict=True):
+        again = ddgauss_epsilon(
+            500, 50, 60, 1.0, record["clip"], record["granularity"], record["dimension"], record["n_min"], 1e-4,
+            record["beta"], record["bits"], adversary=who, n_max=record["n_max"],
+        )  # fmt: skip
+        assert found.epsilon == again and math.isfinite(again)
+    assert both[0].epsilon < both[1].epsilon == plan.epsilon(60)
+    bare = plan_of(DDGaussPlan(1000, 0.5, top_up=False)).guarantees(60)
+    assert bare[0].epsilon == bare[1].epsilon
+
+
+def test_a_target_epsilon_is_reached_through_the_plan():
+    plan = plan_of(DDGaussPlan(1000, 0.5), epsilon=20.0)
+    assert 19.5 < plan.epsilon() <= 20.0
+
+
+def test_most_messages_is_the_smallest_with_that_chance():
+    most = most_messages(500, 0.1, 100, 1e-6)
+    assert stats.binom(500, 0.1).sf(most) * 100 <= 1e-6 < stats.binom(500, 0.1).sf(most - 2) * 100
+    assert most_messages(10, 1.0, 5, 1e-6) >= 10
+
+
+def test_refusals():
+    with pytest.raises(InputError, match=r"privacy.trust: found central; allowed: distributed"):
+        plan_of(DDGaussPlan(10, 1.0), trust="central").guarantees(1)
+    with pytest.raises(InputError, match=r"cohort.sampling: found truncated"):
+        plan_of(DDGaussPlan(10, 1.0), sampling="truncated", cohort_max=70).guarantees(1)
