@@ -144,7 +144,7 @@ def prepare(
         seed=recipe.seed,
         key=simulation_key(recipe.seed),
         evaluation=Evaluation(**recipe.evaluation.model_dump()),
-        fingerprint=_fingerprint(recipe, data, layout),
+        fingerprint=_fingerprint(settled(recipe, plan, local, data.clients), data, layout),
     )
 
 
@@ -285,9 +285,10 @@ def _module(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Modu
     return module
 
 
-def _fingerprint(recipe: Recipe, data: Federated, layout: Layout) -> str:
-    """What must be the same for a resumed run: everything but where it runs."""
-    facts = recipe.dump() | {"engine": None, "data set": data.fingerprint(), "layout": str(layout)}
+def _fingerprint(recipe: Mapping[str, Any], data: Federated, layout: Layout) -> str:
+    """What must be the same for a resumed run: everything but where it runs. From the settled recipe, so that the
+    folder's own recipe.yaml resumes it."""
+    facts = {**recipe, "engine": None, "data set": data.fingerprint(), "layout": str(layout)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -311,13 +312,18 @@ def resolved(recipe: Recipe, job: Job) -> str:
     """recipe.yaml of a run: every default resolved, and the versions of what runs it."""
     import yaml
 
-    dump, plan, local = recipe.dump(), job.parts.plan, job.parts.local
-    dump["data"]["clients"] = job.data.clients
+    dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
+    return yaml.safe_dump({**dump, "versions": versions()}, sort_keys=False, allow_unicode=True)
+
+
+def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str, Any]:
+    """The recipe as a dict with what depends on the data and on calibration filled in; settling it again changes nothing."""
+    dump = recipe.dump()
+    dump["data"]["clients"] = clients
     dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
     if plan.private:
         dump["privacy"] |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta, "epsilon": None, "budget": plan.budget}
-    dump["versions"] = versions()
-    return yaml.safe_dump(dump, sort_keys=False, allow_unicode=True)
+    return dump
 
 
 def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-accounting")) -> dict[str, str]:
@@ -340,7 +346,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
         job.parts.plan,
         rounds_run=outcome.state.round,
         algorithm=job.parts.algorithm.name,
-        facts=recipe.dump(),
+        facts=settled(recipe, job.parts.plan, job.parts.local, job.data.clients),
         key_source="seed",
         entries=outcome.entries,
     )

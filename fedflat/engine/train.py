@@ -115,7 +115,7 @@ def train(
                 stopped = f"stopped before round {state.round}: it would exceed the budget ε = {plan.budget:g}"
                 break
             if should_stop is not None and should_stop():
-                stopped = f"stopped after round {state.round - 1} as asked"
+                stopped = f"stopped as asked after {state.round} rounds"
                 break
             state, released, hidden = _one_round(job, state, heads, ledger)
             history.append(released)
