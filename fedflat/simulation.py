@@ -21,7 +21,7 @@ from fedflat.core.imports import imported
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import simulation_key
 from fedflat.core.types import Algorithm, Clip, Local
-from fedflat.data.clients import Federated, from_pairs
+from fedflat.data.clients import Federated, from_pairs, hold_back
 from fedflat.engine.choose import backend_for
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
 from fedflat.engine.folder import replace as write_whole
@@ -174,7 +174,9 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
 def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federated:
     """The federation: pairs given in Python, or the recipe's data section."""
     if clients is not None:
-        return from_pairs(clients, test)
+        given = from_pairs(clients, test)
+        parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
+        return replace(given, parts=parts, held_back=held)
     if test is not None:
         raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
     from fedflat.data.sources import load
