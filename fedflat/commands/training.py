@@ -16,14 +16,20 @@ from fedflat.recipe import QUICK_START, Recipe
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe, for example -o privacy.epsilon=4."),
+    typer.Option(
+        "-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe, for example -o privacy.epsilon=4."
+    ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder for the run's files. Default: runs/NAME, with a number if it exists.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for the run's files. Default: runs/NAME, with a number if it exists.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def run(
-    recipe: Annotated[str | None, typer.Argument(help="A packaged recipe's name or a YAML file. Default: the quick start.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A packaged recipe's name or a YAML file. Default: the quick start.")
+    ] = None,
     override: Overrides = None,
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
@@ -61,7 +67,11 @@ def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:
     page = write_report([folder], folder / "report.html")
     if as_json:
         last = result.history[-1] if result.history else {}
-        print(json.dumps({"folder": str(folder), "report": str(page), "last": last, "privacy": result.privacy}, default=str))
+        print(
+            json.dumps(
+                {"folder": str(folder), "report": str(page), "last": last, "privacy": result.privacy}, default=str
+            )
+        )
     else:
         print_summary(result, folder, page)
         if profile:
@@ -92,14 +102,21 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def compare(
-    recipes: Annotated[list[str] | None, typer.Argument(help="Packaged names or YAML files.")] = None,
+    recipes: Annotated[
+        list[str] | None, typer.Argument(help="Packaged names or YAML files. Default: the quick start.")
+    ] = None,
     override: Overrides = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting, with seeds 0, 1, …")] = 3,
-    out: Out = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each setting: the recipe's seed and the numbers after it.")
+    ] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder of the experiment. Default: runs/compare.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: the number of cores.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare recipes, or one recipe over values: -o algorithm.name=dp-fedavg,dp-fedsam. Runs that are done are kept.
+
+    A value with commas makes a setting of each part, and several such values every combination; a list in [brackets] is
+    one value. After Ctrl-C or a failure the same command goes on.
 
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
     """
@@ -114,6 +131,8 @@ def compare(
         print(json.dumps(found.as_dict(), default=str))
     else:
         print_comparison(found, time.perf_counter() - began)
+    if not found.complete:
+        raise typer.Exit(1)
 
 
 def add_to(app: typer.Typer) -> None:

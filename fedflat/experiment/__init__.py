@@ -18,7 +18,7 @@ from typing import Any
 from fedflat.core.checks import RunError, whole
 from fedflat.engine.folder import replace as write_whole
 from fedflat.experiment import worker
-from fedflat.experiment.settings import RecipeLike, Setting, Task, claim, expand, tasks
+from fedflat.experiment.settings import RecipeLike, Setting, Task, check_folders, claim, expand, tasks
 from fedflat.report import metrics, tables
 from fedflat.report.groups import Group
 from fedflat.report.html import write_report
@@ -87,9 +87,9 @@ def compare(
     cores = _cores()
     wide = cores if processes is None else whole("processes", processes, 1)
     settings = expand(recipes, overrides, seeds)
-    claim(place, settings)
+    check_folders(place, settings)
     todo = _announce(tasks(place, settings), tell)
-    crew = _Crew(todo, tell)
+    crew = _Crew(todo, tell, lambda: claim(place, settings))
     if todo:
         # Threads by what was asked for, not by what is left: a resumed run adds its numbers up in the same order.
         crew.work(_unchecked(settings, todo), min(wide, len(todo)), max(1, cores // wide))
@@ -127,6 +127,7 @@ class _Crew:
 
     todo: list[Task]
     tell: Update
+    checked: Callable[[], None]  # called when all settings have been found good, before any run
     ended: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
@@ -157,6 +158,7 @@ class _Crew:
             with _deaf():  # workers inherit the ignored signal, so Ctrl-C in their first second cannot end them
                 checks = [pool.submit(worker.check, setting.recipe) for setting in unchecked]
             self._check(checks, stop)
+            self.checked()
             with _deaf():
                 futures = {pool.submit(worker.work, task): task for task in todo}
             return self._watch(futures, queue)
@@ -270,7 +272,7 @@ def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 def _collect(folder: Path, settings: list[Setting], crew: _Crew) -> Comparison:
     """Read the runs that are done back from their files, and write the tables and the page."""
     every = tasks(folder, settings)
-    groups, paths, notes = [], [], []
+    groups, paths, notes, missing = [], [], [], []
     for setting in settings:
         mine = [task for task in every if task.folder.parent.name == setting.slug]
         done = [task.folder for task in mine if task.name in crew.ended or worker.finished(task)]
@@ -280,8 +282,9 @@ def _collect(folder: Path, settings: list[Setting], crew: _Crew) -> Comparison:
             paths += done
             notes += _epsilon_note(group)
         if len(done) < len(mine):
-            notes.append(f"{setting.label}: {len(mine) - len(done)} of {len(mine)} runs are missing.")
+            missing.append(f"{setting.label} ({len(mine) - len(done)} of {len(mine)})")
     notes += [f"{name}: {why}." for name, why in crew.ended.items() if why]
+    notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
     left, total = len(crew.stopped), len(every)
     if not groups:
         return Comparison(folder, None, None, tuple(notes), crew.failed, left, total)

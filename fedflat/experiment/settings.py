@@ -104,8 +104,9 @@ def _marks(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Key and value of the values that vary, the algorithm's name apart (it is always shown)."""
     for text in overrides:
         key, _, value = text.partition("=")
-        if key.strip() not in ("algorithm", "algorithm.name"):
-            yield key.strip().rsplit(".", 1)[-1], value.strip()
+        path = key.strip().removesuffix(".name")
+        if path != "algorithm":
+            yield path.rsplit(".", 1)[-1], value.strip()
 
 
 def _slug(recipe: Recipe, varied: Sequence[str]) -> str:
@@ -143,13 +144,14 @@ def _asked(setting: Setting) -> dict[str, Any]:
     return dump
 
 
-def claim(folder: Path, settings: Sequence[Setting]) -> None:
-    """Check that nothing in ``folder`` belongs to other settings, then note there what each setting's folder is for.
-
-    Raises InputError, having written nothing, if a folder holds runs of another recipe or cannot be written.
-    """
+def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
+    """Raise InputError if a setting's place in ``folder`` holds runs of another recipe; nothing is written."""
     for setting in settings:
         _check_folder(folder / setting.slug, setting)
+
+
+def claim(folder: Path, settings: Sequence[Setting]) -> None:
+    """Note in each setting's folder what it is for. Raises InputError if it cannot be written."""
     for setting in settings:
         place = folder / setting.slug
         if (place / REQUESTED).is_file():

@@ -20,8 +20,7 @@ from fedflat.recipe import Recipe
 _SHARED: dict[str, Any] = {}
 _DATA: dict[str, Federated] = {}  # at most one federation, the last one used
 
-Told = tuple[str, int, float | None]  # run, rounds finished, test accuracy
-ALREADY = 0.2  # seconds between looks at the flags
+PAUSE = 0.2  # seconds between looks at the flags
 
 
 def begin(queue: Any, stop: Any, abort: Any, threads: int, parent: int) -> None:
@@ -36,7 +35,7 @@ def begin(queue: Any, stop: Any, abort: Any, threads: int, parent: int) -> None:
 
 def _watch(abort: Any, parent: int) -> None:
     while os.getppid() == parent and not abort.is_set():
-        time.sleep(ALREADY)
+        time.sleep(PAUSE)
     os._exit(1)  # no clean-up: a run killed at any point can be gone on with
 
 
@@ -71,6 +70,7 @@ def work(task: Task) -> str:
 
     if _SHARED["stop"].is_set():
         return "stopped before it began, as asked"
+    _SHARED["queue"].put((task.name, len(read_lines(task.folder / METRICS)), None))
     try:
         result = simulation.run(
             task.recipe,

@@ -371,11 +371,13 @@ def _clipped(name: str, rest: str, width: int) -> RenderableType:
 
 def print_comparison(found: Any, seconds: float) -> None:
     """The tables of an ``experiment.Comparison`` with their notes, what failed or stopped, and the paths."""
+    from rich.text import Text
+
     console = _console()
     if found.table is not None:
         print(tables.to_terminal(found.table, min(console.width, 100)), end="")
     for note in found.notes:
-        _whole_line(note)
+        console.print(Text(note), width=min(console.width, 100))
     for name, why in found.failed.items():
         _whole_line(f"Failed: {name}: {why}")
     if found.page is not None:
