@@ -1,0 +1,231 @@
+"""Planted defects: each breaks the guarantee in a way that was published or is easy to write; the audit must see it.
+
+A check that has never failed proves nothing. Each twin keeps everything of the real path but one line.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.audit.bench import AuditModel, Bench, bench_of, prepare_job
+from fedflat.audit.bounds import largest_bound
+from fedflat.audit.canaries import CANARIES
+from fedflat.audit.exact import contract_violations, outside_faults
+from fedflat.audit.mechanism import ASSUMPTIONS, CONFIDENCE, DELTA, RUNS, SIGMA, audit_bench
+from fedflat.audit.result import AuditResult
+from fedflat.core.checks import one_of
+from fedflat.core.params import flatten, layout_of
+from fedflat.core.types import Aggregate, Broadcast, Clip
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.round import Accumulator
+from fedflat.engine.sequential import Sequential
+from fedflat.engine.train import Job
+from fedflat.privacy.gaussian import gaussian_epsilon
+
+
+@dataclass(frozen=True)
+class EachTensorAlone:
+    """Published item 1 (000's released code): each tensor clipped to C, and C reported for the whole vector."""
+
+    real: Clip
+
+    def bound(self, threshold: float) -> float:
+        """What it reports; C·√L would be true."""
+        return threshold
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """One factor per tensor ``(n, L)``."""
+        found = [self.real.factors(messages[:, where], threshold, ()) for where in tensors]
+        return self.real.factors(messages, threshold, tensors)[0], torch.stack([factor for _, factor in found], 1)
+
+
+class _MaskCount(Accumulator):
+    """Counts at every coordinate how many clients' own top-k masks keep it."""
+
+    keep = 0.4
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.counts = torch.zeros(self.dimension)
+
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Any = None) -> None:
+        """Clip and sum what the masks keep."""
+        if messages.shape[-1] == self.dimension:
+            messages = messages.float()
+            kept = torch.zeros_like(messages)
+            for where in self.tensors:
+                top = messages[:, where].abs().topk(math.ceil(self.keep * (where.stop - where.start)), dim=1)
+                kept[:, where] = kept[:, where].scatter(1, top.indices, (top.values > 0).float())
+            self.counts += kept.sum(0)
+            messages = messages * kept
+        super().add(messages, sizes, stats)
+
+    def result(self) -> Aggregate:
+        """The aggregate, with the counts beside it."""
+        found = super().result()
+        return replace(found, stats={**found.stats, "kept": self.counts})  # type: ignore[dict-item]
+
+
+@dataclass(frozen=True)
+class MaskAfterNoise:
+    """Published item 3 (003 Eq. 12): each client masks after its share of the noise, by its own top-k.
+
+    In law: the sum's noise has variance σ²C²·(masks that keep the coordinate)/m there, and none where there is none.
+    """
+
+    real: Any
+    clients: float
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+        """The counting sum."""
+        return _MaskCount(clip, broadcast.clip, tensors, tensors[-1].stop)
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Real noise, scaled by the root of the share of masks that keep the coordinate."""
+        drawn: Tensor = self.real.noise(key, round, broadcast, aggregate, bound)
+        scale = (torch.as_tensor(aggregate.stats["kept"]) / self.clients).sqrt()
+        return drawn * scale.repeat(drawn.numel() // scale.numel())
+
+    def count_noise(self, key: bytes, round: int) -> float:
+        """None."""
+        return 0.0
+
+
+class _Realised(Accumulator):
+    """Divides by the clients that happened to come."""
+
+    @property
+    def divisor(self) -> float | None:
+        """The realised cohort, at least 1."""
+        return float(max(sum(len(norms) for norms in self._norms), 1))
+
+
+@dataclass(frozen=True)
+class RealisedDenominator:
+    """The mean divides by the realised cohort instead of the constant m."""
+
+    real: Any
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+        """The sum that reports its own divisor."""
+        return _Realised(clip, broadcast.clip, tensors, tensors[-1].stop)
+
+    def noise(self, *arguments: Any) -> Tensor:
+        """The real noise."""
+        drawn: Tensor = self.real.noise(*arguments)
+        return drawn
+
+    def count_noise(self, key: bytes, round: int) -> float:
+        """None."""
+        return 0.0
+
+
+class LeakyModel(AuditModel):
+    """A running mean of its inputs, as batch norm keeps one: state that leaves unclipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros_like(self.scale))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """As the audit's model; training mode moves the running mean."""
+        if self.training:
+            self.seen.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)  # type: ignore[operator]
+        return super().forward(inputs)
+
+
+def leaky_job(inputs: Tensor | None) -> Job:
+    """A real job whose module was put in after the check that refuses it."""
+    job = prepare_job("dp-fedavg", inputs=inputs)
+    module: nn.Module = LeakyModel()
+    job.problem = ModuleProblem(module, layout_of(module, None))
+    job.first = flatten(module, job.parts.layout)
+    job.backend = Sequential(job.parts.algorithm, job.problem, job.parts.local, job.data, job.seed)
+    return job
+
+
+def plant(defect: str, bench: Bench) -> Bench:
+    """The same federation with a defect of ``DEFECTS`` in its parts (not the unclipped buffer)."""
+    parts = bench.parts
+    if defect in ("per-tensor clip", "published 000"):
+        return bench.changed(clip=EachTensorAlone(parts.clip))
+    if defect == "weighted mean":
+        return bench.changed(weighted=True)
+    if defect == "mask after noise":
+        return bench.changed(mechanism=MaskAfterNoise(parts.mechanism, parts.plan.divisor))
+    return bench.changed(mechanism=RealisedDenominator(parts.mechanism))
+
+
+DEFECTS: dict[str, tuple[int, ...]] = {
+    "per-tensor clip": (1,),
+    "published 000": (1,),
+    "weighted mean": (2,),
+    "mask after noise": (3,),
+    "realised denominator": (4, 2),
+    "unclipped buffer": (),
+}
+"""Each defect and the canaries (of ``CANARIES``) that show it."""
+
+METHODS = {"published 000": "dp-fedsam"}
+"""The method a defect is planted in; the others in dp-fedavg."""
+
+
+def audit_defects(
+    names: Sequence[str] | None = None, *, runs: int = RUNS, confidence: float = CONFIDENCE
+) -> list[AuditResult]:
+    """One audit per planted defect (default: all of ``DEFECTS``); each lower bound should exceed the claimed ε."""
+    chosen = list(names or DEFECTS)
+    for name in chosen:
+        one_of("audit defect", name, DEFECTS)
+    return [_audit_defect(name, runs, confidence) for name in chosen]
+
+
+def _audit_defect(name: str, runs: int, confidence: float) -> AuditResult:
+    began = time.perf_counter()
+    bench = bench_of(METHODS.get(name, "dp-fedavg"))
+    if name == "unclipped buffer":
+        bound, canary, statistic, faults = _buffer_bound(runs, confidence)
+    else:
+        bench = plant(name, bench)
+        best = audit_bench(bench, runs, confidence, [CANARIES[i] for i in DEFECTS[name]])
+        bound, canary, statistic, faults = best.bound, best.canary, best.statistic, contract_violations(bench)
+    tensors = len(bench.parts.layout.tensors("shared"))
+    proven = gaussian_epsilon(math.sqrt(tensors) / SIGMA, DELTA) if "per-tensor" in name or "000" in name else math.inf
+    return AuditResult(
+        kind="defect",
+        method=name,
+        claimed=bench.parts.plan.epsilon(1),
+        proven=proven,
+        lower_bound=bound,
+        confidence=confidence,
+        canary=canary,
+        statistic=statistic,
+        runs=runs,
+        seconds=time.perf_counter() - began,
+        assumptions=ASSUMPTIONS,
+        violations=faults,
+    )
+
+
+def _buffer_bound(runs: int, confidence: float) -> tuple[float, str, str, tuple[str, ...]]:
+    """The buffer itself, after real rounds with and without inputs of 10⁶; noise does not touch it, so it is the cap."""
+    from fedflat.engine.train import final_module, train
+
+    seen = []
+    for inputs in (None, torch.full((len(AuditModel().blocks[0]),), 1e6)):
+        values = []
+        for key in (b"\1" * 32, b"\2" * 32):
+            job = replace(leaky_job(inputs), key=key)
+            values.append(float(final_module(job, train(job)).state_dict()["seen"].sum()))
+        seen.append(values)
+    constant = seen[0][0] == seen[0][1] and seen[1][0] == seen[1][1]
+    separated = constant and abs(seen[1][0] - seen[0][0]) > 0
+    bound = largest_bound(runs, DELTA, 1 - confidence) if separated else 0.0
+    return bound, "inputs × 10⁶", "the buffer itself", tuple(outside_faults(leaky_job))
