@@ -6,10 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+METHODS := fedavg dp-fedavg dp-fedsam dp-fedpgn dp-fedpgn-ls
+
 .PHONY: run test check clean
 
 run: $(VENV)/run.stamp
-	$(BIN)/fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam,dp-fedpgn,dp-fedpgn-ls --seeds 3 --out runs/quick-start
+	$(BIN)/fedflat compare $(addprefix quick-start-,$(METHODS)) --seeds 3 --out runs/quick-start
 
 test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope

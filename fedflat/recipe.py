@@ -204,7 +204,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def read(source: str | Path) -> dict[str, Any]:
+def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     """The mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
     import yaml
 
@@ -226,7 +226,27 @@ def read(source: str | Path) -> dict[str, Any]:
         raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
     if not isinstance(mapping, dict):
         raise wrong(str(path), type(mapping).__name__, "a mapping of recipe keys")
-    return mapping
+    return _extended(mapping, path, depth)
+
+
+def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]:
+    """``extends: NAME`` takes another recipe (beside this file, or packaged) and changes the sections given here.
+
+    A section's keys are merged one by one; ``algorithm`` and ``model`` are replaced whole, as their options belong to
+    their name.
+    """
+    parent = mapping.pop("extends", None)
+    if parent is None:
+        return mapping
+    if not isinstance(parent, str) or depth > 8:
+        raise wrong(f"{path}: extends", parent, "the name or path of one other recipe, without a circle")
+    beside = path.parent / parent
+    merged = read(beside if beside.is_file() else parent, depth + 1)
+    for key, value in mapping.items():
+        old = merged.get(key)
+        whole = key in ("algorithm", "model") or not (isinstance(old, dict) and isinstance(value, dict))
+        merged[key] = value if whole else {**old, **value}  # type: ignore[dict-item]
+    return merged
 
 
 def _loader() -> Any:

@@ -22,7 +22,7 @@ from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import simulation_key
 from fedflat.core.types import Algorithm, Clip, Local
 from fedflat.data.clients import Federated, from_pairs, hold_back
-from fedflat.engine.choose import backend_for
+from fedflat.engine.choose import backend_for, threads_for
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.parts import Parts
@@ -87,7 +87,8 @@ def run(
         raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
     if on_start is not None:
         on_start(job)
-    outcome = train(job, resume=resume, on_round=on_round, should_stop=should_stop)
+    with threads_for(job.backend, job.parts.layout.size):
+        outcome = train(job, resume=resume, on_round=on_round, should_stop=should_stop)
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
         write_whole(job.folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import nn
 
 from fedflat.core.checks import one_of
@@ -13,6 +17,7 @@ from fedflat.engine.train import Backend
 from fedflat.engine.vectorized import Vectorized
 
 BACKENDS = ("auto", "sequential", "vectorized")
+SMALL = 1_000_000
 BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
 
@@ -28,6 +33,22 @@ def backend_for(
         return Sequential(parts.algorithm, problem, parts.local, data, seed)
     size = block or max(1, min(512, BLOCK_ENTRIES // parts.layout.size))
     return Vectorized(parts.algorithm, BlockProblem(problem.module, parts.layout), parts.local, data, seed, size)
+
+
+@contextmanager
+def threads_for(backend: Backend, size: int) -> Iterator[None]:
+    """torch's intra-op threads during a run, put back afterwards.
+
+    A block of small dense models is many short operations, for which waking a second thread costs more than it
+    brings: one thread. Everything else keeps torch's own number.
+    """
+    before = torch.get_num_threads()
+    if backend.name == "vectorized" and size < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _dense(module: nn.Module) -> bool:
