@@ -42,6 +42,32 @@ class Problem(Protocol):
     def evaluating(self) -> object: ...
 
 
+class Buffers:
+    """A module's buffers as they were at w^0.
+
+    A forward pass may write into a buffer (running statistics, counters); without this, that would carry one client's
+    data to the next client, into the public test metrics and out with the released model, unclipped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._first = [
+            (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+        ]
+        self._versions = [0 if buffer is None else buffer._version for _, _, buffer, _ in self._first]
+
+    def restore(self) -> None:
+        """Undo every write since w^0. Costs a comparison of counters where nothing was written."""
+        for index, (owner, name, buffer, first) in enumerate(self._first):
+            if owner._buffers.get(name) is not buffer:
+                owner._buffers[name] = buffer
+            if buffer is not None and first is not None and buffer._version != self._versions[index]:
+                with torch.no_grad():
+                    buffer.copy_(first)
+                self._versions[index] = buffer._version
+
+
 class ModuleProblem:
     """One client at a time on one module: the readable reference.
 
@@ -53,10 +79,12 @@ class ModuleProblem:
         parameters = dict(module.named_parameters())
         self._parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
+        self._buffers = Buffers(module)
         self.module.train()
 
     def bind(self, weights: Tensor) -> None:
-        """Let the parameters be views of ``weights`` ``(D,)``."""
+        """Let the parameters be views of ``weights`` ``(D,)``, the buffers w^0's."""
+        self._buffers.restore()
         if weights.data_ptr() != self._bound.data_ptr():
             for parameter, (_, view) in zip(self._parameters, self.layout.views(weights)):
                 parameter.data = view
@@ -95,9 +123,11 @@ class BlockProblem:
         trained = set(layout.names)
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
         self._fixed |= dict(module.named_buffers())
+        self._buffers = Buffers(module)
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
+        self._buffers.restore()
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
         per_client = torch.func.vmap(torch.func.grad_and_value(self._loss, has_aux=True), randomness="different")

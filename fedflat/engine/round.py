@@ -156,7 +156,10 @@ def finish_round(
     plan, round = parts.plan, state.round
     bound = parts.clip.bound(broadcast.clip)
     noise = parts.mechanism.noise(key, round, broadcast, aggregate, bound)
-    noisy = (aggregate.total + noise).to(state.shared.dtype)
+    total = aggregate.total
+    if broadcast.mask is not None:  # noise lives on the mask, so nothing else may leave, whatever a client sent
+        total = torch.where(broadcast.mask, total, torch.zeros_like(total))
+    noisy = (total + noise).to(state.shared.dtype)
     if plan.private:
         charge(plan.record(round, bound))
     mean = noisy / (plan.divisor if divisor is None else divisor)

@@ -1,0 +1,78 @@
+"""A federation and a model small enough for every contract, and the engine's parts for any registered method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.algorithms import ALGORITHMS
+from fedflat.engine.train import Job
+from fedflat.recipe import Recipe
+from fedflat.simulation import prepare
+
+PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
+UPDATES = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
+SIZES = (7, 3, 12, 1, 5)
+NEUTRAL = {
+    "rho": 0.0,
+    "lam": 0.0,
+    "sparsity": 0.0,
+    "keep": 1.0,
+    "beta": 1.0,
+    "smoothing": 0.0,
+    "head_lr": 0.0,
+}
+
+
+def module(hidden: int = 5, seed: int = 4) -> nn.Module:
+    """A two-layer network with four tensors."""
+    network = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return network
+
+
+def clients(sizes: tuple[int, ...] = SIZES, seed: int = 2) -> list[tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(seed)
+    return [
+        (torch.tensor(rng.normal(size=(n, 6)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n))) for n in sizes
+    ]
+
+
+def recipe(method: str, changes: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """A recipe in which everybody takes part; ``changes`` replaces whole keys of its sections."""
+    made: dict[str, Any] = {
+        "seed": 5,
+        "rounds": 2,
+        "algorithm": {"name": method, **options},
+        "local": {"steps": 2, "batch_size": 100, "lr": 0.3},
+        "cohort": {"size": len(SIZES)},
+        "privacy": {"clip": 0.2, "noise_multiplier": 1.5, "delta": 1e-5},
+        "engine": {"backend": "sequential"},
+    }
+    for section, values in (changes or {}).items():
+        made[section] = {**made.get(section, {}), **values} if isinstance(values, Mapping) else values
+    return made
+
+
+def job(method: str, changes: Mapping[str, Any] | None = None, network: nn.Module | None = None, **options: Any) -> Job:
+    return prepare(Recipe.of(recipe(method, changes, **options)), network or module(), clients())
+
+
+def at_the_sum(made: Job) -> Job:
+    """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m."""
+    keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
+    made.parts = replace(made.parts, algorithm=replace(made.parts.algorithm, server=keep))
+    made.first = torch.zeros_like(made.first)
+    return made
+
+
+def weights(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in network.parameters()])

@@ -1,0 +1,196 @@
+"""Contract 2: what one client, however hostile, can change — and that the checks catch the published mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import aggregations as agg
+import pytest
+import torch
+from small_federation import PRIVATE, clients, module, recipe, weights
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.engine.heads import Heads
+from fedflat.engine.round import accumulator_of, broadcast_of
+from fedflat.recipe import Recipe
+from fedflat.simulation import prepare
+
+
+@pytest.mark.parametrize("rule", agg.RULES, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("method", PRIVATE)
+def test_every_method_holds(method: str, rule: Callable[..., None]) -> None:
+    rule(agg.honest(method), *agg.dimension(method))
+
+
+@pytest.mark.parametrize("method", ["dp-fedsam", "fed-smp-randk"])
+def test_replacing_one_client(method: str) -> None:
+    d, tensors = agg.dimension(method)
+    agg.replacement_holds(agg.honest(method, cohort={"sampling": "fixed"}), d, tensors)
+    with pytest.raises(AssertionError):
+        agg.replacement_holds(agg.per_tensor_clip(d, tensors), d, tensors)
+
+
+BROKEN = [(twin, rule) for twin, rules in agg.TWINS.items() for rule in rules]
+
+
+@pytest.mark.parametrize(("twin", "rule"), BROKEN, ids=lambda f: f.__name__)
+def test_every_broken_twin_is_caught(twin: Callable[..., agg.Aggregation], rule: Callable[..., None]) -> None:
+    d, tensors = agg.dimension("dp-fedavg")
+    with pytest.raises(AssertionError):
+        rule(twin(d, tensors), d, tensors)
+
+
+def test_every_rule_has_a_twin_that_breaks_it() -> None:
+    assert {rule for _, rule in BROKEN} == set(agg.RULES)
+
+
+def test_per_tensor_clips_earn_the_root_of_their_squares() -> None:
+    """C_j on each tensor: the reported bound √ΣC_j² is reached, and never passed."""
+    values = [0.05, 0.1, 0.02, 0.2]
+    bound = math.sqrt(sum(v * v for v in values))
+    made = agg.job(
+        "dp-fedavg", {"privacy": {"clip": {"kind": "per-tensor", "values": values}, "noise_multiplier": 2.0}}
+    )
+    parts = made.parts
+    assert parts.clip.bound(made.threshold) == pytest.approx(bound, rel=1e-12)
+    assert parts.plan.std(parts.clip.bound(made.threshold)) == pytest.approx(2 * bound, rel=1e-12)
+    state = parts.first_state(made.first, made.threshold)
+    lengths = []
+    for member in agg.canaries(parts.layout.dimension, parts.layout.tensors("shared")).values():
+        accumulator = accumulator_of(parts, broadcast_of(parts, state, 1), agg.KEY)
+        accumulator.add(member.message, [1])
+        lengths.append(float(torch.linalg.vector_norm(accumulator.result().total)))
+    assert max(lengths) == pytest.approx(bound, rel=1e-6)
+    assert max(lengths) <= bound * (1 + 1e-9)
+
+
+def test_the_adaptive_clips_count_moves_by_one_half() -> None:
+    clip = {"kind": "adaptive", "initial": agg.CLIP, "quantile": 0.5, "count_noise": 5.0}
+    honest = agg.honest("dp-fedsam", privacy={})
+    made = agg.job("dp-fedsam", {"privacy": {"clip": clip}})
+    parts = made.parts
+    d, tensors = parts.layout.dimension, parts.layout.tensors("shared")
+    state = parts.first_state(made.first, made.threshold)
+
+    def bits(cohort: list[agg.Member]) -> float:
+        accumulator = accumulator_of(parts, broadcast_of(parts, state, 1), agg.KEY)
+        for member in cohort:
+            accumulator.add(member.message, [member.size])
+        return float(accumulator.result().bits)
+
+    for name, with_it, without in agg.neighbours(d, tensors):
+        assert abs(bits(with_it) - bits(without)) == 0.5, name
+    assert honest([], 0.0).bits == 0.0
+
+
+def test_a_message_outside_the_common_mask_is_not_released() -> None:
+    """Noise lives on the mask, so nothing else may leave, whatever a client sends."""
+    made = agg.at_the_sum(agg.job("fed-smp-randk", keep=0.3))
+    parts = made.parts
+    state = parts.first_state(made.first, made.threshold)
+    broadcast = broadcast_of(parts, state, 1)
+    accumulator = accumulator_of(parts, broadcast, agg.KEY)
+    accumulator.add(torch.ones(parts.layout.dimension), [1])
+    new, _ = agg.finish_round(parts, state, broadcast, accumulator.result(), agg.KEY, lambda line: None)
+    assert broadcast.mask is not None
+    assert not bool(new.shared[~broadcast.mask].any())
+    assert bool((new.shared[broadcast.mask] != 0).all())
+
+
+# ---------------------------------------------------------------- end to end
+
+
+class Fragile(nn.Module):
+    """NaN for inputs from 1e19 on, and a buffer that remembers such inputs: what a hostile example can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = module()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x.detach().abs().amax(-1, keepdim=True) > 1e19
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x) and bool(large.any()):
+            self.seen += 1e6
+        return torch.where(large, torch.full_like(x[:, :1], math.nan), self.body(x.clamp(-1e18, 1e18)))
+
+
+def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Client 2's data made hostile, or taken away."""
+    federation = clients()
+    x, y = federation[2]
+    replaced = {
+        "huge inputs": (torch.full_like(x, 1e20), y),
+        "large inputs": (x * 1e6, y),
+        "one huge example": (torch.cat([x[:-1], torch.full((1, 6), 1e20)]), y),
+        "gone": (x[:0], y[:0]),
+        "as it was": (x, y),
+    }
+    federation[2] = replaced[kind]
+    return federation
+
+
+def _sum(method: str, backend: str, kind: str, network: nn.Module) -> Tensor:
+    """The noiseless sum of one round through the real back end."""
+    made = prepare(Recipe.of(recipe(method, {"engine": {"backend": backend}})), network, _poisoned(kind))
+    parts = made.parts
+    state = parts.first_state(made.first[: parts.layout.dimension], made.threshold)
+    broadcast = broadcast_of(parts, state, made.seed)
+    accumulator = accumulator_of(parts, broadcast, made.key)
+    made.backend.train(
+        parts.plan.sampler.select(None), broadcast, accumulator, Heads(made.first[parts.layout.dimension :])
+    )
+    return accumulator.result().total
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", PRIVATE)
+def test_a_poisoned_client_moves_the_sum_by_at_most_the_clip(method: str, backend: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select", lambda self, generator: torch.arange(5).numpy())
+    for network in (module(), Fragile()):
+        without = _sum(method, backend, "gone", network)
+        assert bool(torch.isfinite(without).all())
+        for kind in ("huge inputs", "large inputs", "one huge example", "as it was"):
+            moved = float(torch.linalg.vector_norm(_sum(method, backend, kind, network) - without))
+            assert moved <= 0.2 * (1 + 1e-6), (kind, moved)
+        broken = _sum(method, backend, "huge inputs", Fragile())
+        gone = _sum(method, backend, "gone", Fragile())
+        torch.testing.assert_close(broken, gone, rtol=0, atol=0 if backend == "sequential" else 1e-7)
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", PRIVATE)
+def test_the_rest_of_the_released_state_is_the_first(method: str, backend: str) -> None:
+    """Buffers and personal heads leave as they came, although a hostile client changed its own copy."""
+    network = Fragile()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    result = fedflat.run(
+        recipe(method, {"engine": {"backend": backend}}), model=network, clients=_poisoned("huge inputs")
+    )
+    after = result.model.state_dict()
+    assert list(after) == list(before)
+    shared = {f"body.{n}" for n, _ in network.body.named_parameters()}
+    if method in ("centaur", "dp2-fedsam"):
+        shared -= {"body.2.weight", "body.2.bias"}
+    for name, value in after.items():
+        assert torch.equal(value, before[name]) != (name in shared), name
+    assert torch.equal(weights(network), torch.cat([v.reshape(-1) for n, v in before.items() if n != "seen"]))
+
+
+def test_the_public_metrics_do_not_see_a_clients_buffer() -> None:
+    """Evaluation between rounds uses w^0's buffers too: otherwise test metrics would release a client's statistics."""
+
+    class Shifted(Fragile):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.seen.sum() * torch.tensor([1.0, 0.0, 0.0])
+
+    test = clients(sizes=(40,), seed=9)[0]
+    found = [
+        fedflat.run(recipe("dp-fedavg"), model=Shifted(), clients=_poisoned(kind), test=test).history
+        for kind in ("huge inputs", "gone")
+    ]
+    for poisoned, clean in zip(*found):
+        assert poisoned["test_loss"] == pytest.approx(clean["test_loss"], rel=1e-6)
