@@ -147,9 +147,9 @@ class Progress:
 
     def _line(self) -> str:
         facts, digits = self._facts, len(str(self._facts.rounds))
-        return "  ".join(
-            [f"round {facts.round:>{digits}}/{facts.rounds}", *_numbers(facts), _left(facts.seconds_left())]
-        )
+        turn, left = f"round {facts.round:>{digits}}/{facts.rounds}", _left(facts.seconds_left())
+        text = "  ".join([turn, *_numbers(facts), left])
+        return text if len(text) <= WIDTH else "  ".join([turn, *_numbers(facts)[:-1], left])  # the pace goes first
 
     def _draw(self) -> RenderableType:
         from rich.console import Group
@@ -385,7 +385,8 @@ def print_comparison(found: Any, seconds: float) -> None:
         _whole_line(f"Tables: {found.folder}/table.{{md,csv,json,tex}}")
     if found.left:
         _whole_line(f"Stopped with {found.left} of {found.total} runs unfinished; the same command goes on with them.")
-    print(f"{found.total - found.left - len(found.failed)} runs, {tables.duration(seconds)}")
+    done = found.total - found.left - len(found.failed)
+    print(f"{done} run{'' if done == 1 else 's'} done, {tables.duration(seconds)}")
 
 
 def _console() -> Console:

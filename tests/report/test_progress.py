@@ -1,0 +1,220 @@
+"""What the terminal shows: narrow, short without a terminal, silent when quiet, and never a claimed ε alone."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fedflat.report import progress
+from fedflat.report.progress import (
+    ExperimentProgress,
+    Progress,
+    RunEvent,
+    print_comparison,
+    print_stages,
+    print_summary,
+)
+
+RECIPE = SimpleNamespace(
+    name="a-recipe-with-a-name-that-is-really-quite-long-for-a-terminal",
+    rounds=300,
+    seed=0,
+    cohort=SimpleNamespace(size=50.0),
+    algorithm=SimpleNamespace(name="dp-fedsam"),
+)
+
+
+def job(last: int = 300, *, private: bool = True, protocol: str = "sound", budget: float | None = 8.0) -> Any:
+    plan = SimpleNamespace(private=private, delta=0.002, budget=budget, protocol=protocol)
+    parts = SimpleNamespace(plan=plan, algorithm=SimpleNamespace(name="dp-fedsam"))
+    return SimpleNamespace(parts=parts, last_round=last, data=SimpleNamespace(clients=500))
+
+
+def record(turn: int, **more: Any) -> dict[str, Any]:
+    return {"round": turn, "epsilon": 0.01 * (turn + 1), "test_accuracy": 0.5, "seconds": 0.25, **more}
+
+
+def run(shown: Progress, rounds: int, start: int = 0, **more: Any) -> None:
+    for turn in range(start, rounds):
+        shown.round(record(turn, **more), {"cohort": 48, "personal_accuracy": 0.7})
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """An 80-column terminal whose output is kept."""
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "_console", lambda: Console(file=out, force_terminal=True, width=80, highlight=False))
+    return out
+
+
+def on_screen(shown: Any) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=80, highlight=False).print(shown._draw())
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 17, 19, 40, 300, 1001])
+def test_a_run_without_a_terminal_prints_a_few_narrow_lines(capsys: pytest.CaptureFixture[str], rounds: int) -> None:
+    recipe = SimpleNamespace(**{**vars(RECIPE), "rounds": rounds, "name": "quick-start"})
+    with Progress(recipe) as shown:
+        shown.start(job(rounds))
+        run(shown, rounds)
+    lines = capsys.readouterr().out.splitlines()
+    assert 2 <= len(lines) <= 21
+    assert max(map(len, lines)) <= 80
+    assert f"{rounds}/{rounds}" in lines[-1]
+    assert "accuracy 50.00 %" in lines[-1] and "personal 70.00 %" in lines[-1]
+    assert f"ε {0.01 * rounds:.3g}"[:4] in lines[-1] and "of 8.00" in lines[-1] and "0:00 left" in lines[-1]
+
+
+def test_quiet_prints_nothing_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(RECIPE, quiet=True) as shown:
+        shown.start(job())
+        run(shown, 300)
+    with ExperimentProgress(quiet=True) as experiment:
+        experiment.update(RunEvent("a/seed-0", "failed", 0, 3, note="no"))
+    found = capsys.readouterr()
+    assert found.out == found.err == ""
+
+
+def test_time_left_counts_only_this_sessions_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = Progress(RECIPE, quiet=True)
+    shown.start(job(200))  # the budget allows 200 of the 300 rounds
+    assert shown._facts.seconds_left() is None
+    clock[0] += 10.0
+    run(shown, 110, start=100)  # resumed at round 100: ten rounds in ten seconds
+    assert shown._facts.seconds_left() == pytest.approx(90.0)
+
+
+def test_the_live_view_fits_80_columns() -> None:
+    shown = Progress(RECIPE, quiet=True)
+    shown.start(job())
+    run(shown, 299, epsilon=12345.678)
+    lines = on_screen(shown)
+    assert len(lines) == 3 and max(map(len, lines)) <= 80
+    assert "round 299 of 300" in lines[1] and "clients/s" in lines[2]
+
+
+def test_a_terminal_gets_a_live_view_and_no_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = drawn(monkeypatch)
+    with Progress(RECIPE) as shown:
+        shown.start(job())
+        run(shown, 20)
+    assert "round 20 of 300" in out.getvalue()
+    assert "20/300" not in out.getvalue()
+
+
+def test_a_published_protocol_shows_no_epsilon_while_it_runs() -> None:
+    shown = Progress(RECIPE, quiet=True)
+    shown.start(job(protocol="published"))
+    run(shown, 5)
+    assert "ε" not in "\n".join(on_screen(shown))
+
+
+def test_an_infinite_epsilon_is_called_infinite() -> None:
+    shown = Progress(RECIPE, quiet=True)
+    shown.start(job(budget=None))
+    run(shown, 2, epsilon=math.inf)
+    assert "ε ∞" in on_screen(shown)[2]
+
+
+def result(stopped: str = "", **privacy: Any) -> Any:
+    facts = {
+        "proven_epsilon": 7.9,
+        "claimed_epsilon": 7.9,
+        "delta": 0.002,
+        "trust": "central",
+        "reasons": [],
+        **privacy,
+    }
+    history = [record(0, test_accuracy=0.9), record(1, test_accuracy=0.81), record(2, test_accuracy=None)]
+    hidden = [{"personal_accuracy": 0.95}, {}, {}]
+    return SimpleNamespace(recipe=RECIPE, privacy=facts, history=history, private_history=hidden, stopped=stopped)
+
+
+def test_the_summary_says_which_accuracy_is_which(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(result(), Path("runs/x"), Path("runs/x/report.html"))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "81.00 % final; best 90.00 % at round 0" in text and "3 of 300" in text
+    personal = next(line for line in text.splitlines() if line.startswith("personal accuracy"))
+    assert "95.00 %" in personal and "not covered" in text
+    assert "7.90 at δ = 0.002" in text and "Report: runs/x/report.html" in text
+    assert "claimed" not in text and "resume" not in text
+
+
+def test_the_summary_of_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(result("stopped as asked after 3 rounds"), Path("my runs/x"), Path("p"))
+    assert "fedflat run --resume 'my runs/x'" in capsys.readouterr().out
+    print_summary(result("stopped before round 3: it would exceed the budget ε = 2"), Path("x"), Path("p"))
+    text = capsys.readouterr().out
+    assert "exceed the budget" in text and "--resume" not in text
+
+
+@pytest.mark.parametrize("proven", [None, 947.0])
+def test_a_claimed_epsilon_stands_beside_the_proven_one(
+    capsys: pytest.CaptureFixture[str], proven: float | None
+) -> None:
+    print_summary(
+        result(proven_epsilon=proven, claimed_epsilon=9.4, reasons=["Nothing bounds it."]), Path("x"), Path("p")
+    )
+    lines = capsys.readouterr().out.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("claimed ε"))
+    assert "9.40" in lines[place] and lines[place - 1].startswith("proven ε")
+    assert ("none: Nothing bounds it." if proven is None else "947") in lines[place - 1]
+
+
+def test_stages_are_sorted_and_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    print_stages({"evaluation": 1.0, "local training": 3.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("local training") and "75 %" in lines[1] and "25 %" in lines[2]
+
+
+def test_an_experiment_tells_of_each_run_that_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with ExperimentProgress() as shown:
+        shown.update(RunEvent("a/seed-0", "skipped", 3, 3))
+        for name in ("b/seed-0", "c/seed-0", "d/seed-0"):
+            shown.update(RunEvent(name, "waiting", 0, 3))
+        for turn in range(4):
+            shown.update(RunEvent("b/seed-0", "running", turn, 3, 0.5))
+        shown.update(RunEvent("b/seed-0", "done", 3, 3, 0.5))
+        shown.update(RunEvent("c/seed-0", "failed", 1, 3, note="disk full"))
+        shown.update(RunEvent("d/seed-0", "stopped", 2, 3))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a/seed-0: done before, kept"
+    assert lines[1].startswith("[2/4] b/seed-0: done, accuracy 50.00 %")
+    assert lines[2] == "[3/4] c/seed-0: failed. disk full"
+    assert lines[3] == "[4/4] d/seed-0: stopped after 2 of 3 rounds"
+
+
+def test_the_experiments_live_view_fits_80_columns_whatever_the_names() -> None:
+    shown = ExperimentProgress(quiet=True)
+    for place in range(12):
+        shown.update(RunEvent(f"{'long-' * 30}{place}/seed-{place}", "running", 0, 300))
+        shown.update(RunEvent(f"{'long-' * 30}{place}/seed-{place}", "running", 7, 300, 0.5))
+    shown.update(RunEvent("last/seed-0", "waiting", 0, 300))
+    lines = on_screen(shown)
+    assert max(map(len, lines)) <= 80
+    assert "0 of 13 runs" in lines[0] and "left" in lines[0]
+    assert "…" in lines[1] and "/seed-0" in lines[1] and "round 7 of 300" in lines[1]
+    assert "and 4 more" in lines[-2] and "1 waiting" in lines[-1]
+
+
+def test_a_comparison_without_any_run_still_says_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = SimpleNamespace(
+        table=None, notes=("Missing runs: a (1 of 1).",), failed={"a/seed-0": "disk full"}, page=None, left=1, total=3
+    )
+    print_comparison(found, 61.0)
+    text = capsys.readouterr().out
+    assert (
+        "Failed: a/seed-0: disk full" in text
+        and "the same command goes on" in text
+        and "1 run done, 1 min 01 s" in text
+    )

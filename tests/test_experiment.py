@@ -1,0 +1,265 @@
+"""Experiments: which runs there are, where they go, and that what is done, killed or wrong is treated as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedflat.core.checks import InputError
+from fedflat.experiment import Comparison, compare, worker
+from fedflat.experiment.settings import axis, check_folders, claim, expand, split_top, tasks
+from fedflat.report.progress import RunEvent
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "rounds": 3,
+    "data": {"dataset": "digits", "clients": 20, "max_examples": 400, "partition": {"kind": "dirichlet", "alpha": 0.6}},
+    "model": {"name": "mlp", "hidden": 8},
+    "algorithm": {"name": "dp-fedavg"},
+    "local": {"steps": 3, "batch_size": 16},
+    "cohort": {"size": 8},
+    "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
+}
+METHODS = ["algorithm.name=dp-fedavg,dp-fedsam"]
+
+
+# ------------------------------------------------------------------------------------------------- which runs
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("2", ["2"]),
+        ("2,8", ["2", "8"]),
+        ("[1,2]", ["[1,2]"]),
+        ("[1,2],[3]", ["[1,2]", "[3]"]),
+        ("{kind: dirichlet, alpha: 1},iid", ["{kind: dirichlet, alpha: 1}", "iid"]),
+        ('"a,b"', ['"a,b"']),
+        ("'a,b', c", ["'a,b'", "c"]),
+        ("a,", ["a", ""]),
+    ],
+)
+def test_values_are_cut_at_top_level_commas_only(text: str, parts: list[str]) -> None:
+    assert split_top(text) == parts
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("privacy.epsilon=2,,8", "values between all commas"),
+        ("privacy.epsilon=2,2", "each value once"),
+        ("seed=1,2", "--seeds"),
+    ],
+)
+def test_an_axis_that_makes_no_sense_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        axis(override)
+
+
+def test_the_grid_is_recipes_times_values() -> None:
+    other = {**TINY, "name": "other"}
+    found = expand([TINY, other], [*METHODS, "local.lr=0.1,0.2", "rounds=5"], 2)
+    assert len(found) == 8 and len({setting.slug for setting in found}) == 8
+    assert found[0].slug == "tiny_dp-fedavg_lr-0.1" and found[-1].slug == "other_dp-fedsam_lr-0.2"
+    assert found[1].label == "dp-fedavg (lr=0.2), tiny" and found[5].label == "dp-fedavg (lr=0.2), other"
+    assert {setting.recipe.rounds for setting in found} == {5}
+    assert found[3].recipe.algorithm.name == "dp-fedsam" and found[3].recipe.local.lr == 0.2
+
+
+def test_a_list_in_brackets_is_one_value() -> None:
+    found = expand([TINY], ["privacy.clip={kind: per-tensor, values: [1, 2, 3, 4]}"], 1)
+    assert len(found) == 1 and found[0].recipe.dump()["privacy"]["clip"]["values"] == [1, 2, 3, 4]
+
+
+def test_a_settings_folder_does_not_depend_on_the_others() -> None:
+    alone = expand([TINY], ["algorithm.name=dp-fedavg"], 1)[0]
+    among = expand([{**TINY, "name": "x"}, TINY], ["algorithm.name=dp-fedsam,dp-fedavg"], 1)
+    assert alone.slug in {setting.slug for setting in among}
+
+
+def test_names_that_are_paths_stay_inside_the_folder() -> None:
+    odd = {**TINY, "name": "../../etc/ x"}
+    slug = expand([odd], ["data.partition=iid,{kind: classes}"], 1)[1].slug
+    assert "/" not in slug and not slug.startswith(".")
+
+
+def test_the_same_setting_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="same setting twice"):
+        expand([TINY, TINY], [], 1)
+    with pytest.raises(InputError, match="two settings named"):
+        expand([TINY, {**TINY, "rounds": 4}], [], 1)
+
+
+def test_a_typo_in_the_third_method_stops_before_anything(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"dp-fedpng.*Did you mean dp-fedpgn"):
+        compare([TINY], ["algorithm.name=dp-fedavg,dp-fedsam,dp-fedpng"], 1, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_seeds_count_up_from_the_recipes_and_share_what_they_load() -> None:
+    settings = expand([{**TINY, "seed": 5}], METHODS, 2)
+    found = tasks(Path("x"), settings)
+    assert [task.recipe.seed for task in found] == [5, 5, 6, 6]
+    assert found[0].folder == Path("x/tiny_dp-fedavg/seed-5") and found[0].name == "tiny_dp-fedavg/seed-5"
+
+
+def test_a_folder_of_another_recipe_is_refused_with_the_key_that_differs(tmp_path: Path) -> None:
+    claim(tmp_path, expand([TINY], METHODS, 2))
+    check_folders(tmp_path, expand([TINY], METHODS, 4))  # more seeds, another machine: the same settings
+    check_folders(tmp_path, expand([{**TINY, "engine": {"backend": "sequential"}, "seed": 9}], METHODS, 1))
+    other = {**TINY, "local": {"steps": 4, "batch_size": 16}}
+    with pytest.raises(InputError, match=r"local.steps = 3 where this one has 4; allowed: the same recipe") as caught:
+        check_folders(tmp_path, expand([other], METHODS, 2))
+    assert "\n" not in str(caught.value)
+
+
+def test_runs_of_something_else_are_never_overwritten(tmp_path: Path) -> None:
+    run = tmp_path / "tiny_dp-fedavg" / "seed-0"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("rounds: 1\n")
+    with pytest.raises(InputError, match="runs of something else"):
+        check_folders(tmp_path, expand([TINY], METHODS, 1))
+
+
+def test_data_are_kept_for_the_next_run_of_the_same_seed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_DATA", {})
+    first, second = expand([TINY], METHODS, 1)
+    kept = worker.data_for(first.recipe)
+    assert worker.data_for(second.recipe) is kept
+    other = worker.data_for(first.recipe.model_copy(update={"seed": 1}))
+    assert other is not kept and len(worker._DATA) == 1
+    assert other.fingerprint() != kept.fingerprint()
+
+
+# --------------------------------------------------------------------------------------------- running them
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[RunEvent]]:
+    """Two methods, two seeds, run without interruption in one worker."""
+    events: list[RunEvent] = []
+    folder = tmp_path_factory.mktemp("experiment") / "done"
+    return compare([TINY], METHODS, 2, folder, 1, events.append), events
+
+
+def without_seconds(folder: Path) -> Any:
+    rows = json.loads((folder / "table.json").read_text())["rows"]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]) -> None:
+    found, events = done
+    assert found.complete and found.total == 4 and found.notes == ()
+    for name in ("tiny_dp-fedavg/seed-0", "tiny_dp-fedavg/seed-1", "tiny_dp-fedsam/seed-0", "tiny_dp-fedsam/seed-1"):
+        run = found.folder / name
+        for file in ("recipe.yaml", "metrics.jsonl", "private.jsonl", "ledger.jsonl", "privacy.json", "report.html"):
+            assert (run / file).is_file()
+        assert [e.state for e in events if e.run == name] == ["waiting", *["running"] * 4, "done"]
+    for file in ("table.md", "table.csv", "table.json", "table.tex", "report.html"):
+        assert (found.folder / file).stat().st_size > 100
+
+
+def test_the_table_is_that_of_the_runs(done: tuple[Comparison, list[RunEvent]]) -> None:
+    found, _ = done
+    first, second = found.as_dict()["rows"]
+    assert (first["method"], second["method"]) == ("dp-fedavg", "dp-fedsam")
+
+    def final(method: str, seed: int) -> float:
+        lines = (found.folder / f"tiny_{method}" / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
+        return float(json.loads(lines[-1])["test_accuracy"])
+
+    finals = [final("dp-fedsam", seed) for seed in (0, 1)]
+    assert second["seeds"] == 2 and second["final"]["mean"] == pytest.approx(sum(finals) / 2)
+    gaps = [final("dp-fedsam", seed) - final("dp-fedavg", seed) for seed in (0, 1)]
+    assert second["difference"]["mean"] == pytest.approx(sum(gaps) / 2) and second["difference"]["pairs"] == 2
+    assert first["difference"] is None and first["personal"] is None
+    assert first["proven_epsilon"] == second["proven_epsilon"] > 0 and first["delta"] == pytest.approx(0.1 / 20)
+    assert first["seconds"]["mean"] > 0 and first["best"]["mean"] >= first["final"]["mean"]
+
+
+def test_seeds_change_partition_weights_and_noise(done: tuple[Comparison, list[RunEvent]]) -> None:
+    lines = [
+        json.loads((done[0].folder / "tiny_dp-fedavg" / f"seed-{seed}" / "private.jsonl").read_text().splitlines()[0])
+        for seed in (0, 1)
+    ]
+    for key in ("train_loss", "update_norm_mean", "noise_norm"):
+        assert lines[0][key] != lines[1][key]
+
+
+def test_what_is_done_is_kept_and_a_broken_run_fails_alone(
+    done: tuple[Comparison, list[RunEvent]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(done[0].folder, folder)
+    broken = folder / "tiny_dp-fedsam" / "seed-1"
+    before = (folder / "tiny_dp-fedavg" / "seed-0" / "metrics.jsonl").stat().st_mtime_ns
+    (broken / "privacy.json").unlink()
+    ledger = broken / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"round":0', '"round":7', 1))  # an edited ledger
+    events: list[RunEvent] = []
+    found = compare([TINY], METHODS, 2, folder, 1, events.append)
+    assert list(found.failed) == ["tiny_dp-fedsam/seed-1"] and not found.complete
+    assert "ledger.jsonl line 0" in found.failed["tiny_dp-fedsam/seed-1"]
+    assert "\n" not in found.failed["tiny_dp-fedsam/seed-1"]
+    assert found.notes == ("Missing runs: dp-fedsam (1 of 2).",)
+    assert [e.run for e in events if e.state == "skipped"] == [
+        "tiny_dp-fedavg/seed-0",
+        "tiny_dp-fedsam/seed-0",
+        "tiny_dp-fedavg/seed-1",
+    ]
+    assert (folder / "tiny_dp-fedavg" / "seed-0" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert found.as_dict()["rows"][1]["seeds"] == 1
+
+
+def wait_for(what: Any, seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit, "the experiment did not come that far"
+        time.sleep(0.01)
+
+
+def start(folder: Path, recipe: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fedflat", "compare", str(recipe), "--seeds", "2", "--processes", "1"]
+    command += ["-o", METHODS[0], "--out", str(folder)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
+    done: tuple[Comparison, list[RunEvent]], tmp_path: Path
+) -> None:
+    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "killed"
+    recipe.write_text(yaml.safe_dump(TINY))
+    process = start(folder, recipe)
+    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert len(list(folder.glob("*/seed-*/privacy.json"))) < 4
+    found = compare([recipe], METHODS, 2, folder, 1)
+    assert found.complete
+    assert without_seconds(folder) == without_seconds(done[0].folder)
+    for name in ("tiny_dp-fedavg/seed-0", "tiny_dp-fedsam/seed-1"):
+        same = [(place / name / "ledger.jsonl").read_bytes() for place in (folder, done[0].folder)]
+        assert same[0] == same[1]
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
+    recipe.write_text(yaml.safe_dump({**TINY, "rounds": 100_000, "privacy": {"noise_multiplier": 1e3}}))
+    process = start(folder, recipe)
+    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in out + err and "Stopping after the running rounds" in err
+    assert "4 of 4 runs unfinished; the same command goes on" in out
+    assert not list(folder.glob("table.*"))
