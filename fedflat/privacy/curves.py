@@ -190,6 +190,14 @@ def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
     return _Losses(tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense))
 
 
+def _library(event: Any) -> Account:
+    from dp_accounting import pld
+
+    if not pld.PLDAccountant().supports(event):
+        raise InputError(f"accountant: pld cannot account {type(event).__name__}; use rdp.")
+    return _Library(event)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide the library's note that an order did not converge (it then leaves it out, which is still a bound)."""
@@ -206,7 +214,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _renyi(event: Any, without_replacement: bool) -> Account:
-    from dp_accounting import NeighboringRelation, rdp
+    from dp_accounting import NeighboringRelation, UnsupportedEventError, rdp
 
     relation = NeighboringRelation.REPLACE_ONE if without_replacement else NeighboringRelation.ADD_OR_REMOVE_ONE
     orders = WITHOUT_REPLACEMENT_ORDERS if without_replacement else RDP_ORDERS
@@ -214,7 +222,7 @@ def _renyi(event: Any, without_replacement: bool) -> Account:
     try:
         with _quiet():
             accountant.compose(event)
-    except (ValueError, NotImplementedError) as error:
+    except UnsupportedEventError as error:
         raise InputError(f"accountant: rdp cannot account {type(event).__name__}; use pld.") from error
     return _Renyi(tuple(float(order) for order in orders), accountant.rdp)
 
@@ -236,7 +244,7 @@ def _account(event: Any, accountant: str) -> Account:
         return _Independent(q, multiplier)
     if kind == "without replacement":
         return _Least((_renyi(event, True), _Schedule(q, multiplier)))
-    return _Library(event) if kind == "other" else _discretised(event, kind, q, multiplier)
+    return _library(event) if kind == "other" else _discretised(event, kind, q, multiplier)
 
 
 _kept = lru_cache(maxsize=16)(_account)

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 _REACH = 9.0
 """Standard deviations of the noise that are kept on each side: 2e-19 of mass outside."""
-_POINTS = 1 << 20
+_POINTS = 1 << 19
 
 
 def _loss(x: Floats, q: float, sigma: float) -> Floats:
@@ -98,7 +98,7 @@ def _width(probs: Floats, rounds: int, tail: float) -> int:
     reach = 1.0
     for sign in (1, -1):
         best = float(sign * (index[-1] if sign > 0 else index[0]) * rounds)
-        for order in np.geomspace(1e-4, 30, 30) / spread:
+        for order in np.geomspace(1e-3, 10, 12) / spread:
             exponent = sign * order * index
             peak = float(exponent.max())
             moment = peak + math.log(max(float(probs @ np.exp(exponent - peak)), 1e-300))
@@ -111,13 +111,13 @@ def _invert(probs: Floats, losses: Floats, delta: float) -> float:
     """The smallest ε ≥ 0 with Σ p·max(0, 1 − e^(ε − l)) ≤ ``delta``, by bisection on the sum itself."""
 
     def found(epsilon: float) -> float:
-        above = losses > epsilon
-        return float(probs[above] @ -np.expm1(epsilon - losses[above]))
+        first = int(np.searchsorted(losses, epsilon, side="right"))
+        return float(probs[first:] @ -np.expm1(epsilon - losses[first:]))
 
     low, high = 0.0, max(float(losses[-1]), 0.0)
     if found(low) <= delta:
         return 0.0
-    for _ in range(60):
+    for _ in range(45):
         middle = (low + high) / 2
         low, high = (low, middle) if found(middle) <= delta else (middle, high)
     return high
@@ -126,13 +126,16 @@ def _invert(probs: Floats, losses: Floats, delta: float) -> float:
 def _one_direction(q: float, sigma: float, rounds: int, delta: float, remove: bool) -> tuple[float, float]:
     deviation, span = loss_moments(q, sigma)
     failure = delta * 1e-5
-    step = max(deviation * 2e-4, span / _POINTS)
+    rounding = 1e-15 * (rounds + 100)
+    if rounding >= delta:
+        return 0.0, math.inf
+    step = max(deviation * 4e-4, span / _POINTS)
     probs, first, shift = _discretise(q, sigma, remove, step)
     width = _width(probs, rounds, failure)
     composed, start = _compose(probs, rounds, width)
     losses: Floats = (np.arange(len(composed), dtype=np.float64) + (start + rounds * first)) * step + rounds * shift
     slack = step * math.sqrt(rounds / 2 * math.log(2 / failure))
-    doubt = 3 * failure + rounds * (1e-18 + max(0.0, 1 - float(probs.sum()))) + 1e-15 * (rounds + 100)
+    doubt = 3 * failure + rounds * (1e-18 + max(0.0, 1 - float(probs.sum()))) + rounding
     upper = _invert(composed, losses, delta - doubt) + slack if doubt < delta else math.inf
     return max(0.0, _invert(composed, losses, delta + doubt) - slack), upper
 
