@@ -1,7 +1,8 @@
-"""The command line: ``fedflat COMMAND``. Thin: it parses, calls the library, prints. Exit 0 done, 1 failed, 2 bad input."""
+"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Exit status 0 done, 1 failed, 2 bad input."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -31,6 +32,9 @@ def _assemble() -> None:
 def main() -> None:
     """Entry point of the ``fedflat`` command: errors become one line and an exit status."""
     _assemble()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show ε gets a ? instead of a failure
+            stream.reconfigure(errors="replace")
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except InputError as error:

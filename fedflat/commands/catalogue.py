@@ -12,6 +12,12 @@ import typer
 from fedflat.core.checks import one_of, wrong
 
 KINDS = ("algorithms", "datasets", "models", "recipes", "accountants")
+ABOUT_ACCOUNTANTS = {
+    "pld": "Privacy loss distributions (dp-accounting), composed numerically: tight, the default.",
+    "rdp": "Rényi differential privacy (dp-accounting): an upper bound, looser, also for fixed cohorts.",
+    "fft": "This project's own composition by Fourier transform: an independent check of pld.",
+    "gdp": "Gaussian differential privacy, central limit: an approximation, never a proven figure.",
+}
 
 
 def list_names(
@@ -55,7 +61,7 @@ def catalogue(kind: str) -> dict[str, str]:
         return {name: _first_comment(FOLDER / f"{name}.yaml") for name in names()}
     from fedflat.privacy.accounting import ACCOUNTANTS
 
-    return dict(ACCOUNTANTS)
+    return {name: ABOUT_ACCOUNTANTS[name] for name in ACCOUNTANTS}
 
 
 def _about(factory: object) -> str:
@@ -72,8 +78,12 @@ def _first_comment(path: Path) -> str:
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    out: Annotated[Path | None, typer.Option(help="The page to write. Default: report.html in the (first) run's folder.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Recompute ε from the ledger with a second library.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write. Default: report.html in the (first) run's folder.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Recompute ε from the ledger with a second library.")
+    ] = False,
 ) -> None:
     """(Re)build the report page of one run, or one page over several."""
     from fedflat.report.html import write_report
@@ -88,8 +98,10 @@ def report(
         for run in runs:
             found = verify_run(run)
             failed |= not found.ok
-            print(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: recorded ε {found.epsilon_recorded}, "
-                  f"recomputed ε {found.epsilon_recomputed} ({found.method})")
+            print(
+                f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: recorded ε {found.epsilon_recorded}, "
+                f"recomputed ε {found.epsilon_recomputed} ({found.method})"
+            )
             for note in found.notes:
                 print(f"  {note}")
         if failed:

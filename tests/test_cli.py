@@ -1,0 +1,214 @@
+"""The command line: exit statuses, one-line errors, resuming, listing, JSON."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from rich.cells import cell_len
+
+from fedflat import cli
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "rounds": 3,
+    "data": {"dataset": "digits", "clients": 20, "max_examples": 400},
+    "model": {"name": "mlp", "hidden": 8},
+    "algorithm": {"name": "dp-fedsam", "rho": 0.05},
+    "local": {"steps": 3, "batch_size": 16},
+    "cohort": {"size": 8},
+    "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
+}
+
+
+class Said(NamedTuple):
+    """What a command left: exit status, stdout, stderr."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def fedflat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Any]:
+    """Call the command in this process (fast), in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+
+    def call(*words: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedflat", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        found = capsys.readouterr()
+        return Said(int(end.value.code or 0), found.out, found.err)
+
+    yield call
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    """A tiny recipe's file."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    return "tiny.yaml"
+
+
+def test_run_trains_and_ends_with_a_summary(fedflat: Any, recipe: str) -> None:
+    said = fedflat("run", recipe, "--out", "here", "--profile")
+    assert said.status == 0 and said.err == ""
+    assert "round 3/3" in said.out and "proven ε" in said.out and "here/report.html" in said.out
+    assert "local training, clip and sum" in said.out
+    assert max(map(len, said.out.splitlines())) <= 80
+    files = {path.name for path in Path("here").iterdir()}
+    assert {"recipe.yaml", "metrics.jsonl", "private.jsonl", "ledger.jsonl", "privacy.json", "report.html"} <= files
+    assert len(Path("here/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_run_without_out_never_writes_into_an_older_run(fedflat: Any, recipe: str) -> None:
+    for _ in range(2):
+        assert fedflat("run", recipe, "-o", "rounds=1").status == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["tiny", "tiny-2"]
+
+
+def test_run_as_json_prints_json_only(fedflat: Any, recipe: str) -> None:
+    said = fedflat("run", recipe, "--out", "here", "--json")
+    found = json.loads(said.out)
+    assert said.status == 0 and found["folder"] == "here" and found["last"]["round"] == 2
+    assert found["privacy"]["proven_epsilon"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["-o", "privacy.clp=1"], ["privacy.clp", "Did you mean clip?"]),
+        (["-o", "cohort.sampling=poison"], ["cohort.sampling", "poison", "Did you mean poisson?"]),
+        (["-o", "rounds=0"], ["rounds", "found 0"]),
+        (["-o", "rounds"], ["-o: found rounds", "key.path=value"]),
+        (["-o", "algorithm.name=dp-fedsm"], ["algorithm.name", "dp-fedsm", "Did you mean dp-fedsam?"]),
+        (["-o", "algorithm.roh=1"], ["algorithm.roh", "Did you mean rho?"]),
+        (["-o", "data.dataset=digts"], ["data.dataset", "digts", "Did you mean digits?"]),
+        (["-o", "model.name=mpl"], ["model.name", "mpl", "Did you mean mlp?"]),
+        (["-o", "engine.backend=gpu"], ["engine.backend", "gpu"]),
+        (["-o", "privacy.epsilon=3"], ["both noise_multiplier and epsilon"]),
+        (["-o", "privacy.accountant=rpd"], ["rpd"]),
+        (["--resume", "there"], ["--resume", "alone"]),
+        (["--ot", "x"], ["--ot"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(fedflat: Any, recipe: str, words: list[str], parts: list[str]) -> None:
+    said = fedflat("run", recipe, *words)
+    assert said.status == 2
+    assert said.err.startswith("fedflat: ") and said.err.count("\n") == 1
+    assert "Traceback" not in said.err
+    for part in parts:
+        assert part in said.err
+    assert not Path("runs").exists()
+
+
+def test_a_missing_recipe_names_the_packaged_ones(fedflat: Any) -> None:
+    said = fedflat("run", "quick-strat")
+    assert said.status == 2 and "Did you mean quick-start" in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1", "- a\n- b\n", "", "rounds: 3\n", "rounds: {}\n\tx: 1\n", "\x00", "a: &x [*x]"]
+)
+def test_bad_yaml_is_one_line(fedflat: Any, text: str) -> None:
+    Path("bad.yaml").write_text(text)
+    said = fedflat("run", "bad.yaml")
+    assert said.status == 2 and said.err.count("\n") == 1 and "bad.yaml" in said.err
+
+
+def test_a_folder_that_holds_a_run_is_kept(fedflat: Any, recipe: str) -> None:
+    assert fedflat("run", recipe, "--out", "here").status == 0
+    before = {path: path.read_bytes() for path in Path("here").iterdir() if path.is_file()}
+    said = fedflat("run", recipe, "--out", "here", "-o", "seed=1")
+    assert said.status == 2 and "--resume here" in said.err and said.err.count("\n") == 1
+    assert before == {path: path.read_bytes() for path in Path("here").iterdir() if path.is_file()}
+
+
+def test_resume_goes_on_from_the_folders_own_recipe(fedflat: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after a round (as by Ctrl-C) and resumed: the same records and ledger as a run that was not stopped."""
+    from fedflat.commands import training
+
+    assert fedflat("run", recipe, "--out", "whole").status == 0
+    asked: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_stop_after_round", lambda: asked)
+        from fedflat.report.progress import Progress
+
+        known = Progress.round
+
+        def stop(self: Progress, released: Any, private: Any) -> None:
+            known(self, released, private)
+            asked.append(signal.SIGINT)
+
+        patch.setattr(Progress, "round", stop)
+        said = fedflat("run", recipe, "--out", "parts")
+    assert "fedflat run --resume parts" in said.out
+    assert len(Path("parts/metrics.jsonl").read_text().splitlines()) == 1
+    said = fedflat("run", "--resume", "parts")
+    assert said.status == 0 and said.err == ""
+    for file in ("ledger.jsonl", "privacy.json", "recipe.yaml"):
+        assert Path("parts", file).read_bytes() == Path("whole", file).read_bytes()
+    assert timeless("parts") == timeless("whole")
+
+
+def timeless(folder: str) -> list[dict[str, Any]]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "."])
+def test_resume_of_what_is_no_run_is_one_line(fedflat: Any, folder: str) -> None:
+    said = fedflat("run", "--resume", folder)
+    assert said.status == 2 and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["algorithms", "datasets", "models", "recipes", "accountants"])
+def test_list_prints_each_name_with_a_line(fedflat: Any, kind: str) -> None:
+    said = fedflat("list", kind)
+    names = json.loads(fedflat("list", kind, "--json").out)
+    assert said.status == 0 and len(names) >= 2
+    for name, about in names.items():
+        assert about and name.split()[0] in said.out
+    assert max(map(cell_len, said.out.splitlines())) <= 80
+
+
+def test_list_of_something_else_names_the_kinds(fedflat: Any) -> None:
+    said = fedflat("list", "algoritms")
+    assert said.status == 2 and "Did you mean algorithms?" in said.err
+
+
+def test_compare_refuses_a_wrong_setting_before_any_run(fedflat: Any, recipe: str) -> None:
+    said = fedflat("compare", recipe, "-o", "algorithm.name=dp-fedavg,dp-fedsm", "--out", "x")
+    assert said.status == 2 and "Did you mean dp-fedsam?" in said.err and said.err.count("\n") == 1
+    assert not Path("x").exists()
+
+
+def test_compare_finds_what_only_the_data_or_model_can_tell(fedflat: Any, recipe: str) -> None:
+    said = fedflat("compare", recipe, "-o", "model.name=mlp,mpl", "--out", "x", "--processes", "1")
+    assert said.status == 2 and "Did you mean mlp?" in said.err and said.err.count("\n") == 1
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["compare", "--help"], ["list", "-h"]])
+def test_help_is_there_and_narrow(fedflat: Any, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = fedflat(*words)
+    assert said.status == 0 and "Usage" in said.out
+    assert max(map(len, said.out.splitlines())) <= 80
+
+
+def test_the_real_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedflat", "run", "nowhere.yaml", "--out", str(tmp_path / "x")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.startswith("fedflat: recipe: found nowhere.yaml") and found.stderr.count("\n") == 1
