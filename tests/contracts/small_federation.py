@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,21 @@ def module(hidden: int = 5, seed: int = 4) -> nn.Module:
         for parameter in network.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     return network
+
+
+class Fragile(nn.Module):
+    """NaN for inputs from 1e19 on, and a buffer that remembers such inputs: what a hostile example can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = module()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x.detach().abs().amax(-1, keepdim=True) > 1e19
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x) and bool(large.any()):
+            self.seen += 1e6
+        return torch.where(large, torch.full_like(x[:, :1], math.nan), self.body(x.clamp(-1e18, 1e18)))
 
 
 def clients(sizes: tuple[int, ...] = SIZES, seed: int = 2) -> list[tuple[Tensor, Tensor]]:

@@ -9,8 +9,8 @@ from typing import Any
 import aggregations as agg
 import pytest
 import torch
-from small_federation import PRIVATE, clients, module, recipe, weights
-from torch import Tensor, nn
+from small_federation import PRIVATE, Fragile, clients, module, recipe, weights
+from torch import Tensor
 
 import fedflat
 from fedflat.engine.heads import Heads
@@ -103,21 +103,6 @@ def test_a_message_outside_the_common_mask_is_not_released() -> None:
 # ---------------------------------------------------------------- end to end
 
 
-class Fragile(nn.Module):
-    """NaN for inputs from 1e19 on, and a buffer that remembers such inputs: what a hostile example can do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = module()
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        large = x.detach().abs().amax(-1, keepdim=True) > 1e19
-        if not torch._C._functorch.is_functorch_wrapped_tensor(x) and bool(large.any()):
-            self.seen += 1e6
-        return torch.where(large, torch.full_like(x[:, :1], math.nan), self.body(x.clamp(-1e18, 1e18)))
-
-
 def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
     """Client 2's data made hostile, or taken away."""
     federation = clients()
@@ -133,7 +118,7 @@ def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
     return federation
 
 
-def _sum(method: str, backend: str, kind: str, network: nn.Module) -> Tensor:
+def _sum(method: str, backend: str, kind: str, network: torch.nn.Module) -> Tensor:
     """The noiseless sum of one round through the real back end."""
     made = prepare(Recipe.of(recipe(method, {"engine": {"backend": backend}})), network, _poisoned(kind))
     parts = made.parts
