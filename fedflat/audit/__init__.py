@@ -4,10 +4,9 @@
 defect planted; the bound must then exceed the claimed ε. ``audit_run``: a whole recipe with canary clients.
 """
 
-
 from fedflat.audit.defects import audit_defects
 from fedflat.audit.mechanism import audit_all, audit_method, audit_recipe
 from fedflat.audit.result import AuditResult
+from fedflat.audit.whole_run import audit_run
 
-
-__all__ = ["AuditResult", "audit_all", "audit_defects", "audit_method", "audit_recipe"]
+__all__ = ["AuditResult", "audit_all", "audit_defects", "audit_method", "audit_recipe", "audit_run"]

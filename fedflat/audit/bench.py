@@ -32,7 +32,9 @@ SIGMA, CLIP, DELTA = 3.0, 1.0, 1e-5
 
 
 class AuditModel(nn.Module):
-    """Many small tensors, so that a per-tensor clip shows; a head, so that personal methods keep one; a still buffer."""
+    """Many small tensors, so that a per-tensor clip shows; a head for personal methods; a still buffer."""
+
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class AuditModel(nn.Module):
         return self.head(inputs * self.scale * torch.stack(list(self.blocks)).sum(0))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LinearProblem:
     """A loss linear in the weights; a batch's inputs are its gradient ``(…, D)``."""
 
@@ -151,7 +153,7 @@ def prepare_job(
 ) -> Job:
     """A live job of the audit's federation; ``inputs`` ``(12,)`` is the last client's only example."""
     given = {key: dict(value) for key, value in (sections or {}).items()}
-    privacy = {"clip": CLIP} | given.get("privacy", {})
+    privacy: dict[str, Any] = {"clip": CLIP} | given.get("privacy", {})
     privacy |= {"noise_multiplier": SIGMA, "delta": DELTA, "epsilon": None, "budget": None, "noise_cohort": None}
     recipe = Recipe.of(
         {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.integer[Any]]
 
 
-def lowest_rate(successes: Floats | int, trials: int, failure: float) -> Floats:
+def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Clopper–Pearson: a lower limit of the success probability that is wrong with probability ≤ ``failure``."""
     from scipy.stats import beta
 
@@ -20,7 +22,7 @@ def lowest_rate(successes: Floats | int, trials: int, failure: float) -> Floats:
     return limit
 
 
-def highest_rate(successes: Floats | int, trials: int, failure: float) -> Floats:
+def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Clopper–Pearson: an upper limit of the success probability that is wrong with probability ≤ ``failure``."""
     from scipy.stats import beta
 
@@ -58,7 +60,9 @@ def choose_event(absent: Floats, present: Floats, delta: float, failure: float) 
     trials = len(absent)
     pooled = np.sort(np.concatenate([absent, present]))
     extreme = np.unique(np.geomspace(1, len(pooled) / 2, 80).astype(np.int64)) - 1
-    places = np.unique(np.concatenate([extreme, len(pooled) - 1 - extreme, np.linspace(0, len(pooled) - 1, 60).astype(int)]))
+    places = np.unique(
+        np.concatenate([extreme, len(pooled) - 1 - extreme, np.linspace(0, len(pooled) - 1, 60).astype(int)])
+    )
     thresholds = np.unique(pooled[places])
     over = [trials - np.searchsorted(np.sort(x), thresholds, side="right") for x in (absent, present)]
     best = Event(float(thresholds[0]), True, True), -1.0
@@ -80,9 +84,7 @@ def event_bound(event: Event, absent: Floats, present: Floats, delta: float, fai
     likely, unlikely = event.counts(absent, present)
     trials = len(absent)
     return float(
-        epsilon_from_rates(
-            lowest_rate(likely, trials, failure / 2), highest_rate(unlikely, trials, failure / 2), delta
-        )
+        epsilon_from_rates(lowest_rate(likely, trials, failure / 2), highest_rate(unlikely, trials, failure / 2), delta)
     )
 
 
@@ -93,7 +95,9 @@ def largest_bound(runs: int, delta: float, failure: float) -> float:
     return float(epsilon_from_rates(high, low, delta))
 
 
-def gaussian_pair_epsilon(mean0: float, std0: float, mean1: float, std1: float, delta: float, top: float = 1e3) -> float:
+def gaussian_pair_epsilon(
+    mean0: float, std0: float, mean1: float, std1: float, delta: float, top: float = 1e3
+) -> float:
     """The smallest ε with δ(ε) ≤ ``delta`` in both directions between N(mean0, std0²) and N(mean1, std1²).
 
     By quadrature on a grid; ``top`` where the two are further apart than that. Standard deviations > 0.

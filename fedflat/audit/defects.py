@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedflat.audit.bench import AuditModel, Bench, bench_of, prepare_job
+from fedflat.audit.bench import DELTA, SIGMA, AuditModel, Bench, bench_of, prepare_job
 from fedflat.audit.bounds import largest_bound
 from fedflat.audit.canaries import CANARIES
 from fedflat.audit.exact import contract_violations, outside_faults
-from fedflat.audit.mechanism import ASSUMPTIONS, CONFIDENCE, DELTA, RUNS, SIGMA, audit_bench
+from fedflat.audit.mechanism import ASSUMPTIONS, CONFIDENCE, RUNS, audit_bench
 from fedflat.audit.result import AuditResult
 from fedflat.core.checks import one_of
 from fedflat.core.params import flatten, layout_of
@@ -130,6 +130,8 @@ class RealisedDenominator:
 class LeakyModel(AuditModel):
     """A running mean of its inputs, as batch norm keeps one: state that leaves unclipped."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros_like(self.scale))
@@ -137,7 +139,7 @@ class LeakyModel(AuditModel):
     def forward(self, inputs: Tensor) -> Tensor:
         """As the audit's model; training mode moves the running mean."""
         if self.training:
-            self.seen.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)  # type: ignore[operator]
+            self.seen.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
         return super().forward(inputs)
 
 
@@ -215,7 +217,7 @@ def _audit_defect(name: str, runs: int, confidence: float) -> AuditResult:
 
 
 def _buffer_bound(runs: int, confidence: float) -> tuple[float, str, str, tuple[str, ...]]:
-    """The buffer itself, after real rounds with and without inputs of 10⁶; noise does not touch it, so it is the cap."""
+    """The buffer after real rounds with and without inputs of 10⁶; no noise touches it, so the bound is the cap."""
     from fedflat.engine.train import final_module, train
 
     seen = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.audit.bench import ENTRIES, AuditModel, Bench, Client, World, prepare_job
+from fedflat.audit.bench import ENTRIES, AuditModel, Bench, World, prepare_job
 from fedflat.audit.canaries import canaries_for
 from fedflat.audit.releases import Neighbours, coupled_difference, run_key
 from fedflat.core.params import Layout

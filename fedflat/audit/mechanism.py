@@ -1,4 +1,4 @@
-"""The mechanism audit: one round through the real server path at q = 1, σ = 3, C = 1, δ = 1e-5 (algorithms.md, Audit)."""
+"""The mechanism audit: one round through the real server path at q = 1, σ = 3, C = 1, δ = 1e-5."""
 
 from __future__ import annotations
 
@@ -111,9 +111,7 @@ def audit_recipe(recipe: Recipe, *, runs: int = RUNS, confidence: float = CONFID
     )
 
 
-def audit_bench(
-    bench: Bench, runs: int, confidence: float, canaries: Iterable[Canary] | None = None
-) -> Finding:
+def audit_bench(bench: Bench, runs: int, confidence: float, canaries: Iterable[Canary] | None = None) -> Finding:
     """The best bound over canaries; the failure probability 1 − confidence is split evenly over them."""
     chosen = tuple(canaries_for(bench) if canaries is None else canaries)
     failure = (1 - confidence) / len(chosen)

@@ -59,9 +59,7 @@ def single(neighbours: Neighbours, present: bool, key: bytes, world: World | Non
     """One run: the real path from the cohort to the new state; ``(width,)``. ``world`` if it is known already."""
     bench = neighbours.bench
     held = neighbours.world(present, key) if world is None else world
-    new, _ = finish_round(
-        bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore, divisor=held.divisor
-    )
+    new, _ = finish_round(bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore, divisor=held.divisor)
     return released(bench, new)[0]
 
 
@@ -120,8 +118,7 @@ def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
     if one.shape[1] != many.shape[1]:
         return True
     direction = torch.linspace(-1, 1, one.shape[1], dtype=torch.float64)
-    for statistic in (lambda x: x.square().sum(1), lambda x: x @ direction):
-        a, b = statistic(one), statistic(many)
+    for a, b in ((one.square().sum(1), many.square().sum(1)), (one @ direction, many @ direction)):
         error = torch.sqrt(a.var() / len(a) + b.var() / len(b))
         if float((a.mean() - b.mean()).abs()) > 6 * float(error) + 1e-6 * float(b.mean().abs()) + 1e-9:
             return True

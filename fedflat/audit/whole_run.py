@@ -1,0 +1,70 @@
+"""``audit_run``: the audits of one recipe, by kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedflat import simulation
+from fedflat.audit.mechanism import RUNS, audit_recipe
+from fedflat.audit.one_run import one_run
+from fedflat.audit.one_shot import one_shot
+from fedflat.audit.result import AuditResult
+from fedflat.core.checks import one_of, whole, wrong
+from fedflat.engine.folder import replace as write_whole
+from fedflat.engine.train import Job
+from fedflat.recipe import Recipe
+
+KINDS = ("mechanism", "canaries", "one-run", "all")
+CANARIES = 500
+AUDIT = "audit.json"
+
+
+def audit_run(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    *,
+    kind: str = "all",
+    canaries: int = CANARIES,
+    runs: int = RUNS,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+) -> list[AuditResult]:
+    """Audit a recipe (a Recipe, a dict, a packaged name, a path, a run folder).
+
+    kind: ``mechanism`` (its method, one round, the fixed configuration), ``canaries`` (estimate for the whole run),
+    ``one-run`` (lower bound for the whole run), ``all``. The last two train the recipe once each, with ``canaries``
+    additional clients. runs: of the mechanism audit. model, clients, test: as for ``fedflat.run``.
+    Raises InputError for an unknown kind, fewer than 20 canaries, or a method that is not private.
+    """
+    one_of("--kind", kind, KINDS)
+    whole("--canaries", canaries, 20)
+    parsed = Recipe.of(recipe)
+    found = []
+    if kind in ("mechanism", "all"):
+        found.append(audit_recipe(parsed, runs=runs))
+    if kind in ("canaries", "all"):
+        found.append(one_shot(_job(parsed, model, clients, test), canaries))
+    if kind in ("one-run", "all"):
+        found.append(one_run(_job(parsed, model, clients, test), canaries))
+    return found
+
+
+def _job(recipe: Recipe, model: nn.Module | None, clients: Sequence[Any] | None, test: Any) -> Job:
+    job = simulation.prepare(recipe, model, clients, test)
+    if not job.parts.plan.private:
+        raise wrong("audit", f"{job.parts.algorithm.name}, which is not private", "a private method for canary audits")
+    return job
+
+
+def write_audit(folder: Path, results: Sequence[AuditResult]) -> Path:
+    """``audit.json`` in a run folder: {"audits": […]}, one entry per kind and method, newest; returns the path."""
+    path = folder / AUDIT
+    write_whole(
+        path, json.dumps({"audits": [result.as_dict() for result in results]}, indent=2, ensure_ascii=False) + "\n"
+    )
+    return path

@@ -1,0 +1,127 @@
+"""``fedflat audit``: empirical lower bounds on ε beside the proven one."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedflat.core.checks import wrong
+
+if TYPE_CHECKING:
+    from fedflat.audit import AuditResult
+
+WIDTH = 80
+
+
+def audit(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN_OR_RECIPE", help="A run's folder, a packaged recipe's name or a YAML file."),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="mechanism, canaries, one-run or all.")] = "all",
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
+    ] = None,
+    canaries: Annotated[int, typer.Option(help="Canary clients added by canaries and one-run.")] = 500,
+    methods: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Audit named methods instead: a,b,c, or all.")
+    ] = None,
+    defects: Annotated[
+        bool, typer.Option("--defects", help="Audit the planted defects: each must be found out.")
+    ] = False,
+    runs: Annotated[int, typer.Option(help="Runs per world of the mechanism audit.")] = 20_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """How much a method or a run leaks at least, measured, beside what is proven. Exit status 1 if it is more.
+
+    Example: fedflat audit quick-start --kind canaries
+
+    Example: fedflat audit --methods dp-fedsam,dp-fedpgn --defects
+    """
+    from fedflat import audit as room
+
+    if target is None and methods is None and not defects:
+        raise wrong("audit", "nothing to audit", "a recipe or a run's folder, --methods all, or --defects")
+    if target is None and override:
+        raise wrong("-o", override[0], "only with a recipe or a run's folder")
+    results: list[AuditResult] = []
+    if target is not None:
+        results += _of_target(target, override or [], kind, canaries, runs)
+    if methods is not None:
+        results += room.audit_all(None if methods == "all" else [n.strip() for n in methods.split(",")], runs=runs)
+    if defects:
+        results += room.audit_defects(runs=runs)
+    print(json.dumps([r.as_dict() for r in results], ensure_ascii=False, indent=2) if as_json else table(results))
+    if any(_failed(result) for result in results):
+        raise typer.Exit(1)
+
+
+def _of_target(target: str, override: list[str], kind: str, canaries: int, runs: int) -> list[AuditResult]:
+    """Audit a recipe or a run's folder; in the folder, ``audit.json`` keeps the result."""
+    from fedflat.audit import audit_run
+    from fedflat.audit.whole_run import write_audit
+    from fedflat.recipe import Recipe
+
+    results = audit_run(Recipe.load(target, override), kind=kind, canaries=canaries, runs=runs)
+    if Path(target).is_dir() and not override:
+        write_audit(Path(target), results)
+    return results
+
+
+def _failed(result: AuditResult) -> bool:
+    """A bound over the proof, a broken contract, or a planted defect that went unseen."""
+    return result.exceeds_proven or (result.kind == "defect" and not result.exceeds_claimed)
+
+
+def table(results: Iterable[AuditResult]) -> str:
+    """Claimed, proven and audited ε in 80 columns, then what each kind assumes."""
+    found = list(results)
+    lines = [f"{'':22} {'claimed':>8} {'proven':>8} {'audited':>9}  verdict"]
+    for result in found:
+        number = result.estimate if result.lower_bound is None else result.lower_bound
+        shown = f"{'≈' if result.lower_bound is None else '≥'} {number:.2f}"
+        lines.append(
+            f"{result.method:22.22} {_short(result.claimed):>8} {_short(result.proven):>8} {shown:>9}  {_verdict(result)}"
+        )
+        at = "no confidence level" if result.confidence is None else f"confidence {_percent(result.confidence)}"
+        lines += _wrapped(f"{result.kind}: {result.canary}; {result.statistic}; {at}", "    ")
+        lines += [line for fault in result.violations[:3] for line in _wrapped(f"contract 2b: {fault}", "    ")]
+        if len(result.violations) > 3:
+            lines.append(f"    contract 2b: and {len(result.violations) - 3} more")
+    for kind in dict.fromkeys(result.kind for result in found):
+        chosen = next(result for result in found if result.kind == kind)
+        lines += ["", f"What {kind} rests on:"]
+        lines += [line for text in chosen.assumptions for line in _wrapped(text, "  ")]
+    return "\n".join(lines)
+
+
+def _verdict(result: AuditResult) -> str:
+    if result.kind == "defect":
+        return "found: over the claim" if result.exceeds_claimed else "MISSED"
+    if result.lower_bound is None:
+        return "an estimate, no bound"
+    if result.exceeds_proven:
+        return "OVER THE PROVEN ε" if result.lower_bound > result.proven else "CONTRACT 2b BROKEN"
+    return "within the proof"
+
+
+def _short(epsilon: float) -> str:
+    return "none" if epsilon == float("inf") else f"{epsilon:.2f}"
+
+
+def _percent(confidence: float) -> str:
+    return f"{100 * confidence:.10g} %"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command of this module."""
+    app.command()(audit)
