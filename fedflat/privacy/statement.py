@@ -46,6 +46,11 @@ ADJACENCY: dict[str, str] = {
     "add_remove": "add-remove (zero-out): two populations differ in one client, whose slot contributes nothing in one",
     "replace_one": "replace-one: two populations differ in the whole data of one client",
 }
+MECHANISMS: dict[str, str] = {
+    "gaussian": "Gaussian noise on the sum of clipped updates, divided by the public expected cohort.",
+    "ddgauss": "Discrete Gaussian shares on clipped, rotated and rounded updates, summed modulo 2^bits.",
+    "ae-dpfl": "Gaussian noise on the cohort's votes for public examples; the student is trained on their arg-max.",
+}
 SAMPLING: dict[str, str] = {
     "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",
     "truncated": "Poisson with a cap on the cohort: clients over the cap are dropped at random; the draw is secret.",
@@ -59,7 +64,9 @@ class PlanLike(Protocol):
     @property
     def private(self) -> bool: ...
     @property
-    def noise_multiplier(self) -> float: ...
+    def event_multiplier(self) -> float: ...
+    @property
+    def mechanism(self) -> Any: ...
     @property
     def delta(self) -> float: ...
     @property
@@ -110,14 +117,16 @@ def statement(
     one_of("key_source", key_source, ("seed", "os-entropy"))
     charged = rounds_charged(rounds_run, entries)
     why = list(reasons)
+    guarantees: Sequence[Any] = ()
     if plan.protocol == "published":
         epsilon = proven
         if proven is None or not math.isfinite(proven):
             why.append("No finite ε is proven for the published procedure that ran.")
     else:
-        epsilon = claimed = proven = plan.epsilon(charged) if plan.private else math.inf
+        guarantees, refused = _guarantees(plan, charged)
+        epsilon = claimed = proven = max((found.epsilon for found in guarantees), default=math.inf)
+        why += refused
     why += _reasons(plan, epsilon, charged - rounds_run)
-    guarantees = plan.guarantees(charged) if plan.private and plan.protocol == "sound" else ()
     found = {
         "algorithm": algorithm,
         "protocol": plan.protocol,
@@ -149,11 +158,21 @@ def statement(
     return {**clean, "checklist": checklist(clean)}
 
 
+def _guarantees(plan: PlanLike, charged: int) -> tuple[Sequence[Any], list[str]]:
+    """The plan's guarantees, or none and why: events charged beyond the plan can use up δ (aborted rounds)."""
+    if not plan.private:
+        return (), []
+    try:
+        return plan.guarantees(charged), []
+    except InputError as error:
+        return (), [str(error)]
+
+
 def _reasons(plan: PlanLike, epsilon: float | None, extra: int) -> list[str]:
     found = []
     if not plan.private:
         found.append("This method neither clips nor adds noise: it gives no differential privacy.")
-    elif plan.noise_multiplier == 0:
+    elif plan.event_multiplier == 0:
         found.append("The noise multiplier is 0: the clip stays, but no ε is finite.")
     elif plan.protocol == "sound" and (epsilon is None or not math.isfinite(epsilon)):
         found.append("The accountant gives no finite ε for these settings.")
@@ -180,9 +199,10 @@ def _sampling(sampler: Any) -> str:
 def _mechanism(plan: PlanLike, facts: Mapping[str, Any]) -> str:
     if not plan.private:
         return "None: updates are averaged as they are."
-    text = str(facts.get("mechanism", "Gaussian noise on the sum of clipped updates, divided by a public constant."))
+    name = plan.mechanism.name if plan.mechanism else "gaussian"
+    text = str(facts.get("mechanism", MECHANISMS.get(name, name)))
     clip = f"; clip {facts['clip']}" if "clip" in facts else ""
-    return f"{text} (noise multiplier σ = {plan.noise_multiplier:g} = noise std / clip{clip})"
+    return f"{text} (noise multiplier σ = {plan.event_multiplier:g} = noise std / clip{clip})"
 
 
 def _second(plan: Any, charged: int) -> float | None:

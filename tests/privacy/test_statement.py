@@ -32,12 +32,14 @@ class FakeGuarantee:
 class FakePlan:
     """A plan whose ε is rounds / σ (and 1/δ-dependent), so that every figure can be followed."""
 
-    noise_multiplier: float = 2.0
+    event_multiplier: float = 2.0
     delta: float = 0.002
     accountant: str = "pld"
     trust: str = "central"
     protocol: str = "sound"
     noise_cohort: int | None = None
+    mechanism: Any = None
+    most_rounds: int = 1000
     private: bool = True
     warnings: tuple[str, ...] = ()
     sampler: Any = field(default_factory=lambda: SimpleNamespace(name="poisson", clients=500, size=50))
@@ -46,9 +48,11 @@ class FakePlan:
     def epsilon(self, rounds: int) -> float:
         if self.delta == 1e-5 and self.trust == "distributed":
             raise wrong("delta", self.delta, "more than the chance of an aborted round")
-        return math.inf if self.noise_multiplier == 0 else rounds / self.noise_multiplier * (0.002 / self.delta)
+        return math.inf if self.event_multiplier == 0 else rounds / self.event_multiplier * (0.002 / self.delta)
 
     def guarantees(self, rounds: int) -> tuple[FakeGuarantee, ...]:
+        if rounds > self.most_rounds:
+            raise wrong("cohort.min", 40, "at most 39 (an aborted round uses up δ)")
         return tuple(
             FakeGuarantee("recipients", "all who see a model", kind, self.epsilon(rounds), self.delta, self.accountant)
             for kind in self.relations
@@ -90,7 +94,7 @@ def test_the_reporting_items_are_all_there() -> None:
 
 
 def test_what_an_infinite_or_missing_epsilon_is() -> None:
-    silent = make(FakePlan(noise_multiplier=0.0))
+    silent = make(FakePlan(event_multiplier=0.0))
     assert (
         silent["epsilon"] is None
         and silent["proven_epsilon"] is None
@@ -100,7 +104,7 @@ def test_what_an_infinite_or_missing_epsilon_is() -> None:
     assert plain["epsilon"] is None and plain["adversaries"] == [] and plain["adjacency"] == "none proven"
     assert "no differential privacy" in plain["reasons"][0] and plain["mechanism"].startswith("None")
     assert plain["epsilon_at_1e-5"] is None
-    far = make(FakePlan(noise_multiplier=1e-320))
+    far = make(FakePlan(event_multiplier=1e-320))
     assert far["epsilon"] is None and "no finite ε" in far["reasons"][0]
 
 
@@ -218,3 +222,26 @@ def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads(path.read_text(encoding="utf-8")) == found and os.listdir(tmp_path) == ["privacy.json"]
     with pytest.raises(RunError, match="No such file"):
         write(tmp_path / "none" / "privacy.json", found)
+
+
+def test_charges_that_use_up_delta_leave_nothing_proven_and_say_why() -> None:
+    found = make(FakePlan(most_rounds=10), rounds_run=10, entries=[{"round": 9, "attempt": 2}])
+    assert found["proven_epsilon"] is None and found["adversaries"] == []
+    assert "uses up δ" in found["reasons"][0] and "proven ε = none" in headline(found)
+
+
+def test_the_mechanism_that_ran_is_named() -> None:
+    assert "Gaussian noise on the sum" in make()["mechanism"]
+    assert make(FakePlan(mechanism=SimpleNamespace(name="ddgauss")))["mechanism"].startswith("Discrete Gaussian shares")
+    assert make(FakePlan(mechanism=SimpleNamespace(name="mine")))["mechanism"].startswith("mine (")
+    assert make(facts={"mechanism": "Votes."})["mechanism"].startswith("Votes. (")
+
+
+def test_a_real_plan_is_stated_as_it_accounts() -> None:
+    from fedflat.privacy.plan import build_plan
+
+    plan = build_plan(clients=500, cohort_size=50, rounds=300, noise_multiplier=0.95, delta=1 / 500)
+    found = statement(plan, rounds_run=300, algorithm="dp-fedsam", facts={"clip": 0.2}, key_source="seed")
+    assert found["proven_epsilon"] == pytest.approx(9.37, abs=0.01) and found["epsilon_at_1e-5"] > 12
+    assert found["adversaries"][0]["epsilon"] == found["epsilon"] and found["warnings"]
+    assert found["adjacency"].startswith("add-remove") and "q = 0.1" in found["sampling"]

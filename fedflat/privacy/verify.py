@@ -1,0 +1,325 @@
+"""Recompute ε from the ledger alone, by another way than the accountant that wrote it, and compare with what is stated.
+
+Each line says what was drawn (std, sensitivity, cohort law); nothing is taken from the plan. Poisson-subsampled
+Gaussian rounds are recomputed by ``prv-accountant`` (Gopi, Lee and Wutschitz 2021) where it is installed, else by
+``independent``, this project's own integration, else by dp-accounting; the other laws as their functions say.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedflat.core.checks import InputError, wrong
+from fedflat.privacy.ledger import LedgerError, read
+
+Entries = Sequence[Mapping[str, Any]]
+Steps = Mapping[tuple[float, float], int]
+
+LIBRARY_SLACK = 0.01  # dp-accounting's discretisation may lie this share above the exact ε
+ROUNDING = 1e-6
+
+
+class Recomputed(NamedTuple):
+    """``epsilon``: the figure found; ``at_least``: what the exact ε surely reaches, so less must not be stated."""
+
+    epsilon: float
+    at_least: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is stated against what the ledger gives; ``epsilon`` fields are inf where nothing is proven or stated.
+
+    ok: every released round is in an unedited ledger whose ε is not above the stated one.
+    """
+
+    epsilon_recorded: float
+    epsilon_recomputed: float
+    method: str
+    rounds: int
+    ok: bool
+    notes: tuple[str, ...] = ()
+
+
+def multiplier(entry: Mapping[str, Any]) -> float:
+    """std / sensitivity of a line under its relation, the adaptive clip's count included; 0 where it bounds nothing."""
+    std, bound = entry.get("std"), entry.get("sensitivity")
+    if not std or bound is None:
+        return 0.0
+    if not bound:
+        return math.inf
+    found = float(std) / float(bound)
+    if entry.get("count_std") is None:
+        return found
+    # Centred bits have sensitivity 1/2 under add-remove and 1 under replace-one (Andrew et al. 2021).
+    count = entry["count_std"] * (1 if entry["relation"] == "replace-one" else 2)
+    return (found**-2 + count**-2) ** -0.5 if count > 0 else 0.0
+
+
+def recompute(entries: Entries, *, delta: float | None = None, accountant: str | None = None) -> Recomputed:
+    """ε at ``delta`` (default: the ledger's smallest) of all events of a ledger.
+
+    accountant: the one to check, never used to check itself (default: as the ledger says).
+    Raises ``InputError`` for lines that name no known mechanism, or mix cohort laws or trust models.
+    """
+    if not entries:
+        return Recomputed(0.0, 0.0, "nothing was released")
+    laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust")) for e in entries}
+    if len(laws) > 1:
+        raise wrong("ledger", f"{len(laws)} mechanisms, cohort laws or trust models", "one per run")
+    ((mechanism, sampling, trust),) = laws
+    spent = min(float(e["delta"]) for e in entries) if delta is None else delta
+    if mechanism == "ddgauss":
+        return _ddgauss(entries, spent)
+    if trust == "distributed":
+        return _distributed(entries, spent)
+    if trust == "local":
+        return _local(entries, spent)
+    if sampling == "fixed":
+        return _fixed(entries, spent)
+    if sampling == "truncated":
+        return _truncated(entries, spent)
+    steps = Counter((float(e["q"]), multiplier(e)) for e in entries)
+    return poisson(steps, spent, accountant=str(accountant or entries[0].get("accountant")))
+
+
+def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recomputed:
+    """Poisson-subsampled Gaussian rounds under add-remove: (q, multiplier) -> how many."""
+    if min(sigma for _, sigma in steps) == 0:
+        return Recomputed(math.inf, math.inf, "a round without noise")
+    if all(q == 1 for q, _ in steps):
+        mu = math.sqrt(sum(count / sigma**2 for (_, sigma), count in steps.items()))
+        found = participation(1, 1.0, 1 / mu, delta)
+        return Recomputed(found, found, "exact Gaussian composition")
+    from_library = _prv(steps, delta)
+    if from_library is not None:
+        return from_library
+    if len(steps) == 1 and accountant != "fft":
+        from fedflat.privacy.independent import epsilon_bounds
+
+        ((q, sigma), rounds) = next(iter(steps.items()))
+        low, high = epsilon_bounds(q, sigma, rounds, delta)
+        return Recomputed((low + high) / 2, low, "own integration of the privacy loss")
+    return _library([(_poisson_event(q, sigma), count) for (q, sigma), count in steps.items()], delta)
+
+
+def _prv(steps: Steps, delta: float) -> Recomputed | None:
+    """By prv-accountant (extra ``verify``); None if it is not installed or gives up on these parameters."""
+    try:
+        prv = importlib.import_module("prv_accountant")
+        variables = importlib.import_module("prv_accountant.privacy_random_variables")
+    except ImportError:
+        return None
+    rounds = list(steps.values())
+    made = [
+        variables.PoissonSubsampledGaussianMechanism(sampling_probability=q, noise_multiplier=sigma)
+        for q, sigma in steps
+    ]
+    try:
+        accountant = prv.PRVAccountant(prvs=made, max_self_compositions=rounds, eps_error=0.01, delta_error=delta / 1e4)
+        low, estimate, _ = accountant.compute_epsilon(delta=delta, num_self_compositions=rounds)
+    except (RuntimeError, ValueError):  # "Discrete mean differs from continuous mean significantly" and the like
+        return None
+    return Recomputed(float(estimate), float(low), "prv-accountant")
+
+
+def _poisson_event(q: float, sigma: float) -> Any:
+    import dp_accounting
+
+    plain = dp_accounting.GaussianDpEvent(sigma)
+    return plain if q >= 1 else dp_accounting.PoissonSampledDpEvent(q, plain)
+
+
+def _library(events: Sequence[tuple[Any, int]], delta: float) -> Recomputed:
+    """dp-accounting's own composition of its loss distributions."""
+    from dp_accounting import pld
+
+    accountant = pld.PLDAccountant()
+    for event, count in events:
+        accountant.compose(event, count)
+    found = float(accountant.get_epsilon(delta))
+    return Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting PLD")
+
+
+def participation(rounds: int, q: float, sigma: float, delta: float) -> float:
+    """ε towards someone who sees who takes part: δ(ε) = Σ_n Bin(T, q)(n)·δ_Gauss(ε; √n/σ), summed as it stands.
+
+    q = 1 is the plain composition of ``rounds`` Gaussians with std / sensitivity σ.
+    """
+    import numpy as np
+    from scipy.optimize import brentq
+    from scipy.special import log_ndtr
+    from scipy.stats import binom
+
+    if sigma == 0 or delta <= 0:
+        return math.inf
+    n = np.arange(1, rounds + 1)
+    weight, mu = binom.pmf(n, rounds, q), np.sqrt(n) / sigma
+
+    def excess(e: float) -> float:
+        moved, base = log_ndtr(mu / 2 - e / mu), e + log_ndtr(-mu / 2 - e / mu)
+        return float(weight @ (np.exp(moved) * -np.expm1(np.minimum(base - moved, 0)))) - delta
+
+    top = float(mu[-1])
+    if excess(0.0) <= 0:
+        return 0.0
+    return float(brentq(excess, 0.0, top**2 / 2 + top * math.sqrt(2 * math.log(1 / delta)) + 1, xtol=1e-10))
+
+
+def _smallest(entries: Entries) -> float:
+    return min(multiplier(entry) for entry in entries)
+
+
+def _distributed(entries: Entries, delta: float) -> Recomputed:
+    """Towards the server, which knows the cohorts; the chance of an aborted round is taken from δ."""
+    from scipy.stats import binom
+
+    first, rounds = entries[0], len(entries)
+    minimum, colluders = first.get("cohort_min"), int(first.get("colluders") or 0)
+    honest = first["clients"] - colluders
+    short = 0.0
+    if minimum is not None and first["sampling"] != "fixed":
+        short = float(binom.cdf(minimum - 1, honest, first["q"]))
+    left = delta + math.expm1(rounds * math.log1p(-short)) if short < 1 else 0.0
+    found = participation(rounds, float(first["q"]), _smallest(entries), left)
+    return Recomputed(found, found, "mixture over participations, direct sum")
+
+
+def _local(entries: Entries, delta: float) -> Recomputed:
+    """Towards the server, which sees each update: the plain composition of the participations allowed."""
+    most = min(len(entries), entries[0].get("max_participations") or len(entries))
+    found = participation(most, 1.0, _smallest(entries), delta)
+    return Recomputed(found, found, "exact Gaussian composition")
+
+
+def _fixed(entries: Entries, delta: float) -> Recomputed:
+    """Fixed cohorts, replace-one: the smaller of dp-accounting's RDP and the bound with the schedule revealed."""
+    import dp_accounting
+    from dp_accounting import rdp
+
+    sigma, first = _smallest(entries), entries[0]
+    revealed = participation(len(entries), float(first["q"]), sigma, delta)
+    if sigma == 0:
+        return Recomputed(math.inf, math.inf, "a round without noise")
+    event = dp_accounting.SampledWithoutReplacementDpEvent(
+        int(first["clients"]), int(first["cohort"]), dp_accounting.GaussianDpEvent(sigma)
+    )
+    orders = [1.5, *range(2, 65), 80, 96, 128]
+    accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_ONE)
+    bound = float(accountant.compose(event, len(entries)).get_epsilon(delta))
+    found = min(bound, revealed)
+    return Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
+
+
+def _truncated(entries: Entries, delta: float) -> Recomputed:
+    import dp_accounting
+
+    first, counts = entries[0], Counter(multiplier(e) for e in entries)
+    if min(counts) == 0:
+        return Recomputed(math.inf, math.inf, "a round without noise")
+    if first["cohort_max"] >= first["clients"]:
+        return poisson({(first["q"], sigma): count for sigma, count in counts.items()}, delta)
+    event = dp_accounting.TruncatedSubsampledGaussianDpEvent
+    made = [event(first["clients"], first["q"], first["cohort_max"], sigma) for sigma in counts]
+    return _library(list(zip(made, counts.values())), delta)
+
+
+def _ddgauss(entries: Entries, delta: float) -> Recomputed:
+    """By the published bound from the line's own fields: no second library knows this mechanism."""
+    from fedflat.privacy.discrete_accounting import DDGaussAccount
+
+    e = entries[0]
+    try:
+        account = DDGaussAccount(
+            e["clients"], e["cohort"], min(x["noise_multiplier"] for x in entries), e["clip"], e["granularity"],
+            e["dimension"], e["n_min"], delta, e["beta"], e["bits"], e.get("n_max"), e.get("colluders") or 0,
+        )  # fmt: skip
+    except KeyError as error:
+        raise wrong("ledger line 0", f"no {error.args[0]}", "every parameter of ddgauss") from error
+    found = max(account.epsilon(len(entries), "recipients"), account.epsilon(len(entries), "server"))
+    return Recomputed(found, found * (1 - ROUNDING), "distributed discrete Gaussian, same formulas")
+
+
+def verify(
+    entries: Entries, epsilon: float | None, *, delta: float | None = None, released: Sequence[int] = ()
+) -> Verification:
+    """Compare a stated ``epsilon`` (None: none is stated) at ``delta`` with the ledger's events.
+
+    released: the rounds whose results were released; each must have its line.
+    """
+    stated = math.inf if epsilon is None else float(epsilon)
+    notes = _line_notes(entries)
+    try:
+        found = recompute(entries, delta=delta)
+    except InputError as error:
+        return Verification(stated, math.inf, "none", len(entries), stated == math.inf, (*notes, str(error)))
+    missing = sorted(set(released) - {e["round"] for e in entries})
+    if missing and stated < math.inf:
+        notes.append(f"released without a ledger line: round {', '.join(map(str, missing[:5]))}")
+    if stated < found.at_least * (1 - ROUNDING):
+        notes.append(f"stated ε = {stated:.6g}, but the ledger's events give {found.epsilon:.6g} ({found.method})")
+    return Verification(stated, found.epsilon, found.method, len(entries), not notes, tuple(notes))
+
+
+def _line_notes(entries: Entries) -> list[str]:
+    """Lines whose own figures contradict each other: they account for more noise than they drew."""
+    notes = []
+    for e in entries:
+        factor = 2 if e.get("relation") == "replace-one" else 1
+        drawn, accounted = multiplier(e) * factor, e.get("noise_multiplier") or 0.0
+        if e.get("mechanism") == "gaussian" and accounted > drawn * (1 + ROUNDING):
+            notes.append(f"round {e['round']} accounts a noise multiplier of {accounted:.6g}, but drew {drawn:.6g}")
+    return notes[:5]
+
+
+def verify_run(folder: str | Path) -> Verification:
+    """Check a run's folder: ledger.jsonl against privacy.json and metrics.jsonl.
+
+    Finds an edited ledger, a statement lower than the ledger gives, and released rounds without a line. Raises
+    ``InputError`` if there is no statement to check.
+    """
+    folder = Path(folder)
+    found = _json(folder / "privacy.json")
+    stated, delta = found.get("proven_epsilon"), found.get("delta")
+    metrics = [_line(folder / "metrics.jsonl", line) for line in _lines(folder / "metrics.jsonl")]
+    path = folder / "ledger.jsonl"
+    try:
+        entries = read(path) if path.exists() or stated is not None else []
+    except LedgerError as error:
+        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (str(error),))
+    result = verify(entries, stated, delta=delta, released=[line["round"] for line in metrics])
+    last = metrics[-1].get("epsilon") if metrics else None
+    notes = list(result.notes)
+    if last is not None and stated is not None and stated < last * (1 - ROUNDING):
+        notes.append(f"stated ε = {stated:.6g}, but metrics.jsonl ends at {last:.6g}")
+    return replace(result, ok=result.ok and not notes, notes=tuple(notes))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise wrong(str(path), type(error).__name__, "a run's privacy statement") from error
+    if not isinstance(found, dict):
+        raise wrong(str(path), type(found).__name__, "a run's privacy statement")
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _line(path: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+        return {"epsilon": found.get("epsilon"), "round": int(found["round"])}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise wrong(str(path), text[:40], "one JSON record per line, each with its round") from error

@@ -1,0 +1,254 @@
+"""ε from the ledger alone: equal to the plan's by other means, and lower statements, edits and gaps are found."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedflat.core.checks import InputError
+from fedflat.privacy import verify as module
+from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.plan import Plan, build_plan
+from fedflat.privacy.verify import multiplier, participation, poisson, recompute, verify, verify_run
+
+
+def plan_of(**change: Any) -> Plan:
+    facts = {"clients": 500, "cohort_size": 50, "rounds": 40, "noise_multiplier": 0.95, "delta": 1 / 500, **change}
+    return build_plan(**facts)
+
+
+def lines(plan: Plan, rounds: int | None = None) -> list[dict[str, Any]]:
+    one = plan.record(0, 0.2)
+    return [{**one, "round": index} for index in range(plan.rounds if rounds is None else rounds)]
+
+
+@pytest.fixture
+def no_prv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prv_accountant", None)
+
+
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "poisson": ({}, "own integration"),
+    "poisson, fft": ({"accountant": "fft"}, "dp-accounting PLD"),
+    "everyone": ({"cohort_size": 500}, "exact Gaussian"),
+    "adaptive": ({"adaptive": True}, "own integration"),
+    "adaptive, fixed": ({"adaptive": True, "sampling": "fixed"}, "schedule revealed"),
+    "larger noise cohort": ({"noise_cohort": 100}, "own integration"),
+    "truncated": ({"sampling": "truncated", "cohort_max": 12, "clients": 60, "cohort_size": 6}, "dp-accounting PLD"),
+    "never truncated": ({"sampling": "truncated", "cohort_max": 500}, "own integration"),
+    "fixed": ({"sampling": "fixed"}, "schedule revealed"),
+    "distributed": ({"trust": "distributed"}, "mixture over participations"),
+    "distributed, fixed": ({"trust": "distributed", "sampling": "fixed"}, "mixture over participations"),
+    "distributed, colluders": ({"trust": "distributed", "colluders": 5}, "mixture over participations"),
+    "local": ({"trust": "local"}, "exact Gaussian"),
+    "local, capped": ({"trust": "local", "max_participations": 7}, "exact Gaussian"),
+}
+
+
+@pytest.mark.usefixtures("no_prv")
+@pytest.mark.parametrize("name", PLANS)
+def test_every_law_is_recomputed_to_the_plans_figure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, method = PLANS[name]
+    plan = plan_of(**change)
+    recorded, once = lines(plan), recompute(lines(plan))
+    monkeypatch.setattr(module, "recompute", lambda *_, **__: once)
+    found = verify(recorded, plan.epsilon(), released=range(plan.rounds))
+    assert found.ok and found.notes == () and method in found.method and found.rounds == plan.rounds
+    assert found.epsilon_recomputed == pytest.approx(plan.epsilon(), rel=1e-3)
+    # A statement that leaves out five rounds, or a tenth of ε, is found.
+    low = verify(recorded, plan.epsilon(plan.rounds - 5))
+    assert low.ok == (name == "local, capped") and (low.ok or "the ledger's events give" in low.notes[0])
+    assert not verify(recorded, 0.9 * plan.epsilon()).ok
+
+
+@pytest.mark.usefixtures("no_prv")
+def test_the_pinned_figures_of_the_papers() -> None:
+    for sigma, rounds, epsilon in ((0.95, 300, 9.37), (0.95, 200, 7.30), (0.8, 300, 13.46)):
+        assert poisson({(0.1, sigma): rounds}, 1 / 500).epsilon == pytest.approx(epsilon, abs=0.006)
+    assert participation(30, 1.0, 0.95, 1 / 500) == pytest.approx(32.4, abs=0.05)
+    assert participation(30, 1.0, 0.475, 1 / 500) == pytest.approx(98.8, abs=0.05)
+    assert participation(1, 1.0, 3.0, 1e-5) == pytest.approx(1.27, abs=0.005)
+
+
+@pytest.mark.usefixtures("no_prv")
+def test_a_looser_recorded_figure_is_accepted_and_mixed_rounds_compose() -> None:
+    rdp = plan_of(accountant="rdp")
+    found = verify(lines(rdp), rdp.epsilon())
+    assert found.ok and found.epsilon_recomputed < 0.95 * found.epsilon_recorded
+    mixed = poisson({(0.1, 0.95): 20, (1.0, 2.0): 3}, 1 / 500)
+    both = poisson({(0.1, 0.95): 20}, 1 / 500).epsilon, poisson({(1.0, 2.0): 3}, 1 / 500).epsilon
+    assert mixed.method == "dp-accounting PLD" and max(both) < mixed.epsilon < sum(both)
+
+
+def test_no_noise_no_rounds_and_no_bound() -> None:
+    for change in ({}, {"sampling": "fixed"}, {"sampling": "truncated", "cohort_max": 70}, {"trust": "local"}):
+        silent = plan_of(noise_multiplier=0.0, **change)
+        found = verify(lines(silent), None)
+        assert found.ok and found.epsilon_recomputed == math.inf == found.epsilon_recorded
+        assert not verify(lines(silent), 5.0).ok
+    assert recompute([]).epsilon == 0 and verify([], 0.0).ok
+    assert participation(10, 0.1, 1e9, 0.01) == 0.0 and participation(10, 0.1, 1.0, 0.0) == math.inf
+    hopeless = [{**line, "cohort_min": 600} for line in lines(plan_of(trust="distributed"))]
+    assert recompute(hopeless).epsilon == math.inf
+
+
+def test_the_multiplier_comes_from_what_was_drawn() -> None:
+    line = plan_of().record(0, 0.2)
+    assert multiplier(line) == pytest.approx(0.95)
+    assert multiplier({**line, "std": None}) == multiplier({**line, "sensitivity": None}) == 0.0
+    assert multiplier({**line, "sensitivity": 0.0}) == math.inf
+    assert multiplier({**line, "count_std": 0.0}) == 0.0
+    adaptive = plan_of(adaptive=True).record(0, 0.2)
+    assert adaptive["std"] / 0.2 > 0.95 and multiplier(adaptive) == pytest.approx(0.95)
+    lying = [{**line, "std": line["std"] / 2, "round": index} for index in range(40)]
+    found = verify(lying, plan_of().epsilon())
+    assert not found.ok and found.notes[0] == "round 0 accounts a noise multiplier of 0.95, but drew 0.475"
+    assert len(found.notes) == 6 and "the ledger's events give" in found.notes[-1]
+
+
+def test_two_laws_in_one_ledger_are_not_guessed_at() -> None:
+    mixed = lines(plan_of(), 2) + lines(plan_of(sampling="fixed"), 2)
+    with pytest.raises(
+        InputError, match=r"ledger: found 2 mechanisms, cohort laws or trust models; allowed: one per run"
+    ):
+        recompute(mixed)
+    assert not verify(mixed, 5.0).ok and verify(mixed, None).ok
+
+
+def test_a_second_attempt_counts() -> None:
+    plan = plan_of()
+    twice = [*lines(plan), *({**line, "attempt": 2} for line in lines(plan, 10))]
+    assert recompute(twice).epsilon == pytest.approx(plan.epsilon(50), rel=1e-3) and plan.epsilon(50) > plan.epsilon()
+
+
+def test_ddgauss_is_recomputed_from_its_own_fields() -> None:
+    from fedflat.privacy.discrete_plan import DDGaussPlan
+
+    made = DDGaussPlan(dimension=100, clip=0.2)
+    plan = plan_of(trust="distributed", mechanism=made, rounds=20)
+    found = verify(lines(plan), plan.epsilon())
+    assert found.ok and found.epsilon_recomputed == pytest.approx(plan.epsilon(), rel=1e-9)
+    assert not verify(lines(plan), 0.99 * plan.epsilon()).ok
+    broken = [{key: value for key, value in line.items() if key != "granularity"} for line in lines(plan)]
+    assert "no granularity" in verify(broken, 5.0).notes[0]
+
+
+def fake_prv(answer: Any) -> dict[str, Any]:
+    """Stands in for the optional library: the same two modules, names and keyword arguments."""
+
+    class PRVAccountant:
+        def __init__(self, *, prvs: Any, max_self_compositions: Any, eps_error: float, delta_error: float) -> None:
+            assert [(prv.sampling_probability, prv.noise_multiplier) for prv in prvs] == [(0.1, 0.95)]
+
+        def compute_epsilon(self, *, delta: float, num_self_compositions: Any) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    package = ModuleType("prv_accountant")
+    package.PRVAccountant = PRVAccountant  # type: ignore[attr-defined]
+    variables = ModuleType("prv_accountant.privacy_random_variables")
+    variables.PoissonSubsampledGaussianMechanism = SimpleNamespace  # type: ignore[attr-defined]
+    return {"prv_accountant": package, "prv_accountant.privacy_random_variables": variables}
+
+
+@pytest.mark.parametrize(
+    ("answer", "method"), [((3.0, 3.1, 3.2), "prv-accountant"), (RuntimeError("mean differs"), "own integration")]
+)
+def test_the_second_library_is_used_where_installed(answer: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, made in fake_prv(answer).items():
+        monkeypatch.setitem(sys.modules, name, made)
+    found = poisson({(0.1, 0.95): 40}, 1 / 500)
+    assert method in found.method
+    if method == "prv-accountant":
+        assert (found.epsilon, found.at_least) == (3.1, 3.0)
+
+
+def test_the_real_second_library_agrees() -> None:
+    pytest.importorskip("prv_accountant")
+    found = poisson({(0.1, 0.95): 300}, 1 / 500)
+    assert found.method == "prv-accountant" and found.epsilon == pytest.approx(9.37, abs=0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    plan = plan_of()
+    with Ledger.open(tmp_path / "ledger.jsonl") as ledger:
+        for line in lines(plan):
+            ledger.append(line)
+    records = [json.dumps({"round": index, "epsilon": plan.epsilon(index + 1)}) for index in (0, 39)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(records) + "\n")
+    state(tmp_path, plan.epsilon())
+    return tmp_path
+
+
+def state(folder: Path, epsilon: float | None) -> None:
+    (folder / "privacy.json").write_text(json.dumps({"proven_epsilon": epsilon, "delta": 1 / 500}))
+
+
+def test_an_honest_run_verifies(run: Path) -> None:
+    found = verify_run(run)
+    assert found.ok and found.rounds == 40 and found.notes == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.ok = False  # type: ignore[misc]
+
+
+def test_a_statement_lower_than_the_ledger_or_the_metrics_is_found(run: Path) -> None:
+    state(run, 1.0)
+    found = verify_run(run)
+    assert not found.ok and "stated ε = 1, but the ledger's events give" in found.notes[0]
+    assert "stated ε = 1, but metrics.jsonl ends at" in found.notes[1]
+
+
+def test_a_released_round_without_a_line_is_found(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 40, "epsilon": null}\n')
+    assert verify_run(run).notes == ("released without a ledger line: round 40",)
+    cut = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)[:39]
+    (run / "ledger.jsonl").write_bytes(b"".join(cut))  # whole lines cut off the end leave the chain intact
+    assert verify_run(run).notes == ("released without a ledger line: round 39, 40",)
+
+
+def test_an_edited_ledger_is_found(run: Path) -> None:
+    path = run / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"noise_multiplier":0.95', b'"noise_multiplier":0.96', 1))
+    found = verify_run(run)
+    assert not found.ok and "ledger.jsonl line 0: found a 'checksum'" in found.notes[0]
+    assert found.epsilon_recomputed == math.inf
+    state(run, None)
+    assert not verify_run(run).ok
+
+
+def test_a_run_that_promises_nothing_needs_no_ledger(run: Path) -> None:
+    (run / "ledger.jsonl").unlink()
+    with pytest.raises(InputError, match=r"ledger.jsonl: found No such file"):
+        verify_run(run)
+    state(run, None)
+    (run / "metrics.jsonl").unlink()
+    found = verify_run(run)
+    assert found.ok and found.rounds == 0 and found.epsilon_recorded == math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("privacy.json", "{", "privacy.json: found JSONDecodeError; allowed: a run's privacy statement"),
+        ("privacy.json", "[]", "privacy.json: found list"),
+        ("metrics.jsonl", "{}", "metrics.jsonl: found {}; allowed: one JSON record per line"),
+        ("metrics.jsonl", "[1]", r"metrics.jsonl: found \[1\]"),
+        ("metrics.jsonl", '{"round": null}', "metrics.jsonl: found"),
+    ],
+)
+def test_unreadable_files_are_named(run: Path, name: str, text: str, sentence: str) -> None:
+    (run / name).write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        verify_run(run)
+
+
+def test_nothing_is_imported_for_the_optional_library_at_import_time() -> None:
+    assert "prv_accountant" not in vars(module)
