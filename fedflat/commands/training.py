@@ -115,8 +115,9 @@ def compare(
 ) -> None:
     """Compare recipes, or one recipe over values: -o algorithm.name=dp-fedavg,dp-fedsam. Runs that are done are kept.
 
-    A value with commas makes a setting of each part, and several such values every combination; a list in [brackets] is
-    one value. After Ctrl-C or a failure the same command goes on.
+    A value with commas makes a setting of each part, several such values make
+    every combination; a list in square brackets is one value.
+    After Ctrl-C or a failure the same command goes on.
 
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
     """
