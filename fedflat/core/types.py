@@ -6,8 +6,9 @@ last axis only, so the same piece serves one client, a block of clients and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -144,6 +145,7 @@ class Local:
 
     steps: K minibatch steps. lr: η of round 0; round t uses lr·lr_decay^t. momentum: μ, restarting at 0 each round.
     weight_decay and max_grad_norm act on the loss gradient before any mixing.
+    epochs: None, but for published procedures, in which each client's own steps follow its data size (item 6).
     """
 
     steps: int
@@ -153,6 +155,15 @@ class Local:
     lr_decay: float = 1.0
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
+    epochs: int | None = None
+
+    def of(self, examples: int) -> Local:
+        """Training of a client with so many examples: the same for everybody, unless ``epochs`` is set."""
+        return self if self.epochs is None else replace(self, steps=self.steps_for(examples))
+
+    def steps_for(self, examples: int) -> int:
+        """K, or K_i = E·⌈n_i/batch⌉ where ``epochs`` is set."""
+        return self.steps if self.epochs is None else self.epochs * math.ceil(examples / self.batch_size)
 
     def rate(self, round: int) -> float:
         """Learning rate factor of a round: lr_decay^t."""
@@ -193,7 +204,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """All a client receives at the start of a round."""
+    """All a client receives at the start of a round.
+
+    draw: number of the cohort draw; the round's own, unless rounds are made of several (ae-dpfl).
+    """
 
     round: int
     shared: Tensor
@@ -201,6 +215,7 @@ class Broadcast:
     rate: float
     memory: Tensor | None = None
     mask: Tensor | None = None
+    draw: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,8 @@ class Aggregate:
     """The clipped sum of a cohort's messages, and what is private about it.
 
     total: ``(d,)`` float64-accumulated sum of clipped messages. bits: Σ(b_i − ½), b_i = 1[‖Δ_i‖ ≤ C] (adaptive clip).
-    norms: L2 norm of each message before the clip, in client order. lost: Σ‖Δ_i − clip(Δ_i)‖. finite: which were finite.
+    norms: L2 norm of each message before the clip, in client order. factors: what each message was multiplied by.
+    exact: the whole-number sum of a mechanism that encodes messages on a grid, int64; None for a plain sum.
     """
 
     total: Tensor
@@ -227,6 +243,7 @@ class Aggregate:
     norms: Tensor
     factors: Tensor
     stats: Mapping[str, float] = field(default_factory=dict)
+    exact: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

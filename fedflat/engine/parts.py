@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from fedflat.core.params import Layout
@@ -21,8 +22,31 @@ class Mechanism(Protocol):
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Noise ``(d,)`` on the sum, for the L2 bound the clip reports."""
 
-    def count_noise(self, key: bytes, round: int) -> float:
-        """Noise on the adaptive clip's centred count."""
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """The adaptive clip's centred count with its noise."""
+
+
+class Encoder(Protocol):
+    """The whole-number sum of a round's clipped messages."""
+
+    total: np.ndarray
+
+    def add(self, clipped: Tensor) -> None:
+        """Add clipped messages ``(n, d)``."""
+
+    def value(self) -> Tensor | None:
+        """The exact sum in the update's units, float64 ``(d,)``; None where only the plain clipped sum is readable."""
+
+
+@runtime_checkable
+class GridMechanism(Mechanism, Protocol):
+    """A mechanism on whole numbers (secure grid noise, ddgauss): it encodes messages and releases their sum itself."""
+
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float) -> Encoder:
+        """A fresh sum for one round."""
+
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """``aggregate.exact`` with noise, float32 ``(d,)`` in the update's units."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,23 @@ from torch import Tensor
 from fedflat.core.rng import stream
 from fedflat.core.types import (
     Aggregate,
-    Algorithm,
     Broadcast,
-    Clip,
-    Local,
     MaskView,
     RoundInfo,
     RoundState,
     ServerView,
 )
+from fedflat.engine.accumulate import Accumulator, GridAccumulator
 from fedflat.engine.client import rate_of, steps_of
-from fedflat.engine.parts import Parts
+from fedflat.engine.parts import GridMechanism, Parts
 
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
 
-def select_cohort(parts: Parts, key: bytes, round: int) -> np.ndarray:
-    """The secret cohort of a round: sorted client ids, drawn from the noise key's own stream."""
-    return parts.plan.sampler.select(stream(key, "cohort", round))
+def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
+    """The secret cohort of a draw (``plan.draws``; usually the round's number): sorted client ids, from the noise key."""
+    public = getattr(parts.plan.sampler, "public_generator", None)  # published procedures: algorithms.md, item 5
+    return parts.plan.sampler.select(stream(key, "cohort", draw) if public is None else public(draw))
 
 
 def broadcast_of(
@@ -56,86 +55,31 @@ def broadcast_of(
     )
 
 
-class Accumulator:
-    """Adds messages as they come: clip, then running float64 sum. Memory is O(d), not O(cohort)."""
-
-    def __init__(
-        self, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int, weighted: bool = False
-    ) -> None:
-        self.clip, self.threshold, self.tensors, self.dimension = clip, threshold, tensors, dimension
-        self.weighted = weighted
-        self.total = torch.zeros(dimension, dtype=torch.float64)
-        self._norms: list[Tensor] = []
-        self._factors: list[Tensor] = []
-        self._stats: dict[str, list[Tensor]] = {}
-        self.weight = 0.0
-
-    @property
-    def divisor(self) -> float | None:
-        """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
-        return max(self.weight, 1.0) if self.weighted else None
-
-    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> None:
-        """Clip messages ``(n, d)`` and add them. A message that is not finite, or of the wrong length, counts as zero.
-
-        stats: named facts ``(n,)`` of the clients, private to the simulation.
-        sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
-        twins and of published procedures.
-        """
-        messages = torch.atleast_2d(messages.detach())
-        if messages.shape[-1] != self.dimension or not messages.is_floating_point():
-            messages = torch.full((messages.shape[0], self.dimension), math.nan)
-        norms, factors = self.clip.factors(messages, self.threshold, self.tensors)
-        finite = torch.isfinite(norms)
-        self._norms.append(norms.cpu())
-        self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).cpu())
-        self._note(stats)
-        if self.weighted:
-            weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
-            self.weight += float(weights.sum())
-            factors = factors * (weights if factors.dim() == 1 else weights[:, None])
-        if not bool(finite.all()):
-            messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
-        self._sum(messages, factors)
-
-    def _note(self, stats: Mapping[str, Tensor] | None) -> None:
-        for name, values in (stats or {}).items():
-            self._stats.setdefault(name, []).append(torch.atleast_1d(values).double().cpu())
-
-    def _sum(self, messages: Tensor, factors: Tensor) -> None:
-        """total += Σ factor·message, each product and sum in float64."""
-        if factors.dim() == 1:
-            if len(messages) == 1:
-                self.total.add_(messages[0].to(self.total.device), alpha=float(factors[0]))
-            else:
-                self.total += (factors @ messages.double()).to(self.total.device)
-            return
-        for where, part in zip(self.tensors, factors.T):
-            self.total[where] += (part @ messages[:, where].double()).to(self.total.device)
-
-    def add_sum(self, total: Tensor, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None = None) -> None:
-        """Add a block whose clipped sum a back end already formed (low-rank form, worker processes)."""
-        self.total += total.to(self.total)
-        self._norms.append(norms.cpu())
-        self._factors.append(factors.cpu())
-        self._note(stats)
-
-    def result(self) -> Aggregate:
-        """The aggregate so far."""
-        norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
-        factors = torch.cat(self._factors) if self._factors else torch.zeros(0, dtype=torch.float64)
-        bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel())
-        means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
-        return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
-
-
 def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
-    """What adds up the round's messages: the plain clipped sum, unless the mechanism brings its own (ddgauss, grid noise)."""
+    """What adds up the round's messages: the plain clipped sum, unless the mechanism brings its own."""
     tensors, size = parts.layout.tensors("shared"), parts.layout.dimension
     make = getattr(parts.mechanism, "accumulator", None)
     if make is not None:
         return make(parts.clip, broadcast, tensors, key)
+    if isinstance(parts.mechanism, GridMechanism):
+        encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip))
+        return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
     return Accumulator(parts.clip, broadcast.clip, tensors, size, parts.weighted)
+
+
+def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.ndarray, RoundState]:
+    """The cohort without clients that took part ``max_participations`` times (trust: local), and the new counts.
+
+    The server of a local run sees who takes part, so the counts are no secret; a client left out counts as zero.
+    """
+    cap = parts.plan.max_participations
+    if cap is None:
+        return cohort, state
+    counts = state.slots.get("participations")
+    counts = torch.zeros(parts.plan.sampler.clients, dtype=torch.int64) if counts is None else counts.clone()
+    allowed = cohort[counts.numpy()[cohort] < cap]
+    counts[torch.from_numpy(allowed)] += 1
+    return allowed, dataclasses.replace(state, slots={**state.slots, "participations": counts})
 
 
 def finish_round(
@@ -155,13 +99,13 @@ def finish_round(
     """
     plan, round = parts.plan, state.round
     bound = parts.clip.bound(broadcast.clip)
-    noise = parts.mechanism.noise(key, round, broadcast, aggregate, bound)
-    total = aggregate.total
-    if broadcast.mask is not None:  # noise lives on the mask, so nothing else may leave, whatever a client sent
-        total = torch.where(broadcast.mask, total, torch.zeros_like(total))
-    noisy = (total + noise).to(state.shared.dtype)
     if plan.private:
-        charge(plan.record(round, bound))
+        for line in plan.records(round, bound):
+            charge(line)
+    if not plan.releases(aggregate.count):
+        return _aborted(state, broadcast, aggregate)
+    released = noisy_sum(parts, broadcast, aggregate, key)
+    noisy = released.to(state.shared.dtype)
     mean = noisy / (plan.divisor if divisor is None else divisor)
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
@@ -174,11 +118,29 @@ def finish_round(
     shared, changed = parts.optimizer(state.shared, mean, slots)
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
-    info = RoundInfo(
-        released={"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None},
-        private=_private_facts(aggregate, noise, bound),
-    )
+    shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
+    if plan.cohort_min is not None:
+        shown["aborted"] = False
+    info = RoundInfo(released=shown, private=_private_facts(aggregate, released - aggregate.total, bound))
     return RoundState(round + 1, shared, clip, slots), info
+
+
+def noisy_sum(parts: Parts, broadcast: Broadcast, aggregate: Aggregate, key: bytes) -> Tensor:
+    """The sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
+    bound = parts.clip.bound(broadcast.clip)
+    if isinstance(parts.mechanism, GridMechanism):
+        noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
+    else:
+        noisy = aggregate.total + parts.mechanism.noise(key, broadcast.round, broadcast, aggregate, bound)
+    # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
+    return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
+
+
+def _aborted(state: RoundState, broadcast: Broadcast, aggregate: Aggregate) -> tuple[RoundState, RoundInfo]:
+    """Too few honest shares, or more than the top-up has room for: nothing is released, the charge stays."""
+    shown = {"round": state.round, "clip": broadcast.clip, "aborted": True}
+    hidden = {"cohort": aggregate.count, **aggregate.stats}
+    return dataclasses.replace(state, round=state.round + 1), RoundInfo(released=shown, private=hidden)
 
 
 def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:
@@ -186,8 +148,7 @@ def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes,
     follow = getattr(parts.clip, "next", None)
     if follow is None:
         return threshold
-    noisy = aggregate.bits + parts.mechanism.count_noise(key, round)
-    return float(follow(threshold, noisy, parts.plan.divisor))
+    return float(follow(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
 def _private_facts(aggregate: Aggregate, noise: Tensor, bound: float) -> dict[str, Any]:

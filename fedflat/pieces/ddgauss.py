@@ -7,8 +7,8 @@ aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.disc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.discrete import (
     MIN_SHARE_STD,
+    SecureBits,
     Source,
     default_granularity,
     discrete_gaussian,
@@ -26,6 +27,8 @@ from fedflat.core.discrete import (
     inflated_bound,
     random_words,
 )
+from fedflat.core.rng import stream
+from fedflat.core.types import Aggregate, Broadcast
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -188,3 +191,78 @@ class DistributedDiscreteGaussian:
         centred = (self.wrap(total) ^ half) - half  # [0, 2^b) -> [−2^(b−1), 2^(b−1))
         values = hadamard(centred.astype(np.float64)) * signs * self.pitch
         return torch.from_numpy(values[: self.dimension].astype(np.float32))
+
+
+@dataclass
+class ModularSum:
+    """The clients' encoded messages of one round, added modulo 2^bits; noise comes with the release.
+
+    signs: of the round's rotation. source: number of a message -> its private source of rounding bits.
+    """
+
+    mechanism: DistributedDiscreteGaussian
+    signs: Floats
+    source: Callable[[int], Source]
+    total: Integers = field(init=False)
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self.total = np.zeros(self.mechanism.padded, dtype=np.int64)
+
+    def add(self, clipped: Tensor) -> None:
+        """Clipped messages `(n, d)`, each rotated, rounded and reduced, are added."""
+        for message in clipped:
+            if not bool(message.any()):
+                continue  # rounds to zero whatever the bits; so its place among the others does not matter
+            steps = self.mechanism.round_to_grid(message, self.signs, self.source(self._number))
+            self.total = self.mechanism.wrap(self.total + steps)
+            self._number += 1
+
+    def value(self) -> None:
+        """None: without noise the modular sum is nobody's to read; diagnostics use the plain clipped sum."""
+        return None
+
+
+@dataclass(frozen=True)
+class SharedDiscreteNoise:
+    """The distributed discrete Gaussian as a round's mechanism.
+
+    seed: public, of the rotation. shares: n_max shares in every released sum (the server tops up what the participants
+    lack); None: one per participant. secure: rounding and noise from the noise key's AES stream instead of Philox.
+    """
+
+    mechanism: DistributedDiscreteGaussian
+    seed: int
+    shares: int | None = None
+    secure: bool = False
+
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float) -> ModularSum:
+        """What adds up a round's clipped messages."""
+        return ModularSum(
+            self.mechanism,
+            self._signs(broadcast),
+            lambda number: self._source(key, "rounding", broadcast.round, number),
+        )
+
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The decoded noisy sum, float32 `(d,)`."""
+        total = np.zeros(self.mechanism.padded, dtype=np.int64) if aggregate.exact is None else aggregate.exact
+        noisy = self.mechanism.top_up(total, self._count(aggregate), self._source(key, "noise", broadcast.round))
+        return self.mechanism.decode(noisy, self._signs(broadcast))
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The noise alone, as `release` draws it, float32 `(d,)`."""
+        return self.release(key, broadcast, replace(aggregate, exact=None), bound)
+
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """Refused: the grid is made for one clip."""
+        raise wrong("privacy.clip", "adaptive", "a constant clip for ddgauss, whose grid is made for it")
+
+    def _count(self, aggregate: Aggregate) -> int:
+        return aggregate.count if self.shares is None else self.shares
+
+    def _signs(self, broadcast: Broadcast) -> Floats:
+        return self.mechanism.signs(stream(self.seed, "rotation", broadcast.round))
+
+    def _source(self, key: bytes, purpose: str, *index: int) -> Source:
+        return SecureBits(key, purpose, *index) if self.secure else stream(key, purpose, *index)

@@ -49,5 +49,10 @@ class GaussianNoise:
         return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
 
     def count_noise(self, key: bytes, round: int) -> float:
-        """N(0, σ_b²) on the adaptive clip's centred count."""
+        """N(0, σ_b²), as the plan accounts it."""
         return float(stream(key, "count noise", round).standard_normal() * self.count_std)
+
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """The adaptive clip's centred count with its noise; distributed: n/n_min·σ_b² of it, as for the sum."""
+        shares = aggregate.count / self.minimum if self.trust == "distributed" else 1.0
+        return aggregate.bits + self.count_noise(key, round) * math.sqrt(shares)

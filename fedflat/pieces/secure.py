@@ -14,7 +14,8 @@ shares is no function of the sum of continuous shares; use the distributed discr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.core.checks import in_range, whole
-from fedflat.core.discrete import Source, exact_square, rounded_gaussian
+from fedflat.core.discrete import SecureBits, Source, exact_square, rounded_gaussian
+from fedflat.core.types import Aggregate, Broadcast
 
 Integers = NDArray[np.int64]
 
@@ -112,3 +114,81 @@ class GridGaussian:
     def to_float(self, released: Integers) -> Tensor:
         """Released whole numbers -> float32 in the update's units (post-processing)."""
         return torch.from_numpy((released.astype(np.float64) * self.pitch).astype(np.float32))
+
+
+@dataclass
+class GridSum:
+    """The exact sum of quantised messages of one round. ``total`` int64 ``(d,)`` in grid steps."""
+
+    grid: GridGaussian
+    total: Integers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = np.zeros(self.grid.dimension, dtype=np.int64)
+
+    def add(self, clipped: Tensor) -> None:
+        """Clipped messages `(n, d)`, each rounded to the grid and kept within the norm limit, are added."""
+        self.total += self.grid.quantize(clipped).sum(0)
+
+    def value(self) -> Tensor:
+        """The sum in the update's units, float64 `(d,)`: what noise is added to."""
+        return torch.from_numpy(self.total * self.grid.pitch)
+
+
+@dataclass(frozen=True)
+class GridNoise:
+    """`privacy.secure: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
+
+    std, trust and count_std as in `GaussianNoise`: the plan's std function, and σ_b of the adaptive clip's count. Under
+    local trust every one of the n messages carries its own noise, so that n independent draws are added.
+    """
+
+    std: Callable[[float], float]
+    trust: str = "central"
+    count_std: float = 0.0
+
+    def grid(self, bound: float, dimension: int) -> GridGaussian:
+        """The public grid of a round whose messages have norm ≤ ``bound``."""
+        return GridGaussian(bound, self.std(bound), dimension)
+
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float) -> GridSum:
+        """What adds up a round's clipped messages."""
+        return GridSum(self.grid(bound, broadcast.shared.numel()))
+
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The noisy sum, float32 `(d,)`; every value is a whole number of grid steps."""
+        grid = self.grid(bound, broadcast.shared.numel())
+        exact = np.zeros(grid.dimension, dtype=np.int64) if aggregate.exact is None else aggregate.exact
+        return grid.to_float(exact + self._steps(key, broadcast, aggregate.count, grid))
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The noise alone, as `release` draws it, float32 `(d,)`."""
+        grid = self.grid(bound, broadcast.shared.numel())
+        return grid.to_float(self._steps(key, broadcast, aggregate.count, grid))
+
+    def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> Integers:
+        """Noise in grid steps, confined to the common mask if there is one (it never depends on the round's data)."""
+        mask = None if broadcast.mask is None else broadcast.mask.cpu().numpy()
+        size = grid.dimension if mask is None else int(mask.sum())
+        drawn = np.zeros(size, dtype=np.int64)
+        for number in [()] if self.trust == "central" else [(client,) for client in range(count)]:
+            drawn = grid.perturb(drawn, SecureBits(key, "noise", broadcast.round, *number))
+        if mask is None:
+            return drawn
+        spread = np.zeros(grid.dimension, dtype=np.int64)
+        spread[mask] = drawn
+        return spread
+
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """The adaptive clip's count: each centred bit ±½ on a grid of its own, so that no low bits tell the count."""
+        signed = np.array([round_half(aggregate.bits)], dtype=np.int64)
+        if self.count_std == 0:
+            return 0.5 * int(signed[0])
+        grid = GridGaussian(0.5, self.count_std, 1)
+        half = grid.quantize(torch.tensor([0.5]))
+        return float(grid.perturb(signed * half, SecureBits(key, "count noise", round))[0] * grid.pitch)
+
+
+def round_half(bits: float) -> int:
+    """Σ(b_i − ½) in halves: #inside − #outside, a whole number."""
+    return int(np.rint(2 * bits))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import wrong
@@ -29,6 +29,7 @@ class DDGaussPlan:
     dimension: d. clip: C. bits, granularity (None: by `default_granularity` from the plan), beta: of the mechanism.
     top_up: the server fills every sum up to n_max shares, without which recipients get no amplification; n_max is the
     count that a cohort exceeds in any round with chance at most δ/100 (such a round is aborted, and charged to δ).
+    most: n_max once it is settled (`settled`), so that a question at another δ is about the mechanism that runs.
     """
 
     dimension: int
@@ -37,11 +38,19 @@ class DDGaussPlan:
     granularity: float | None = None
     beta: float = math.exp(-0.5)
     top_up: bool = True
+    most: int | None = None
     name: str = "ddgauss"
     relation: str = "add-remove"
 
+    def settled(self, plan: Plan) -> DDGaussPlan:
+        """The same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""
+        fixed = replace(self, granularity=self.pitch(plan))
+        return replace(fixed, most=self.n_max(plan)) if self.top_up else fixed
+
     def n_max(self, plan: Plan) -> int:
         """Shares in every topped-up sum; also the number of messages that the default γ makes room for."""
+        if self.most is not None:
+            return self.most
         found = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
         return max(min(found, plan.sampler.clients), self._n_min(plan) + plan.colluders)
 

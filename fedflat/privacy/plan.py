@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
@@ -39,6 +39,20 @@ class Accounted(Protocol):
 
     def record(self, plan: Plan) -> dict[str, Any]:
         """What the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
+
+
+@runtime_checkable
+class Drawn(Protocol):
+    """A mechanism whose rounds are made of several cohort draws, each an event of its own (ae-dpfl)."""
+
+    def draws(self, plan: Plan, round: int) -> range:
+        """The cohort draws of a round, numbered through the run."""
+
+    def sensitivity(self, plan: Plan) -> float:
+        """Of the sum of one draw's messages."""
+
+    def std(self, plan: Plan) -> float:
+        """Of the noise on one draw's sum."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,8 @@ class Plan:
 
     def sensitivity(self, bound: float) -> float:
         """Sensitivity of the sum when every message has norm ≤ ``bound``: C under add-remove, 2C under replace-one."""
+        if isinstance(self.mechanism, Drawn):
+            return self.mechanism.sensitivity(self)
         return bound * (2 if self.relation == "replace-one" else 1)
 
     @property
@@ -118,6 +134,8 @@ class Plan:
 
         distributed: of n_min shares together, so each client adds std²/n_min of variance; local: of each client.
         """
+        if isinstance(self.mechanism, Drawn):
+            return self.mechanism.std(self)
         return self.effective_multiplier * bound if self.effective_multiplier > 0 else 0.0
 
     def event(self) -> Any:
@@ -163,15 +181,37 @@ class Plan:
         larger = self.simulated()
         return None if larger is None else larger.epsilon(rounds)
 
-    def rounds_within_budget(self) -> int:
+    def rounds_within_budget(self, again: int = 0) -> int:
         """The most rounds t ≤ T whose ε(t) stays within the budget; T without a budget.
 
-        With noise_cohort the budget is that of the simulated system, for which σ was chosen.
+        again: events charged a second time, beside one per round. With noise_cohort the budget is that of the simulated
+        system, for which σ was chosen.
         """
         if self.budget is None or not self.private:
             return self.rounds
         budget, measured = self.budget, self.simulated() or self
-        return largest(lambda rounds: measured.epsilon(rounds) <= budget, self.rounds)
+        return largest(lambda rounds: measured.epsilon(rounds + again) <= budget, self.rounds)
+
+    def releases(self, shares: int) -> bool:
+        """Whether a sum of ``shares`` surviving messages may leave secure aggregation; another round is aborted.
+
+        distributed: n_min honest shares must be in it, and no more than a topped-up sum has room for.
+        """
+        if self.cohort_min is None:
+            return True
+        most = getattr(self.mechanism, "most", None)
+        return shares - self.colluders >= self.cohort_min and (most is None or shares <= most)
+
+    def draws(self, round: int) -> range:
+        """The cohort draws of a round, numbered through the run: one per round, but for votes."""
+        return self.mechanism.draws(self, round) if isinstance(self.mechanism, Drawn) else range(round, round + 1)
+
+    def records(self, round: int, clip: float) -> list[dict[str, Any]]:
+        """The ledger's lines for a round: one for each cohort draw."""
+        line = self.record(round, clip)
+        if not isinstance(self.mechanism, Drawn):
+            return [line]
+        return [{**line, "draw": draw} for draw in self.draws(round)]
 
     def record(self, round: int, clip: float) -> dict[str, Any]:
         """The ledger's line for one round, JSON-able (inf as None): enough to recompute ε with another library.

@@ -1,0 +1,114 @@
+"""Running sums of a round's messages: clip, then add. The plain sum, and the sum on whole numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import RunError
+from fedflat.core.types import Aggregate, Clip
+from fedflat.engine.parts import Encoder
+
+
+class Accumulator:
+    """Adds messages as they come: clip, then running float64 sum. Memory is O(d), not O(cohort)."""
+
+    def __init__(
+        self, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int, weighted: bool = False
+    ) -> None:
+        self.clip, self.threshold, self.tensors, self.dimension = clip, threshold, tensors, dimension
+        self.weighted = weighted
+        self.total = torch.zeros(dimension, dtype=torch.float64)
+        self._norms: list[Tensor] = []
+        self._factors: list[Tensor] = []
+        self._stats: dict[str, list[Tensor]] = {}
+        self.weight = 0.0
+
+    @property
+    def divisor(self) -> float | None:
+        """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
+        return max(self.weight, 1.0) if self.weighted else None
+
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> None:
+        """Clip messages ``(n, d)`` and add them. A message that is not finite, or of the wrong length, counts as zero.
+
+        stats: named facts ``(n,)`` of the clients, private to the simulation.
+        sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
+        twins and of published procedures.
+        """
+        messages = torch.atleast_2d(messages.detach())
+        if messages.shape[-1] != self.dimension or not messages.is_floating_point():
+            messages = torch.full((messages.shape[0], self.dimension), math.nan)
+        norms, factors = self.clip.factors(messages, self.threshold, self.tensors)
+        finite = torch.isfinite(norms)
+        self._norms.append(norms.cpu())
+        self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).cpu())
+        self._note(stats)
+        if self.weighted:
+            weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
+            self.weight += float(weights.sum())
+            factors = factors * (weights if factors.dim() == 1 else weights[:, None])
+        if not bool(finite.all()):
+            messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
+        self._sum(messages, factors)
+
+    def _note(self, stats: Mapping[str, Tensor] | None) -> None:
+        for name, values in (stats or {}).items():
+            self._stats.setdefault(name, []).append(torch.atleast_1d(values).double().cpu())
+
+    def _sum(self, messages: Tensor, factors: Tensor) -> None:
+        """total += Σ factor·message, each product and sum in float64."""
+        if factors.dim() == 1:
+            if len(messages) == 1:
+                self.total.add_(messages[0].to(self.total.device), alpha=float(factors[0]))
+            else:
+                self.total += (factors @ messages.double()).to(self.total.device)
+            return
+        for where, part in zip(self.tensors, factors.T):
+            self.total[where] += (part @ messages[:, where].double()).to(self.total.device)
+
+    def add_sum(self, total: Tensor, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None = None) -> None:
+        """Add a block whose clipped sum a back end already formed (low-rank form, worker processes)."""
+        self.total += total.to(self.total)
+        self._norms.append(norms.cpu())
+        self._factors.append(factors.cpu())
+        self._note(stats)
+
+    def result(self) -> Aggregate:
+        """The aggregate so far."""
+        norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
+        factors = torch.cat(self._factors) if self._factors else torch.zeros(0, dtype=torch.float64)
+        bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel())
+        means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
+        return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
+
+
+class GridAccumulator(Accumulator):
+    """Clips as the plain sum does; the mechanism's encoder adds the clipped messages up exactly."""
+
+    def __init__(
+        self, encoder: Encoder, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int
+    ) -> None:
+        super().__init__(clip, threshold, tensors, dimension)
+        self.encoder = encoder
+
+    def _sum(self, messages: Tensor, factors: Tensor) -> None:
+        super()._sum(messages, factors)
+        if factors.dim() == 1:
+            self.encoder.add(messages.double() * factors[:, None])
+            return
+        clipped = [messages[:, where].double() * part[:, None] for where, part in zip(self.tensors, factors.T)]
+        self.encoder.add(torch.cat(clipped, 1))
+
+    def add_sum(self, total: Tensor, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None = None) -> None:
+        """Refused: each message is put on the grid by itself."""
+        raise RunError("engine.backend: this mechanism encodes each message; no back end may form sums.")
+
+    def result(self) -> Aggregate:
+        """The aggregate so far, with its whole-number sum."""
+        found, value = super().result(), self.encoder.value()
+        return replace(found, total=found.total if value is None else value, exact=self.encoder.total.copy())
