@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedflat import published, voting
 from fedflat.algorithms import ALGORITHMS, Factory
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
@@ -22,17 +23,18 @@ from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import simulation_key
 from fedflat.core.types import Algorithm, Clip, Local
 from fedflat.data.clients import Federated, from_pairs, hold_back
-from fedflat.engine.choose import backend_for, threads_for
+from fedflat.engine.choose import backend_for, one_thread
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.train import Evaluation, Job, Outcome, Record, final_module, train
+from fedflat.engine.resident import keep_freed_memory, resident
+from fedflat.engine.train import Backend, Evaluation, Job, Outcome, Record, final_module, train
 from fedflat.pieces import clipping
 from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.server import optimizer
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.statement import statement
+from fedflat.privacy.statement import rounds_charged, statement
 from fedflat.recipe import ClipSection, Recipe
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
@@ -87,7 +89,7 @@ def run(
         raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
     if on_start is not None:
         on_start(job)
-    with threads_for(job.backend, job.parts.layout.size):
+    with one_thread():
         outcome = train(job, resume=resume, on_round=on_round, should_stop=should_stop)
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
@@ -118,12 +120,17 @@ def prepare(
     method = algorithm_of(recipe, algorithm)
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
         plan_of(recipe, method, recipe.data.clients)
-    data = data_of(recipe, clients, test) if data is None else data
+    data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
+    queries = None
+    if method.kind == "votes":
+        data, queries = voting.split(recipe, method, data, given)
     plan = plan_of(recipe, method, data.clients)
     module = _module(recipe, model, data)
+    data = resident(data, module)
     layout = layout_of(module, method.head)
     local = local_of(recipe, method, data)
-    clip, threshold = clip_of(recipe, method, layout)
+    as_published = published.applies(recipe, method)
+    clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
     parts = Parts(
         algorithm=method,
         plan=plan,
@@ -134,12 +141,14 @@ def prepare(
         layout=layout,
         weighted=_weighted(recipe, method),
     )
+    if as_published:
+        parts = published.parts_of(parts)
     problem = ModuleProblem(module, layout)
-    return Job(
+    job = Job(
         parts=parts,
         data=data,
         problem=problem,
-        backend=backend_for(recipe.engine.backend, recipe.engine.block, parts, problem, data, recipe.seed),
+        backend=_backend(recipe, parts, problem, data),
         first=flatten(module, layout),
         threshold=threshold,
         seed=recipe.seed,
@@ -147,6 +156,7 @@ def prepare(
         evaluation=Evaluation(**recipe.evaluation.model_dump()),
         fingerprint=_fingerprint(settled(recipe, plan, local, data.clients), data, layout),
     )
+    return job if queries is None else voting.with_votes(job, recipe, queries)
 
 
 def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
@@ -187,15 +197,18 @@ def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federat
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     """The privacy plan of a recipe with M = ``clients``."""
+    if published.applies(recipe, method):
+        return published.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
     adaptive = isinstance(privacy.clip, ClipSection) and privacy.clip.kind == "adaptive"
     count_noise = privacy.clip.count_noise if isinstance(privacy.clip, ClipSection) else None
+    votes = voting.votes_plan(recipe, method) if method.kind == "votes" else None
     plan = build_plan(
         clients=clients,
         cohort_size=cohort.size,
         sampling=cohort.sampling,
         cohort_max=cohort.max,
-        cohort_min=cohort.min,
+        cohort_min=cohort.min if votes is None else voting.minimum(recipe, method, clients),
         max_participations=cohort.max_participations,
         rounds=recipe.rounds,
         noise_multiplier=privacy.noise_multiplier,
@@ -203,12 +216,14 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
         delta=privacy.delta,
         trust=privacy.trust,
         accountant=privacy.accountant,
-        protocol=privacy.protocol,
         noise_cohort=privacy.noise_cohort,
-        count_noise=count_noise,
-        adaptive=adaptive,
+        count_noise=count_noise if votes is None else None,
+        adaptive=adaptive and votes is None,
         private=method.private,
+        mechanism=votes,
     )
+    if votes is not None:
+        plan = voting.with_draws(plan, votes, recipe)
     if privacy.budget is not None:
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
     return plan
@@ -231,6 +246,7 @@ def local_of(recipe: Recipe, method: Algorithm, data: Federated) -> Local:
         lr_decay=local.lr_decay,
         weight_decay=local.weight_decay,
         max_grad_norm=local.max_grad_norm,
+        epochs=local.epochs if published.applies(recipe, method) else None,
     )
 
 
@@ -270,6 +286,12 @@ def _weighted(recipe: Recipe, method: Algorithm) -> bool:
             "server.weights", "samples", "uniform for a private method", hint="Weights n_i make the sensitivity depend on data sizes."
         )
     return recipe.server.weights == "samples"
+
+
+def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federated) -> Backend:
+    keep_freed_memory()
+    engine = recipe.engine
+    return backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
 
 
 def _module(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Module:
@@ -326,6 +348,9 @@ def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str,
     dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
     if plan.private:
         dump["privacy"] |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta, "epsilon": None, "budget": plan.budget}
+    if plan.protocol == "published":
+        for section, values in published.settled(plan, local.epochs).items():
+            dump[section] |= values
     return dump
 
 
@@ -345,12 +370,18 @@ def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-account
 
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
+    plan, asked = job.parts.plan, {}
+    facts = settled(recipe, plan, job.parts.local, job.data.clients)
+    if plan.protocol == "published":
+        asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
+        facts |= published.facts(plan)
     return statement(
-        job.parts.plan,
+        plan,
         rounds_run=outcome.state.round,
         algorithm=job.parts.algorithm.name,
-        facts=settled(recipe, job.parts.plan, job.parts.local, job.data.clients),
+        facts=facts,
         key_source="seed",
         entries=outcome.entries,
+        **asked,
     )
 

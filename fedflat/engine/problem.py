@@ -77,7 +77,7 @@ class ModuleProblem:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.module, self.layout = module, layout
         parameters = dict(module.named_parameters())
-        self._parameters = [parameters[name] for name in layout.names]
+        self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
         self._buffers = Buffers(module)
         self.module.train()
@@ -86,7 +86,7 @@ class ModuleProblem:
         """Let the parameters be views of ``weights`` ``(D,)``, the buffers w^0's."""
         self._buffers.restore()
         if weights.data_ptr() != self._bound.data_ptr():
-            for parameter, (_, view) in zip(self._parameters, self.layout.views(weights)):
+            for parameter, (_, view) in zip(self.parameters, self.layout.views(weights)):
                 parameter.data = view
             self._bound = weights  # keeps the storage alive, so that its address stays unique
 
@@ -94,9 +94,9 @@ class ModuleProblem:
         """Gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
         self.bind(weights)
         chosen = {
-            "all": self._parameters,
-            "shared": self._parameters[: self.layout.shared],
-            "personal": self._parameters[self.layout.shared :],
+            "all": self.parameters,
+            "shared": self.parameters[: self.layout.shared],
+            "personal": self.parameters[self.layout.shared :],
         }[part]
         losses, right = example_loss(self.module(batch.inputs), batch.targets)
         loss = weighted_mean(losses, batch.weights)

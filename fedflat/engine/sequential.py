@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedflat.core.checks import RunError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
-from fedflat.engine.client import train_client
+from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.heads import Heads
 from fedflat.engine.problem import ModuleProblem
@@ -31,20 +32,24 @@ class Sequential:
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train each client of the cohort (sorted ids) and add its message to the accumulator."""
-        order = Order(self.seed, broadcast.round, self.local.batch_size)
         for client in cohort.tolist():
-            rows = self.data.parts[client]
-            if len(rows) == 0:
+            size = len(self.data.parts[client])
+            if size == 0:
                 accumulator.add(torch.zeros(1, broadcast.shared.numel()), [0])
                 continue
-            feed = SingleFeed(self.data, client, order, rows)
-            weights = heads.whole(broadcast.shared, client)
-            try:
-                with seeded_torch(self.seed, "dropout", broadcast.round, client):
-                    result = train_client(self.algorithm, self.problem, broadcast, self.local, feed, weights)
-            except RuntimeError as error:
-                raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
+            result = self.one(client, broadcast, heads.whole(broadcast.shared, client))
             heads.keep(client, result.personal)
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
-            accumulator.add(result.message[None], [len(rows)], facts)
+            accumulator.add(result.message[None], [size], facts)
+
+    def one(self, client: int, broadcast: Broadcast, weights: Tensor) -> LocalResult:
+        """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten."""
+        rows = self.data.parts[client]
+        order = Order(self.seed, broadcast.round, self.local.batch_size)
+        feed = SingleFeed(self.data, client, order, rows)
+        try:
+            with seeded_torch(self.seed, "dropout", broadcast.round, client):
+                return train_client(self.algorithm, self.problem, broadcast, self.local.of(len(rows)), feed, weights)
+        except RuntimeError as error:
+            raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
 
