@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedflat.core.checks import in_range, whole
+from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
 from fedflat.pieces.gradients import blur, compose, pgn, sam
 from fedflat.pieces.masks import random_mask, top_mask
@@ -161,6 +161,31 @@ def _partial(
     return Algorithm(name, phases=(Phase(part="personal", steps=head_steps, lr=head_lr), shared), head=patterns)
 
 
+def ae_dpfl(
+    queries: int | None = None, public: str | None = None, labels_per_draw: int = 1, student_epochs: int = 20
+) -> Algorithm:
+    """AE-DPFL: noisy votes of local models on public examples train a student (Zhu et al. 2020; 004's baseline).
+
+    queries: labels in all, spread over the rounds (default: one cohort draw a round). public: ``held-out`` (default:
+    training examples never given to a client), ``test``, or a data set's name, hub id or path. labels_per_draw: Q.
+    """
+    whole("algorithm.labels_per_draw", labels_per_draw, 1)
+    whole("algorithm.student_epochs", student_epochs, 1)
+    if queries is not None:
+        whole("algorithm.queries", queries, 1)
+    if public is not None and not (isinstance(public, str) and public):
+        raise wrong("algorithm.public", public, "held-out, test, or the name, hub id or path of a data set")
+    keys = {"queries": queries, "public": public, "labels_per_draw": labels_per_draw, "student_epochs": student_epochs}
+    return Algorithm("ae-dpfl", kind="votes", options=keys)
+
+
+def ae_fl(
+    queries: int | None = None, public: str | None = None, labels_per_draw: int = 1, student_epochs: int = 20
+) -> Algorithm:
+    """AE-DPFL's votes without noise: the reference for its accuracy; no privacy."""
+    return replace(ae_dpfl(queries, public, labels_per_draw, student_epochs), name="ae-fl", private=False)
+
+
 def sam_over_blur(rho: float = 0.5, lam: float = 0.4) -> Algorithm:
     """SAM over BLUR: both passes include the penalty at the point evaluated."""
     return Algorithm("dp-fedsam-blur", phases=(Phase(rule=compose(sam(rho), blur(lam))),))
@@ -186,4 +211,6 @@ ALGORITHMS: dict[str, Factory] = {
     "centaur": centaur,
     "dp2-fedsam": dp2_fedsam,
     "p-fedsam": p_fedsam,
+    "ae-dpfl": ae_dpfl,
+    "ae-fl": ae_fl,
 }

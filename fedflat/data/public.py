@@ -1,0 +1,73 @@
+"""Unlabeled public examples, apart from every client's data (ae-dpfl's queries)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import wrong
+from fedflat.core.rng import stream
+from fedflat.data.clients import Federated
+
+HELD_OUT, TEST = "held-out", "test"
+
+
+def public_examples(
+    data: Federated, source: str, count: int, seed: int, dataset: str | None = None
+) -> tuple[Federated, Tensor]:
+    """The federation without the public examples, and the inputs ``(count, …)`` of those, in a seeded random order.
+
+    source: ``held-out`` takes examples of the training set away from the clients that hold them, before anything is
+    trained; so does the name of the recipe's own data set (``dataset``). ``test`` takes them from the public test set,
+    which is evaluated without them. Any other name, hub id or path is a data set of its own.
+
+    Raises:
+        InputError: held-out examples of clients that were given in Python (``dataset`` None); fewer examples than
+            ``count``, or examples of another shape.
+    """
+    if source in (dataset, HELD_OUT):
+        if dataset is None:
+            raise wrong("algorithm.public", source, f"{TEST} or a data set: the clients' own examples are not public")
+        return _held_out(data, count, seed)
+    return _from_test(data, count, seed) if source == TEST else (data, _elsewhere(data, source, count, seed))
+
+
+def _chosen(total: int, count: int, seed: int, where: str) -> np.ndarray:
+    if count > total:
+        raise wrong("algorithm.queries", count, f"at most {total}, the examples that {where} can spare")
+    return stream(seed, "public examples").permutation(total)[:count]
+
+
+def _held_out(data: Federated, count: int, seed: int) -> tuple[Federated, Tensor]:
+    rows = np.sort(np.concatenate(data.parts))
+    if count > len(rows) // 2:
+        raise wrong("algorithm.queries", count, f"at most {len(rows) // 2}, half of the training examples")
+    taken = rows[_chosen(len(rows), count, seed, "the training set")]
+    public = np.zeros(len(data.inputs), dtype=bool)
+    public[taken] = True
+    parts = tuple(part[~public[part]] for part in data.parts)
+    return dataclasses.replace(data, parts=parts), data.inputs[torch.from_numpy(taken)]
+
+
+def _from_test(data: Federated, count: int, seed: int) -> tuple[Federated, Tensor]:
+    if data.test_inputs is None or data.test_targets is None:
+        raise wrong("algorithm.public", TEST, "a data set: this federation has no public test set")
+    taken = torch.from_numpy(_chosen(max(len(data.test_inputs) - 1, 0), count, seed, "the public test set"))
+    kept = torch.ones(len(data.test_inputs), dtype=torch.bool)
+    kept[taken] = False
+    rest = dataclasses.replace(data, test_inputs=data.test_inputs[kept], test_targets=data.test_targets[kept])
+    return rest, data.test_inputs[taken]
+
+
+def _elsewhere(data: Federated, source: str, count: int, seed: int) -> Tensor:
+    from fedflat.data.sources import load
+
+    found = load({"dataset": source, "clients": 1}, seed)
+    same = found.input_shape == data.input_shape and found.inputs.dtype == data.inputs.dtype
+    if not same:
+        shape = f"examples of shape {found.input_shape}"
+        raise wrong("algorithm.public", f"{source} ({shape})", f"examples of shape {data.input_shape} of the same kind")
+    return found.inputs[torch.from_numpy(_chosen(len(found.inputs), count, seed, source))]

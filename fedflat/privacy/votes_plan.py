@@ -1,0 +1,70 @@
+"""Noisy votes (ae-dpfl) as a plan's mechanism: how many cohort draws a round makes, and what each of them spends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fedflat.privacy.trust import Guarantee, Terms, guarantees
+
+if TYPE_CHECKING:
+    from fedflat.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class VotesPlan:
+    """`fedflat.privacy.plan.Accounted` for one-hot votes of Q labels per cohort draw (algorithms.md, ae-dpfl).
+
+    σ is the noise std per class, in votes. One draw is PoissonSampled(q, Gaussian(σ/√Q)): its Q·V votes of one client
+    have norm √Q. Under replace-one Q ones move, so the sensitivity is √(2Q), not 2√Q.
+
+    labels: Q. total: cohort draws of the whole run, spread evenly over the plan's rounds. relation: as the cohort law
+    and the trust model earn it.
+    """
+
+    labels: int
+    total: int
+    relation: str = "add-remove"
+    name: str = "votes"
+
+    def draws(self, plan: Plan, round: int) -> range:
+        """The cohort draws of a round, numbered through the run."""
+        return range(self.spent(plan, round), self.spent(plan, round + 1))
+
+    def spent(self, plan: Plan, rounds: int) -> int:
+        """Draws made after so many rounds; beyond the planned rounds at the same pace, rounded up."""
+        if rounds <= plan.rounds:
+            return self.total * rounds // max(plan.rounds, 1)
+        return -(-self.total * rounds // max(plan.rounds, 1))
+
+    def sensitivity(self, plan: Plan) -> float:
+        """√Q under add-remove, √(2Q) under replace-one."""
+        return math.sqrt(self.labels * (2 if self.relation == "replace-one" else 1))
+
+    def std(self, plan: Plan) -> float:
+        """σ: std of the noise on each class's count."""
+        return plan.event_multiplier
+
+    def terms(self, plan: Plan) -> Terms:
+        """The Gaussian account of one draw; its multiplier is scaled so that std / sensitivity is the drawn one."""
+        base = plan.terms
+        return dataclasses.replace(base, multiplier=base.factor * self.std(plan) / self.sensitivity(plan))
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Towards each adversary after all draws of `rounds` rounds."""
+        return guarantees(self.terms(plan), self.spent(plan, rounds))
+
+    def event(self, plan: Plan) -> Any:
+        """One cohort draw."""
+        import dp_accounting
+
+        multiplier = self.std(plan) / self.sensitivity(plan)
+        if multiplier == 0:
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.GaussianDpEvent(multiplier) if plan.trust == "local" else plan.sampler.event(multiplier)
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """Q; std and sensitivity are in the plan's own fields."""
+        return {"labels_per_draw": self.labels}
