@@ -368,10 +368,23 @@ def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-account
     return found
 
 
+def _stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
+    """The public facts that the statement puts into sentences of its own."""
+    method, clip = job.parts.algorithm, recipe.privacy.clip
+    shown = clip.model_dump(exclude_none=True) if isinstance(clip, ClipSection) else clip
+    return {
+        "clip": shown if method.private else None,
+        "secure": recipe.privacy.secure,
+        "personal": method.head is not None,
+        "finetuned": method.finetune is not None,
+        "public_data": job.data.test_inputs is not None,
+    }
+
+
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
-    facts = settled(recipe, plan, job.parts.local, job.data.clients)
+    facts = settled(recipe, plan, job.parts.local, job.data.clients) | _stated_facts(recipe, job)
     if plan.protocol == "published":
         asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
         facts |= published.facts(plan)
