@@ -161,9 +161,9 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
     low, high = _bracket(epsilon_of, target, start)
     aim = math.log(target) + math.log1p(-TOLERANCE / 2)
     (x0, y0), (x1, y1) = low, high
-    for step in range(200):
-        if y1 >= math.log(target) + math.log1p(-TOLERANCE) or x1 - x0 < 1e-7:
-            break
+    step = 0
+    while y1 < math.log(target) + math.log1p(-TOLERANCE) and x1 - x0 >= 1e-7:
+        step += 1  # every fourth step halves the bracket, so this ends
         smooth = math.isfinite(y0) and math.isfinite(y1) and step % 4 != 3
         share = (y0 - aim) / (y0 - y1) if smooth else 0.5
         x = x0 + (x1 - x0) * min(max(share, 1e-4), 1 - 1e-4)
@@ -187,19 +187,18 @@ def _bracket(
     x, goal = math.log(start), math.log(target)
     enough = found <= goal
     stride = 0.02
-    for _ in range(60):
+    while True:
         # ε falls about as fast as 1/σ: step past the target by a little, then ever further.
         reach = abs(found - goal) * 1.2 if math.isfinite(found) else 0.0
         other = x - max(stride, min(reach, 1.0)) if enough else x + max(stride, min(reach, 1.0))
         if other > math.log(1e7):
-            break
+            raise wrong("privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
         value = _log(epsilon_of(math.exp(other)))
         if (value <= goal) != enough:
             return ((other, value), (x, found)) if enough else ((x, found), (other, value))
         x, found, stride = other, value, stride * 2
         if enough and x < math.log(1e-6):
             return (x - 1, math.inf), (x, found)
-    raise wrong("privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
 
 
 def rounds_for(*, epsilon: float, most: int = 10**6, **setting: Any) -> int:

@@ -227,7 +227,7 @@ def test_known_schedules_average_delta_over_participations(rounds: int, q: float
 
 def test_known_schedules_at_the_ends() -> None:
     assert schedule_epsilon(10, 0.1, 0.0, 1e-3) == math.inf
-    assert schedule_epsilon(1, 1e-9, 0.1, 1e-2) == 0.0
+    assert schedule_epsilon(1, 1e-9, 0.1, 1e-2) == schedule_epsilon(0, 0.5, 0.1, 1e-2) == 0.0
     assert schedule_epsilon(5, 1.0, 2.0, 1e-4) == pytest.approx(gaussian_epsilon(math.sqrt(5) / 2, 1e-4), rel=1e-4)
 
 
