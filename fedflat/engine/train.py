@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,24 +158,30 @@ class MemoryLedger:
 def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tuple[RoundState, Record, Record]:
     """One round from the secret cohort to the evaluated new state."""
     began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
-    cohort = select_cohort(parts, job.key, state.round)
     public = None if job.public_update is None else lambda: job.public_update(state.shared)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
     accumulator = accumulator_of(parts, broadcast, job.key)
-    clock("cohort and broadcast")
-    job.backend.train(cohort, broadcast, accumulator, heads)
-    clock("local training, clip and sum")
+    for draw in parts.plan.draws(state.round):
+        cohort = select_cohort(parts, job.key, draw)
+        clock("cohort and broadcast")
+        job.backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
+        clock("local training, clip and sum")
     aggregate = accumulator.result()
     new, info = finish_round(parts, state, broadcast, aggregate, job.key, ledger.append, divisor=accumulator.divisor)
     clock("noise, ledger and server")
     released, hidden = dict(info.released), {"round": state.round, **info.private}
     plan = parts.plan
     released["epsilon"] = plan.epsilon(new.round) if plan.private else math.inf
+    claimed = getattr(plan.mechanism, "claimed", None)  # published procedures: never without the proven ε beside it
+    if claimed is not None:
+        released["claimed_epsilon"] = claimed(plan, new.round)
     public_facts, private_facts = _evaluate(job, new, heads)
     clock("evaluation")
     released |= public_facts
     released["seconds"] = time.perf_counter() - began
-    order = ("round", "epsilon", "clip", "test_loss", "test_accuracy")
+    order = ["round", "epsilon", "clip", "test_loss", "test_accuracy"]
+    if claimed is not None:
+        order.insert(2, "claimed_epsilon")
     released = {k: released.get(k) for k in order} | {k: v for k, v in released.items() if k not in order}
     return new, released, hidden | private_facts
 

@@ -21,11 +21,11 @@ from fedflat.core.checks import RunError
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, ServerView
 from fedflat.data.clients import Federated
+from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import train_client
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.heads import Heads
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.accumulate import Accumulator
 
 NO_LABEL = -1
 CACHE_BYTES = 256 * 2**20
