@@ -22,10 +22,11 @@ app = typer.Typer(
 
 
 def _assemble() -> None:
-    from fedflat.commands import catalogue, privacy, training
+    from fedflat.commands import audit, catalogue, privacy, training
 
     training.add_to(app)
     privacy.add_to(app)
+    audit.add_to(app)
     catalogue.add_to(app)
 
 

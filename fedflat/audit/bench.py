@@ -6,6 +6,7 @@ transforms of the method turn a chosen direction into the message that the metho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -177,9 +178,12 @@ def prepare_job(
 def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) -> World:
     """Broadcast, local training, clip and sum of a round; ``canary`` None: world 0, the client removed.
 
-    The cohort comes from the real sampler: at q = 1 everybody. The last client is the canary.
+    The cohort comes from the real sampler: at q = 1 everybody. The last client is the canary. Where clients bring the
+    noise (trust distributed, local), a removed client's slot still sends its share of it, and a zero update.
     """
     parts = bench.parts
+    if canary is None and parts.plan.trust != "central":
+        canary = Client(torch.full_like(bench.state.shared, math.nan))
     cohort = select_cohort(parts, key, bench.state.round)
     broadcast = broadcast_of(parts, bench.state, bench.seed)
     accumulator = accumulator_of(parts, broadcast, key)

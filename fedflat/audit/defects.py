@@ -23,8 +23,8 @@ from fedflat.audit.result import AuditResult
 from fedflat.core.checks import one_of
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip
+from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.round import Accumulator
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Job
 from fedflat.privacy.gaussian import gaussian_epsilon
@@ -93,9 +93,9 @@ class MaskAfterNoise:
         scale = (torch.as_tensor(aggregate.stats["kept"]) / self.clients).sqrt()
         return drawn * scale.repeat(drawn.numel() // scale.numel())
 
-    def count_noise(self, key: bytes, round: int) -> float:
-        """None."""
-        return 0.0
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """As the real mechanism."""
+        return float(self.real.noisy_count(key, round, aggregate))
 
 
 class _Realised(Accumulator):
@@ -122,9 +122,9 @@ class RealisedDenominator:
         drawn: Tensor = self.real.noise(*arguments)
         return drawn
 
-    def count_noise(self, key: bytes, round: int) -> float:
-        """None."""
-        return 0.0
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """As the real mechanism."""
+        return float(self.real.noisy_count(key, round, aggregate))
 
 
 class LeakyModel(AuditModel):
@@ -143,11 +143,21 @@ class LeakyModel(AuditModel):
         return super().forward(inputs)
 
 
+class KeepsBuffers(ModuleProblem):
+    """Leaves the running mean as training left it; the real one puts w^0's back."""
+
+    def bind(self, weights: Tensor) -> None:
+        """As the real one, but for the buffer."""
+        seen = self.module.seen.clone()  # type: ignore[operator]
+        super().bind(weights)
+        self.module.seen = seen
+
+
 def leaky_job(inputs: Tensor | None) -> Job:
-    """A real job whose module was put in after the check that refuses it."""
+    """A real job whose module was put in after the check that refuses it, and keeps its buffers."""
     job = prepare_job("dp-fedavg", inputs=inputs)
     module: nn.Module = LeakyModel()
-    job.problem = ModuleProblem(module, layout_of(module, None))
+    job.problem = KeepsBuffers(module, layout_of(module, None))
     job.first = flatten(module, job.parts.layout)
     job.backend = Sequential(job.parts.algorithm, job.problem, job.parts.local, job.data, job.seed)
     return job

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.audit.bench import ENTRIES, AuditModel, Bench, World, prepare_job
+from fedflat.audit.bench import ENTRIES, Bench, World, prepare_job
 from fedflat.audit.canaries import canaries_for
 from fedflat.audit.releases import Neighbours, coupled_difference, run_key
-from fedflat.core.params import Layout
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.engine.train import Job, final_module, train
 
@@ -49,11 +48,12 @@ def _differences(neighbours: Neighbours) -> list[str]:
     key = run_key(0, "exact", 0)
     zero, one = neighbours.world(False, key), neighbours.world(True, key)
     limit = _allowed(bench, zero.broadcast.clip)
-    random = not torch.equal(one.aggregate.total, neighbours.world(True, run_key(1, "exact", 0)).aggregate.total)
+    again = neighbours.world(True, run_key(1, "exact", 0)).aggregate.total
+    random = zero.aggregate.exact is not None or not torch.equal(one.aggregate.total, again)
     moved = float(torch.linalg.vector_norm(one.aggregate.total - zero.aggregate.total))
     if moved > limit * (1 + ROUNDING) and not random:
         faults.append(f"the noiseless sum moves by {moved:.4g}, more than the sensitivity {limit:.4g}")
-    if random:  # clients bring noise of their own: their worlds cannot be coupled, the audit by sampling remains
+    if random:  # messages rounded or noised by their clients: worlds cannot be coupled, the sampled audit remains
         return faults
     plain = replace(bench.parts.algorithm, server=())
     bare = Neighbours(bench.changed(algorithm=plain, optimizer=_add), neighbours.others, neighbours.canary)
@@ -118,16 +118,12 @@ def outside_faults(make: Callable[[Tensor | None], Job]) -> list[str]:
 
     make: inputs ``(12,)`` of the last client -> a fresh job.
     """
-    before = {name: value.clone() for name, value in AuditModel().state_dict().items()}
     job = make(torch.full((ENTRIES,), 1e6))
+    before = {name: value.clone() for name, value in job.problem.module.state_dict().items()}
     after = final_module(job, train(job)).state_dict()
-    shared = _shared_names(job.parts.layout)
+    shared = job.parts.layout.names[: job.parts.layout.shared]
     return [
         f"{name} is released and is not w^0's: it depends on clients' data outside the clipped sum"
         for name, value in after.items()
         if name not in shared and not (name in before and torch.equal(value, before[name]))
     ]
-
-
-def _shared_names(layout: Layout) -> set[str]:
-    return set(layout.names[: layout.shared])

@@ -85,19 +85,24 @@ def table(results: Iterable[AuditResult]) -> str:
     for result in found:
         number = result.estimate if result.lower_bound is None else result.lower_bound
         shown = f"{'≈' if result.lower_bound is None else '≥'} {number:.2f}"
-        lines.append(
-            f"{result.method:22.22} {_short(result.claimed):>8} {_short(result.proven):>8} {shown:>9}  {_verdict(result)}"
-        )
+        numbers = f"{_short(result.claimed):>8} {_short(result.proven):>8} {shown:>9}"
+        lines.append(f"{result.method:22.22} {numbers}  {_verdict(result)}")
         at = "no confidence level" if result.confidence is None else f"confidence {_percent(result.confidence)}"
         lines += _wrapped(f"{result.kind}: {result.canary}; {result.statistic}; {at}", "    ")
-        lines += [line for fault in result.violations[:3] for line in _wrapped(f"contract 2b: {fault}", "    ")]
-        if len(result.violations) > 3:
-            lines.append(f"    contract 2b: and {len(result.violations) - 3} more")
+        lines += _contract(result)
     for kind in dict.fromkeys(result.kind for result in found):
         chosen = next(result for result in found if result.kind == kind)
         lines += ["", f"What {kind} rests on:"]
         lines += [line for text in chosen.assumptions for line in _wrapped(text, "  ")]
     return "\n".join(lines)
+
+
+def _contract(result: AuditResult) -> list[str]:
+    """The exact contract 2b beside the bound: the first fault, and how many more."""
+    if not result.violations:
+        return []
+    more = f" (and {len(result.violations) - 1} more)" if len(result.violations) > 1 else ""
+    return _wrapped(f"contract 2b broken: {result.violations[0]}{more}", "    ")
 
 
 def _verdict(result: AuditResult) -> str:
