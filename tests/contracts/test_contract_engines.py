@@ -1,0 +1,84 @@
+"""Contract 6, first half: back ends, block sizes and the order of clients change nothing but rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_federation import UPDATES, Fragile, clients, module, recipe, weights
+from torch import Tensor
+
+import fedflat
+
+ENGINES: list[dict[str, Any]] = [
+    {"backend": "sequential"},
+    {"backend": "vectorized", "block": 1},
+    {"backend": "vectorized", "block": 2},
+    {"backend": "vectorized", "block": 3},
+    {"backend": "vectorized"},
+    {"backend": "auto"},
+]
+
+
+def run(
+    method: str, engine: dict[str, Any], *, noise: float = 1.5, batch: int = 4, order: list[int] | None = None
+) -> Any:
+    """Noise on, minibatches, a cohort that changes: everything but the engine is the same in each run."""
+    changes = {
+        "rounds": 3,
+        "local": {"steps": 3, "batch_size": batch},
+        "cohort": {"size": 4.0} if order is None else {},
+        "privacy": {"noise_multiplier": noise},
+        "engine": engine,
+    }
+    federation = clients()
+    if order is not None:
+        federation = [federation[i] for i in order]
+    return fedflat.run(recipe(method, changes), model=module(), clients=federation)
+
+
+def heads(result: Any, order: list[int]) -> list[Tensor]:
+    """Heads by the clients' original numbers."""
+    return [result.heads[order.index(i)] for i in range(len(order)) if result.heads]
+
+
+@pytest.mark.parametrize("method", UPDATES)
+def test_every_engine_and_block_size_agrees(method: str) -> None:
+    first, *others = (run(method, engine) for engine in ENGINES)
+    for other in others:
+        torch.testing.assert_close(weights(other.model), weights(first.model), rtol=2e-5, atol=2e-6)
+        assert [r["cohort"] for r in other.private_history] == [r["cohort"] for r in first.private_history]
+        assert [r["train_loss"] for r in other.private_history] == pytest.approx(
+            [r["train_loss"] for r in first.private_history], rel=1e-4
+        )
+        assert sorted(other.heads) == sorted(first.heads)
+        for client, head in first.heads.items():
+            torch.testing.assert_close(other.heads[client], head, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("method", UPDATES)
+def test_the_same_run_twice_is_the_same_bit_for_bit(method: str) -> None:
+    for engine in ENGINES[0], ENGINES[3]:
+        assert torch.equal(weights(run(method, engine).model), weights(run(method, engine).model))
+
+
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[2]], ids=["sequential", "blocks of 2"])
+@pytest.mark.parametrize("method", UPDATES)
+def test_the_order_of_clients_does_not_matter(method: str, engine: dict[str, Any]) -> None:
+    """Everybody takes part with full batches; only a sum over clients is released, so their numbers mean nothing."""
+    same, order = [0, 1, 2, 3, 4], [3, 0, 4, 2, 1]
+    a = run(method, engine, batch=100, order=same)
+    b = run(method, engine, batch=100, order=order)
+    torch.testing.assert_close(weights(a.model), weights(b.model), rtol=2e-5, atol=2e-6)
+    for mine, theirs in zip(heads(a, same), heads(b, order)):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_a_run_changes_neither_the_callers_module_nor_torchs_generator() -> None:
+    network = Fragile()
+    before, state = {n: v.clone() for n, v in network.state_dict().items()}, torch.get_rng_state()
+    for engine in ENGINES[0], ENGINES[2]:
+        fedflat.run(recipe("dp2-fedsam", {"engine": engine}), model=network, clients=clients())
+    assert all(torch.equal(v, before[n]) for n, v in network.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,249 @@
+"""Contract 6, second half: killed at any moment and resumed, a run ends bit for bit as the run never killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedflat
+from fedflat.engine import checkpoint
+from fedflat.engine.folder import RunFolder, plain
+from fedflat.privacy.ledger import Ledger
+
+ROUNDS = 25
+FORK = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports for every kill
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _everything_is_imported() -> None:
+    fedflat.run(recipe("dp-fedavg") | {"rounds": 1})
+
+
+def recipe(method: str) -> dict[str, Any]:
+    personal = {"data": {"dataset": "digits", "clients": 10, "client_test_fraction": 0.2}}
+    plain = {"data": {"dataset": "digits", "clients": 10}}
+    return {
+        "seed": 3,
+        "rounds": ROUNDS,
+        **(personal if method == "dp2-fedsam" else plain),
+        "model": {"name": "mlp"},
+        "algorithm": {"name": method},
+        "local": {"steps": 3, "batch_size": 10, "lr": 0.1, "lr_decay": 0.99},
+        "cohort": {"size": 4},
+        "privacy": {
+            "clip": {"kind": "adaptive", "initial": 0.3, "count_noise": 2.0} if method == "dp-fedsam" else 0.3,
+            "noise_multiplier": 1.0,
+        },
+        "server": {"optimizer": "adam", "lr": 0.02} if method == "dp-fedpgn-ls" else {"momentum": 0.5},
+        "engine": {"backend": "sequential"},
+    }
+
+
+def start(method: str, folder: Path, resume: bool) -> BaseProcess:
+    process = FORK.Process(target=fedflat.run, args=(recipe(method),), kwargs={"out": folder, "resume": resume})
+    process.start()
+    return process
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; a torn last one is not yet written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def rounds_of(folder: Path) -> int:
+    return len(lines(folder / "metrics.jsonl"))
+
+
+def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in records]
+
+
+def nothing_unpaid(folder: Path) -> None:
+    """Whatever a killed run left behind, every released round is in the ledger."""
+    charged = {line["round"] for line in lines(folder / "ledger.jsonl") if "round" in line}
+    released = {line["round"] for line in lines(folder / "metrics.jsonl")}
+    saved = {int(path.stem.split("-")[1]) - 1 for path in (folder / "checkpoints").glob("round-*.safetensors")}
+    assert released <= charged
+    assert saved <= charged
+
+
+def kill_after(method: str, folder: Path, resume: bool, rounds: int, wait: float) -> bool:
+    """Start or resume, and SIGKILL a random moment after ``rounds`` rounds are done. Whether it was still running."""
+    process = start(method, folder, resume)
+    limit = time.monotonic() + 120
+    while process.is_alive() and rounds_of(folder) < rounds:
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+    time.sleep(wait)
+    running = process.is_alive()
+    process.kill()
+    process.join()
+    nothing_unpaid(folder)
+    return running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedpgn-ls", "dp2-fedsam", "fed-smp-topk"])
+def test_kill_and_resume_is_bit_for_bit(method: str, tmp_path: Path) -> None:
+    moments = random.Random(method)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    reference = start(method, whole, False)
+    kills = 0
+    for attempt, rounds in enumerate((1, 6, 14)):
+        kills += kill_after(method, killed, attempt > 0, rounds, moments.random() * 0.03)
+    assert kills >= 2
+    for process in (reference, start(method, killed, True)):
+        process.join(timeout=200)
+        assert process.exitcode == 0
+
+    name = f"checkpoints/round-{ROUNDS:06d}.safetensors"
+    expected, found = load_file(whole / name), load_file(killed / name)
+    assert sorted(expected) == sorted(found)
+    for key, tensor in expected.items():
+        assert torch.equal(tensor, found[key]), key
+    for file in ("metrics.jsonl", "private.jsonl"):
+        assert without_seconds(lines(whole / file)) == without_seconds(lines(killed / file)), file
+    ledgers_agree(whole, killed)
+    assert (whole / "recipe.yaml").read_bytes() == (killed / "recipe.yaml").read_bytes()
+    one, two = (json.loads((folder / "privacy.json").read_text()) for folder in (whole, killed))
+    assert one["proven_epsilon"] == two["proven_epsilon"]
+
+
+def ledgers_agree(whole: Path, killed: Path) -> None:
+    """One event per round, the same in both, in the same bytes."""
+    expected, found = ((folder / "ledger.jsonl").read_text() for folder in (whole, killed))
+    assert found == expected
+    assert [line["round"] for line in lines(killed / "ledger.jsonl") if "round" in line] == list(range(ROUNDS))
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    small = recipe("dp-fedavg") | {"rounds": 2}
+    first = fedflat.run(small, out=tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "privacy.json"}
+    again = fedflat.run(small, out=tmp_path / "run", resume=True)
+    after = {p.name: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "privacy.json"}
+    assert before == after
+    assert without_seconds(again.history) == without_seconds(first.history)
+    for a, b in zip(first.model.parameters(), again.model.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_another_recipe_cannot_resume_a_run(tmp_path: Path) -> None:
+    fedflat.run(recipe("dp-fedavg") | {"rounds": 1}, out=tmp_path / "run")
+    other = recipe("dp-fedavg") | {"rounds": 1, "seed": 4}
+    with pytest.raises(fedflat.InputError, match="--resume"):
+        fedflat.run(other, out=tmp_path / "run", resume=True)
+    with pytest.raises(fedflat.InputError, match="--out"):
+        fedflat.run(recipe("dp-fedavg"), out=tmp_path / "run")
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """A torn file costs rounds, never the run: the checkpoint before it is used, and the end is the same."""
+    small = recipe("dp-fedpgn-ls") | {"rounds": 4}
+    whole = fedflat.run(small, out=tmp_path / "whole")
+    count = 0
+
+    def stop() -> bool:
+        nonlocal count
+        count += 1
+        return count > 3
+
+    fedflat.run(small, out=tmp_path / "torn", should_stop=stop)
+    newest = sorted((tmp_path / "torn" / "checkpoints").glob("*.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:200])
+    found = fedflat.run(small, out=tmp_path / "torn", resume=True)
+    assert without_seconds(found.history) == without_seconds(whole.history)
+    for a, b in zip(whole.model.parameters(), found.model.parameters()):
+        assert torch.equal(a, b)
+    charged = [line["round"] for line in lines(tmp_path / "torn" / "ledger.jsonl") if "round" in line]
+    assert set(charged) == set(range(4))
+
+
+SHORT = 5
+
+
+def _killing(call: Any, after: bool, count: int) -> Any:
+    """``call``, with a SIGKILL just before or after its ``count``-th use."""
+    used = 0
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal used
+        used += 1
+        if used == count and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = call(*args, **kwargs)
+        if used == count and after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    return killed
+
+
+def _torn_line(folder: RunFolder, name: str, record: Any, count: list[int]) -> None:
+    count[0] += 1
+    text = json.dumps({"round": record["round"]})
+    with (folder.path / name).open("a") as file:
+        file.write(text[:-4] if count[0] == 5 else json.dumps(plain(record)) + "\n")
+    if count[0] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_the_child(point: str, folder: Path) -> None:
+    count = [0]
+    patches: dict[str, Any] = {
+        "before the ledger line": (Ledger, "append", _killing(Ledger.append, False, 3)),
+        "after the ledger line": (Ledger, "append", _killing(Ledger.append, True, 3)),
+        "between the metric files": (RunFolder, "_line", _killing(RunFolder._line, True, 5)),
+        "inside a metric line": (RunFolder, "_line", lambda f, name, record: _torn_line(f, name, record, count)),
+        "before the checkpoint": (checkpoint, "save", _killing(checkpoint.save, False, 3)),
+        "before the checkpoint has its name": (checkpoint.os, "replace", _killing(os.replace, False, 4)),
+        "after the checkpoint": (checkpoint, "save", _killing(checkpoint.save, True, 3)),
+    }
+    setattr(*patches[point])
+    fedflat.run(recipe("dp-fedpgn-ls") | {"rounds": SHORT}, out=folder)
+
+
+POINTS = [
+    "before the ledger line",
+    "after the ledger line",
+    "between the metric files",
+    "inside a metric line",
+    "before the checkpoint",
+    "before the checkpoint has its name",
+    "after the checkpoint",
+]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    fedflat.run(recipe("dp-fedpgn-ls") | {"rounds": SHORT}, out=folder)
+    return folder
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_between_any_two_writes(point: str, tmp_path: Path, whole_run: Path) -> None:
+    folder = tmp_path / "run"
+    process = FORK.Process(target=_in_the_child, args=(point, folder))
+    process.start()
+    process.join(timeout=100)
+    assert process.exitcode == -signal.SIGKILL
+    nothing_unpaid(folder)
+    fedflat.run(recipe("dp-fedpgn-ls") | {"rounds": SHORT}, out=folder, resume=True)
+    name = f"checkpoints/round-{SHORT:06d}.safetensors"
+    assert (folder / name).read_bytes() == (whole_run / name).read_bytes()
+    for file in ("metrics.jsonl", "private.jsonl"):
+        assert without_seconds(lines(folder / file)) == without_seconds(lines(whole_run / file))
+    assert (folder / "ledger.jsonl").read_bytes() == (whole_run / "ledger.jsonl").read_bytes()
