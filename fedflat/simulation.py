@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedflat import published, voting
+from fedflat import noising, published, voting
 from fedflat.algorithms import ALGORITHMS, Factory
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout, flatten, layout_of
-from fedflat.core.rng import simulation_key
+from fedflat.core.rng import fresh_key, simulation_key
 from fedflat.core.types import Algorithm, Clip, Local
 from fedflat.data.clients import Federated, from_pairs, hold_back
+from fedflat.engine import keys
 from fedflat.engine.choose import backend_for, one_thread
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
 from fedflat.engine.folder import replace as write_whole
@@ -31,7 +33,6 @@ from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resident import keep_freed_memory, resident
 from fedflat.engine.train import Backend, Evaluation, Job, Outcome, Record, final_module, train
 from fedflat.pieces import clipping
-from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.server import optimizer
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import rounds_charged, statement
@@ -87,6 +88,7 @@ def run(
         job.folder = _folder(Path(out), resume, parsed, job)
     elif resume:
         raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
+    job.key = _noise_key(parsed, job)
     if on_start is not None:
         on_start(job)
     with one_thread():
@@ -94,6 +96,8 @@ def run(
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
         write_whole(job.folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        if parsed.privacy.secure and outcome.complete:
+            keys.forget(_run_name(job.folder.path))
     return Result(
         model=final_module(job, outcome),
         history=outcome.history,
@@ -124,10 +128,10 @@ def prepare(
     queries = None
     if method.kind == "votes":
         data, queries = voting.split(recipe, method, data, given)
-    plan = plan_of(recipe, method, data.clients)
     module = _module(recipe, model, data)
     data = resident(data, module)
     layout = layout_of(module, method.head)
+    plan = plan_of(recipe, method, data.clients, layout.dimension)
     local = local_of(recipe, method, data)
     as_published = published.applies(recipe, method)
     clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
@@ -135,7 +139,7 @@ def prepare(
         algorithm=method,
         plan=plan,
         clip=clip,
-        mechanism=GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor), plan.count_noise or 0.0),
+        mechanism=noising.mechanism_of(recipe, plan),
         optimizer=optimizer(**_optimizer_options(recipe)),
         local=local,
         layout=layout,
@@ -143,7 +147,7 @@ def prepare(
     )
     if as_published:
         parts = published.parts_of(parts)
-    problem = ModuleProblem(module, layout)
+    problem = ModuleProblem(module, layout, "bf16" if recipe.engine.precision == "bf16" else "fp32")
     job = Job(
         parts=parts,
         data=data,
@@ -195,8 +199,9 @@ def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federat
     return load(recipe.data, recipe.seed)
 
 
-def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
-    """The privacy plan of a recipe with M = ``clients``."""
+def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:
+    """The privacy plan of a recipe with M = ``clients``; ``dimension`` d, where the model is known, is for ddgauss."""
+    noising.check(recipe, method)
     if published.applies(recipe, method):
         return published.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
@@ -214,14 +219,16 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
         noise_multiplier=privacy.noise_multiplier,
         epsilon=privacy.epsilon,
         delta=privacy.delta,
-        trust=privacy.trust,
+        trust=noising.trust_of(recipe, method),
+        colluders=cohort.colluders,
         accountant=privacy.accountant,
         noise_cohort=privacy.noise_cohort,
         count_noise=count_noise if votes is None else None,
         adaptive=adaptive and votes is None,
         private=method.private,
-        mechanism=votes,
+        mechanism=votes or noising.account_of(recipe, method, dimension),
     )
+    plan = noising.settle(plan)
     if votes is not None:
         plan = voting.with_draws(plan, votes, recipe)
     if privacy.budget is not None:
@@ -333,18 +340,47 @@ def _folder(path: Path, resume: bool, recipe: Recipe, job: Job) -> RunFolder:
     return RunFolder(path)
 
 
+def _noise_key(recipe: Recipe, job: Job) -> bytes:
+    """The key of cohorts and noise: a function of the seed, or with ``secure`` 256 bits kept outside the run's folder.
+
+    A run in memory keeps its key in memory. A resumed run whose key is gone gets a fresh one.
+    """
+    if not recipe.privacy.secure:
+        return job.key
+    if job.folder is None:
+        return fresh_key()
+    keys.check_outside(job.folder.path)
+    name = _run_name(job.folder.path)
+    found = keys.load(name)
+    return keys.create(name) if found is None else found
+
+
+def _run_name(path: Path) -> str:
+    """The random public name of a secure run, from its recipe.yaml."""
+    import yaml
+
+    found = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
+    name = (found.get("versions") or {}).get("run") if isinstance(found, dict) else None
+    if not isinstance(name, str):
+        raise wrong(f"{path / RECIPE}: versions.run", name, "the name that fedflat wrote")
+    return name
+
+
 def resolved(recipe: Recipe, job: Job) -> str:
     """recipe.yaml of a run: every default resolved, and the versions of what runs it."""
     import yaml
 
     dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
-    return yaml.safe_dump({**dump, "versions": versions()}, sort_keys=False, allow_unicode=True)
+    # A secure run's key file is found by a random name, so that a moved folder still resumes.
+    name = {"run": secrets.token_hex(16)} if recipe.privacy.secure else {}
+    return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
 
 
 def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str, Any]:
     """The recipe as a dict with what depends on the data and on calibration filled in; settling it again changes nothing."""
     dump = recipe.dump()
     dump["data"]["clients"] = clients
+    dump["privacy"]["trust"] = plan.trust
     dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
     if plan.private:
         dump["privacy"] |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta, "epsilon": None, "budget": plan.budget}
@@ -385,6 +421,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
     facts = settled(recipe, plan, job.parts.local, job.data.clients) | _stated_facts(recipe, job)
+    facts |= noising.facts(recipe, plan)
     if plan.protocol == "published":
         asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
         facts |= published.facts(plan)
@@ -393,7 +430,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
         rounds_run=outcome.state.round,
         algorithm=job.parts.algorithm.name,
         facts=facts,
-        key_source="seed",
+        key_source="os-entropy" if recipe.privacy.secure else "seed",
         entries=outcome.entries,
         **asked,
     )

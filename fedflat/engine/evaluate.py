@@ -33,7 +33,7 @@ def scores(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Ten
     with problem.evaluating(), torch.no_grad():
         for start in range(0, len(inputs), batch):
             end = start + batch
-            loss, accuracy = example_loss(problem.module(inputs[start:end]), targets[start:end])
+            loss, accuracy = example_loss(problem.logits(inputs[start:end]), targets[start:end])
             losses.append(loss)
             right.append(accuracy)
     return Scores(torch.cat(losses), torch.cat(right))

@@ -72,10 +72,11 @@ class ModuleProblem:
     """One client at a time on one module: the readable reference.
 
     The module's parameters are bound to views of whichever weight vector is asked for, so nothing is copied.
+    precision: fp32, or bf16 for the layers' arithmetic; weights, gradients, updates and the loss stay float32.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self.module, self.layout = module, layout
+    def __init__(self, module: nn.Module, layout: Layout, precision: str = "fp32") -> None:
+        self.module, self.layout, self.precision = module, layout, precision
         parameters = dict(module.named_parameters())
         self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
@@ -90,6 +91,13 @@ class ModuleProblem:
                 parameter.data = view
             self._bound = weights  # keeps the storage alive, so that its address stays unique
 
+    def logits(self, inputs: Tensor) -> Tensor:
+        """The module's output in float32."""
+        if self.precision == "fp32":
+            return self.module(inputs)  # type: ignore[no-any-return]
+        with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+            return self.module(inputs).float()  # type: ignore[no-any-return]
+
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
         self.bind(weights)
@@ -98,7 +106,7 @@ class ModuleProblem:
             "shared": self.parameters[: self.layout.shared],
             "personal": self.parameters[self.layout.shared :],
         }[part]
-        losses, right = example_loss(self.module(batch.inputs), batch.targets)
+        losses, right = example_loss(self.logits(batch.inputs), batch.targets)
         loss = weighted_mean(losses, batch.weights)
         grads = torch.autograd.grad(loss, chosen, allow_unused=True)
         flat = [torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for g, p in zip(grads, chosen)]

@@ -171,7 +171,7 @@ def _portable(problem: ModuleProblem) -> ModuleProblem:
     """A problem whose module can be sent to another process: parameters unbound from any shared vector."""
     import copy
 
-    return ModuleProblem(copy.deepcopy(problem.module), problem.layout)
+    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision)
 
 
 @contextlib.contextmanager
