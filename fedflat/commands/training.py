@@ -61,8 +61,8 @@ def run(
 
 
 def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:
+    from fedflat.report.endings import print_stages, print_summary
     from fedflat.report.html import write_report
-    from fedflat.report.progress import print_stages, print_summary
 
     page = write_report([folder], folder / "report.html")
     if as_json:
@@ -122,7 +122,8 @@ def compare(
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
     """
     from fedflat.experiment import compare as compare_settings
-    from fedflat.report.progress import ExperimentProgress, print_comparison
+    from fedflat.report.endings import print_comparison
+    from fedflat.report.progress import ExperimentProgress
 
     began = time.perf_counter()
     folder = out or Path("runs") / "compare"

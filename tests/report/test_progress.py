@@ -12,14 +12,8 @@ import pytest
 from rich.console import Console
 
 from fedflat.report import progress
-from fedflat.report.progress import (
-    ExperimentProgress,
-    Progress,
-    RunEvent,
-    print_comparison,
-    print_stages,
-    print_summary,
-)
+from fedflat.report.endings import print_comparison, print_stages, print_summary
+from fedflat.report.progress import ExperimentProgress, Progress, RunEvent
 
 RECIPE = SimpleNamespace(
     name="a-recipe-with-a-name-that-is-really-quite-long-for-a-terminal",
@@ -48,7 +42,9 @@ def run(shown: Progress, rounds: int, start: int = 0, **more: Any) -> None:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """An 80-column terminal whose output is kept."""
     out = io.StringIO()
-    monkeypatch.setattr(progress, "_console", lambda: Console(file=out, force_terminal=True, width=80, highlight=False))
+    monkeypatch.setattr(
+        progress, "console_now", lambda: Console(file=out, force_terminal=True, width=80, highlight=False)
+    )
     return out
 
 
