@@ -30,7 +30,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     if method.kind != "update":
         raise wrong("privacy.protocol", f"published for {method.name}", "sound")
     for where, found in (
-        ("privacy.trust", None if privacy.trust == "central" else privacy.trust),
+        ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
         ("privacy.secure", privacy.secure or None),
         ("privacy.noise_cohort", privacy.noise_cohort),
         ("cohort.max", cohort.max),

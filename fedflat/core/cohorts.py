@@ -1,7 +1,7 @@
 """How a round's cohort is drawn: the public law, the neighbouring relation it earns, and the draw itself.
 
 Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to
-``select``. The three laws live here rather than in ``pieces`` because the privacy accounts need them too;
+``select``. The laws live here rather than in ``pieces`` because the privacy accounts need them too;
 ``fedflat.pieces.samplers`` offers them beside the other pieces.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.rng import stream
 
 Ids = NDArray[np.int64]
 NAMES = ("poisson", "truncated", "fixed")
@@ -179,6 +181,68 @@ class Fixed:
         if self.size == self.clients:
             return plain
         return dp_accounting.SampledWithoutReplacementDpEvent(self.clients, int(self.size), plain)
+
+
+@dataclass(frozen=True)
+class FromRound:
+    """Exactly ``size`` clients, a function of the round number alone: a schedule that anyone can recompute.
+
+    For published procedures only (algorithms.md, item 5): nothing is secret, so nothing is amplified.
+
+    Raises:
+        InputError: unless size is a whole number in [1, clients].
+    """
+
+    clients: int
+    size: float
+
+    name = "round-number"
+    relation = "replace-one"
+
+    def __post_init__(self) -> None:
+        Fixed(self.clients, self.size)  # the same limits
+
+    @property
+    def q(self) -> float:
+        """Share of the population in each cohort; amplifies nothing here."""
+        return self.size / self.clients
+
+    def public_generator(self, round: int) -> np.random.Generator:
+        """What a round's cohort is drawn from, instead of the secret stream."""
+        return stream(0, "published cohort", round)
+
+    def select(self, generator: np.random.Generator) -> Ids:
+        """One cohort of exactly ``size`` ids, int64, ascending."""
+        return _subset(generator, self.clients, int(self.size))
+
+    def participations(self, rounds: int) -> Ids:
+        """In how many of the first ``rounds`` rounds each client takes part, int64 ``(clients,)``."""
+        counts = np.zeros(self.clients, dtype=np.int64)
+        for round in range(rounds):
+            counts[self.select(self.public_generator(round))] += 1
+        return counts
+
+    def busiest(self, rounds: int) -> int:
+        """The most of the first ``rounds`` rounds that any one client takes part in."""
+        if rounds == 0:
+            return 0
+        return _busiest(self, 1 << (rounds - 1).bit_length())[rounds - 1]
+
+    def event(self, multiplier: float) -> Any:
+        """dp-accounting's event of a round for a client that is in it."""
+        import dp_accounting
+
+        return dp_accounting.GaussianDpEvent(multiplier)
+
+
+@lru_cache(maxsize=64)
+def _busiest(sampler: FromRound, rounds: int) -> tuple[int, ...]:
+    """The busiest client's count after each of ``rounds`` rounds; kept, as a run asks after every round."""
+    counts, found = np.zeros(sampler.clients, dtype=np.int64), []
+    for round in range(rounds):
+        counts[sampler.select(sampler.public_generator(round))] += 1
+        found.append(int(counts.max()))
+    return tuple(found)
 
 
 def make_sampler(name: str, clients: int, size: float, maximum: int | None = None) -> Sampler:

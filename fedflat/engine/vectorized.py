@@ -36,8 +36,9 @@ class Vectorized:
         if empty:
             accumulator.add(torch.zeros(empty, broadcast.shared.numel()), [0] * empty)
         present = cohort[sizes > 0]
-        for start in range(0, len(present), self.block):
-            self._block(present[start : start + self.block], broadcast, accumulator, heads)
+        block = self.block if self.local.epochs is None else 1  # a block takes its steps together
+        for start in range(0, len(present), block):
+            self._block(present[start : start + block], broadcast, accumulator, heads)
 
     def _block(self, clients: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         order = Order(self.seed, broadcast.round, self.local.batch_size)
@@ -47,7 +48,8 @@ class Vectorized:
         else:
             weights = broadcast.shared.repeat(len(clients), 1)
         with seeded_torch(self.seed, "dropout", broadcast.round, int(clients[0])):
-            result = train_client(self.algorithm, self.problem, broadcast, self.local, feed, weights)
+            local = self.local.of(len(feed.rows[0]))
+            result = train_client(self.algorithm, self.problem, broadcast, local, feed, weights)
         for client, head in zip(clients, result.personal):
             heads.keep(int(client), head)
         sizes = [len(rows) for rows in feed.rows]

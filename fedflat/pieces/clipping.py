@@ -26,6 +26,11 @@ def norms_of(messages: Tensor) -> Tensor:
     return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, math.inf))
 
 
+def tensor_norms(messages: Tensor, tensors: tuple[slice, ...]) -> Tensor:
+    """L2 norms ``(n, L)`` in float64 of each tensor of messages ``(n, d)``; infinite where an entry is not finite."""
+    return torch.stack([norms_of(messages[:, where]) for where in tensors], dim=1)
+
+
 @dataclass(frozen=True)
 class WholeVector:
     """Clip the whole message: Δ ← Δ·min(1, C/‖Δ‖₂).
@@ -72,10 +77,56 @@ class PerTensor:
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
         norms = norms_of(messages)
-        pieces = torch.stack([norms_of(messages[:, where]) for where in tensors], dim=1)
         limits = torch.tensor(self.values, dtype=torch.float64, device=messages.device)
-        factors = _factor(pieces, limits)
+        factors = _factor(tensor_norms(messages, tensors), limits)
         return norms, factors * torch.isfinite(norms)[:, None]
+
+
+@dataclass(frozen=True)
+class EachTensor:
+    """Published item 1: every one of L tensors clipped to C on its own, so that a message's norm is up to C·√L.
+
+    The noise of that procedure is σC all the same, so the clip is for ``privacy.protocol: published`` only.
+    """
+
+    tensors: int
+
+    def bound(self, threshold: float) -> float:
+        """C·√L, which is true, whatever the noise was made for."""
+        return threshold * math.sqrt(self.tensors)
+
+    def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+        """C for every message ``(n,)``: what its noise is made for."""
+        return torch.full((len(messages),), threshold, dtype=torch.float64)
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
+        norms = norms_of(messages)
+        return norms, _factor(tensor_norms(messages, tensors), threshold) * torch.isfinite(norms)[:, None]
+
+
+@dataclass(frozen=True)
+class Median:
+    """Published item 2: each tensor clipped to the median of the client's own tensor norms ("median clipping").
+
+    The threshold follows the client's data, so nothing bounds a message: the bound is infinite, and no ε is proven.
+    """
+
+    def bound(self, threshold: float) -> float:
+        """Infinite."""
+        return math.inf
+
+    def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+        """Each message's own median ``(n,)``, the mean of the middle two where L is even; 0 for a broken message."""
+        pieces = tensor_norms(messages, tensors)
+        median = torch.quantile(torch.nan_to_num(pieces, posinf=0.0), 0.5, dim=1)
+        return torch.where(torch.isfinite(pieces).all(1), median, torch.zeros_like(median))
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
+        norms = norms_of(messages)
+        own = self.own_thresholds(messages, threshold, tensors)[:, None]
+        return norms, _factor(tensor_norms(messages, tensors), own) * torch.isfinite(norms)[:, None]
 
 
 @dataclass(frozen=True)

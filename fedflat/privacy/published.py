@@ -211,7 +211,9 @@ def paper_of(algorithm: str, given: str | None) -> str:
     if given is not None:
         return str(one_of("privacy.published", given, PAPERS))
     if algorithm not in PAPER_OF:
-        raise wrong("privacy.protocol", f"published for {algorithm}", "sound, or privacy.published: " + ", ".join(PAPERS))
+        raise wrong(
+            "privacy.protocol", f"published for {algorithm}", "sound, or privacy.published: " + ", ".join(PAPERS)
+        )
     return PAPER_OF[algorithm]
 
 

@@ -42,6 +42,7 @@ TRUST: dict[str, str] = {
     "distributed": "Clients add noise shares and only their sum is revealed (secure aggregation).",
     "local": "Nobody is trusted: each client adds its noise before it sends its update.",
 }
+TRUST_PUBLISHED = "Each client adds its own share of the noise; the server sees each noised message."
 ADJACENCY: dict[str, str] = {
     "add_remove": "add-remove (zero-out): two populations differ in one client, whose slot contributes nothing in one",
     "replace_one": "replace-one: two populations differ in the whole data of one client",
@@ -55,6 +56,7 @@ SAMPLING: dict[str, str] = {
     "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",
     "truncated": "Poisson with a cap on the cohort: clients over the cap are dropped at random; the draw is secret.",
     "fixed": "A cohort of fixed size, drawn without replacement in each round.",
+    "round-number": "A cohort of fixed size, drawn from the round number: a public schedule, which amplifies nothing.",
 }
 
 
@@ -120,7 +122,9 @@ def statement(
     guarantees: Sequence[Any] = ()
     if plan.protocol == "published":
         epsilon = proven
-        if proven is None or not math.isfinite(proven):
+        if proven is not None and math.isfinite(proven):
+            guarantees = _guarantees(plan, charged)[0] if plan.mechanism else ()
+        else:
             why.append("No finite ε is proven for the published procedure that ran.")
     else:
         guarantees, refused = _guarantees(plan, charged)
@@ -133,7 +137,7 @@ def statement(
         "unit": "client: all data that one client holds, over the whole run",
         "adjacency": _adjacency(guarantees),
         "trust": plan.trust,
-        "trust_model": TRUST[plan.trust],
+        "trust_model": TRUST_PUBLISHED if plan.protocol == "published" else TRUST[plan.trust],
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
         "sampling": _sampling(plan.sampler),
         "mechanism": _mechanism(plan, facts),
@@ -248,7 +252,7 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         )
     if not facts.get("secure"):
         found.append("Attacks on floating-point noise (privacy.secure: true withstands them).")
-    if plan.trust == "central":
+    if plan.trust == "central" and plan.protocol == "sound":
         found.append("The server itself, which sees every update under trust: central.")
     if plan.trust == "distributed":
         found.append("A server that breaks secure aggregation, or more colluding clients than were accounted for.")
