@@ -1,0 +1,145 @@
+"""Who may import whom, and what may not appear in the package at all: read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedflat
+
+ROOT = Path(fedflat.__file__).parent
+LOW = {"core"}
+ASSEMBLY = {"core", "privacy", "pieces", "data", "models", "engine", "algorithms", "recipe"}
+"""What the modules that turn a recipe into live objects may see."""
+
+MAY_IMPORT = {
+    "core": set(),
+    "privacy": LOW,
+    "pieces": LOW,
+    "data": LOW,
+    "models": LOW,
+    "analysis": LOW | {"privacy"},
+    "report": LOW | {"privacy"},
+    "engine": LOW | {"privacy", "data"},
+    "algorithms": LOW | {"pieces"},
+    "recipe": ASSEMBLY | {"report", "analysis"},
+}
+TOP = {"cli", "commands", "__main__"}
+NAMES_NOT_TO_USE = {"utils", "helpers", "common", "base", "manager"}
+
+
+def room(path: Path) -> str:
+    """The room of a file: the folder, or the module's own name at the top."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0]
+
+
+def imported(tree: ast.AST, path: Path) -> Iterator[list[str]]:
+    """Every import of the package in a file, those inside functions too, as the parts of the module's name."""
+    package = ["fedflat", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name.split(".") for name in node.names if name.name.split(".")[0] == "fedflat")
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".") if node.module else []
+            if node.level:
+                module = package[: len(package) - node.level + 1] + module
+            if module[:1] == ["fedflat"]:
+                yield from ([*module, name.name] for name in node.names)
+
+
+def layer_faults(sources: dict[Path, str]) -> list[str]:
+    """Imports that the table forbids, imports of the top, and pieces that import their siblings."""
+    faults = []
+    for path, text in sources.items():
+        mine = room(path)
+        for parts in imported(ast.parse(text), path):
+            other = parts[1] if len(parts) > 1 else ""
+            if mine in MAY_IMPORT and other != mine and other not in MAY_IMPORT[mine]:
+                faults.append(f"{path.relative_to(ROOT)} imports {'.'.join(parts)}")
+            if other in TOP and mine not in TOP:
+                faults.append(f"{path.relative_to(ROOT)} imports the command line")
+            if mine == "pieces" and other == "pieces":
+                faults.append(f"{path.relative_to(ROOT)} imports its sibling {'.'.join(parts)}")
+    return faults
+
+
+def habit_faults(sources: dict[Path, str]) -> list[str]:
+    """Global random generators, pickled data, asserts, and names that say nothing."""
+    faults = []
+    for path, text in sources.items():
+        where = str(path.relative_to(ROOT))
+        if path.stem in NAMES_NOT_TO_USE:
+            faults.append(f"{where}: a name that says nothing")
+        for node in ast.walk(ast.parse(text)):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Assert):
+                faults.append(f"{where}:{node.lineno}: assert")
+            if called in {"torch.load", "torch.save", "pickle.load", "pickle.loads", "eval", "exec"}:
+                faults.append(f"{where}:{node.lineno}: {called}")
+            seeds = {"np.random.seed", "numpy.random.seed", "random.seed", "torch.manual_seed", "np.random.default_rng"}
+            if called in seeds and where != "core/rng.py":
+                faults.append(f"{where}:{node.lineno}: {called}; use fedflat.core.rng.stream")
+    return faults
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+
+
+def test_imports_point_downwards(sources: dict[Path, str]) -> None:
+    assert layer_faults(sources) == []
+
+
+def test_no_bad_habits(sources: dict[Path, str]) -> None:
+    assert habit_faults(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("core/new.py", "from fedflat.privacy import plan"),
+        ("core/new.py", "def f():\n    import fedflat.engine.round"),
+        ("privacy/new.py", "from fedflat.pieces import clipping"),
+        ("pieces/new.py", "from fedflat.pieces.clipping import norms_of"),
+        ("pieces/new.py", "from .clipping import norms_of"),
+        ("engine/new.py", "from fedflat.pieces import clipping"),
+        ("algorithms.py", "from fedflat.engine import round"),
+        ("report/new.py", "from fedflat import engine"),
+        ("models/new.py", "from ..data import clients"),
+        ("simulation.py", "from fedflat.commands import training"),
+    ],
+)
+def test_a_forbidden_import_is_found(file: str, text: str) -> None:
+    assert len(layer_faults({ROOT / file: text})) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("engine/new.py", "import numpy as np\nnp.random.seed(0)"),
+        ("engine/new.py", "import torch\ntorch.manual_seed(0)"),
+        ("engine/new.py", "import torch\ntorch.load('x')"),
+        ("engine/new.py", "def f(x):\n    assert x"),
+        ("engine/utils.py", ""),
+    ],
+)
+def test_a_bad_habit_is_found(file: str, text: str) -> None:
+    assert len(habit_faults({ROOT / file: text})) == 1
+
+
+def test_import_fedflat_is_light() -> None:
+    """Neither the package nor its simulation pulls in libraries that only some runs need."""
+    heavy = ("datasets", "transformers", "flwr", "ray", "plotly", "sklearn", "matplotlib")
+    code = (
+        "import fedflat, sys; print('torch' in sys.modules); import fedflat.simulation; "
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=True)
+    assert found.stdout.split("\n")[:2] == ["False", "[]"]
