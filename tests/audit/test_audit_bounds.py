@@ -1,0 +1,136 @@
+"""Bounds against exact binomial tails, closed forms and simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom, norm
+
+from fedflat.audit.bounds import (
+    Event,
+    choose_event,
+    epsilon_from_rates,
+    event_bound,
+    gaussian_pair_epsilon,
+    highest_rate,
+    largest_bound,
+    lowest_rate,
+    one_run_bound,
+    one_run_p_value,
+)
+from fedflat.core.rng import stream
+from fedflat.privacy.gaussian import gaussian_epsilon
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(1, 10), (7, 10), (3, 10_000), (9_990, 10_000)])
+@pytest.mark.parametrize("failure", [0.05, 1e-6])
+def test_clopper_pearson_limits_are_where_the_binomial_tail_is_the_failure(successes, trials, failure):
+    low, high = float(lowest_rate(successes, trials, failure)), float(highest_rate(successes, trials, failure))
+    assert binom.sf(successes - 1, trials, low) == pytest.approx(failure, rel=1e-6)
+    assert binom.cdf(successes, trials, high) == pytest.approx(failure, rel=1e-6)
+
+
+def test_clopper_pearson_at_the_ends():
+    assert float(lowest_rate(0, 50, 0.05)) == 0.0
+    assert float(highest_rate(50, 50, 0.05)) == 1.0
+    assert float(highest_rate(0, 50, 0.05)) == pytest.approx(1 - 0.05 ** (1 / 50))
+
+
+def test_epsilon_from_rates_is_never_negative_and_takes_delta_off():
+    rates = epsilon_from_rates(np.array([0.5, 0.1, 0.0]), np.array([0.1, 0.5, 0.1]), 0.1)
+    assert rates[0] == pytest.approx(math.log(4))
+    assert rates[1] == rates[2] == 0.0
+
+
+@pytest.mark.parametrize("shift", [3.0, -3.0])
+def test_chosen_event_separates_either_way_round(shift):
+    generator = stream(0, "test")
+    absent, present = generator.standard_normal(4000), generator.standard_normal(4000) + shift
+    event, promised = choose_event(absent[:2000], present[:2000], 1e-5, 0.05)
+    bound = event_bound(event, absent[2000:], present[2000:], 1e-5, 0.05)
+    assert 2.0 < bound < gaussian_epsilon(3.0, 1e-5)
+    assert promised > 2.0
+
+
+def test_constant_statistics_are_separated_at_the_cap_or_not_at_all():
+    zeros, ones = np.zeros(1000), np.ones(1000)
+    for absent, present in ((zeros, ones), (ones, zeros)):
+        event, _ = choose_event(absent, present, 1e-5, 0.05)
+        assert event_bound(event, absent, present, 1e-5, 0.05) == pytest.approx(largest_bound(2000, 1e-5, 0.05))
+    event, promised = choose_event(zeros, zeros, 1e-5, 0.05)
+    assert promised == 0.0
+    assert event_bound(event, zeros, zeros, 1e-5, 0.05) == 0.0
+
+
+def test_event_counts_name_the_likely_world_first():
+    absent, present = np.array([0.0, 0.0, 5.0]), np.array([5.0, 5.0, 0.0])
+    assert Event(1.0, above=True, first=True).counts(absent, present) == (2, 1)
+    assert Event(1.0, above=False, first=False).counts(absent, present) == (2, 1)
+
+
+def test_bound_from_fresh_runs_is_wrong_no_more_often_than_it_says():
+    """The mechanism's true ε at δ = 0 does not exist; at δ the exact one must be exceeded in at most 5 % of audits."""
+    generator, exact, exceeded = stream(1, "test"), gaussian_epsilon(0.5, 1e-2), 0
+    for _ in range(200):
+        absent, present = generator.standard_normal((2, 400))
+        present = present + 0.5
+        event, _ = choose_event(absent[:200], present[:200], 1e-2, 0.05)
+        exceeded += event_bound(event, absent[200:], present[200:], 1e-2, 0.05) > exact
+    assert exceeded <= 10
+
+
+@pytest.mark.parametrize("mu", [0.2, 1 / 3, 2.0, 8.0])
+def test_gaussian_pair_is_the_gaussian_mechanism_at_equal_spread(mu):
+    assert gaussian_pair_epsilon(0.0, 2.0, 2.0 * mu, 2.0, 1e-5) == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=2e-3)
+
+
+def test_gaussian_pair_is_symmetric_and_sees_a_difference_in_spread_alone():
+    assert gaussian_pair_epsilon(0, 1, 1, 2, 1e-4) == pytest.approx(gaussian_pair_epsilon(1, 2, 0, 1, 1e-4))
+    wider = gaussian_pair_epsilon(0, 1, 0, 3, 1e-4)
+    cut = math.sqrt((2 * math.log(3) + 2 * wider) / (1 - 1 / 9))  # where the wider density is e^ε times the other
+    delta = 2 * (norm.sf(cut / 3) - math.exp(wider) * norm.sf(cut))
+    assert delta == pytest.approx(1e-4, rel=1e-2)
+    assert gaussian_pair_epsilon(0, 1, 0, 1, 1e-4) == 0.0
+    assert gaussian_pair_epsilon(0, 1, 1e4, 1, 1e-5, top=50.0) == 50.0
+
+
+def reference_p_value(canaries, guesses, correct, epsilon, delta):
+    """The loop printed in Steinke et al. 2023, Appendix D."""
+    q = 1 / (1 + math.exp(-epsilon))
+    beta = binom.sf(correct - 1, guesses, q)
+    alpha = total = 0.0
+    for i in range(1, correct + 1):
+        total += binom.pmf(correct - i, guesses, q)
+        alpha = max(alpha, total / i)
+    return min(1.0, beta + alpha * delta * 2 * canaries)
+
+
+@pytest.mark.parametrize(("correct", "epsilon", "delta"), [(60, 0.0, 0.0), (80, 1.0, 1e-5), (100, 3.0, 1e-3)])
+def test_one_run_p_value_equals_the_published_loop(correct, epsilon, delta):
+    expected = reference_p_value(500, 100, correct, epsilon, delta)
+    assert one_run_p_value(500, 100, correct, epsilon, delta) == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_run_bound_inverts_the_p_value_and_is_monotone():
+    bounds = [one_run_bound(500, 100, correct, 1e-5, 0.05) for correct in (50, 60, 80, 100)]
+    assert bounds[0] == 0.0
+    assert bounds == sorted(bounds)
+    assert one_run_p_value(500, 100, 80, bounds[2], 1e-5) == pytest.approx(0.05, rel=1e-6)
+    assert one_run_bound(500, 100, 100, 0.0, 0.05) == pytest.approx(
+        -math.log(0.05 ** (-1 / 100) - 1), rel=1e-6
+    )  # (e^ε/(1 + e^ε))^100 = 0.05
+
+
+def test_one_run_bound_holds_for_randomised_response():
+    """Randomised response at ε is the worst case: at most 5 % of the audits may exceed ε."""
+    generator, epsilon = stream(2, "test"), 1.0
+    correct = generator.binomial(200, 1 / (1 + math.exp(-epsilon)), size=400)
+    exceeded = sum(one_run_bound(200, 200, int(c), 0.0, 0.05) > epsilon for c in correct)
+    assert 0 < exceeded <= 34  # mean at most 20, sd 4.4
+
+
+def test_one_run_without_a_right_guess_shows_nothing():
+    assert one_run_p_value(10, 10, 0, 0.0, 0.0) == 1.0
+    assert one_run_bound(10, 10, 0, 0.0, 0.05) == 0.0

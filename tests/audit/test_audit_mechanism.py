@@ -1,0 +1,230 @@
+"""Contract test 7: the audit stays under the proven ε on every method, and over the claimed one on every defect."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fedflat import simulation
+from fedflat.algorithms import ALGORITHMS
+from fedflat.audit import audit_defects, audit_method
+from fedflat.audit.bench import CLIENTS, Bench, bench_of, world_of
+from fedflat.audit.canaries import CANARIES, canaries_for
+from fedflat.audit.defects import DEFECTS, plant
+from fedflat.audit.exact import contract_violations
+from fedflat.audit.mechanism import audit_bench
+from fedflat.audit.releases import Neighbours, coupled_difference, must_loop, run_key, side_by_side, single
+from fedflat.core.checks import InputError
+from fedflat.engine.accumulate import Accumulator
+from fedflat.pieces import clipping, mechanisms
+from fedflat.privacy.gaussian import gaussian_epsilon
+
+CLAIMED = gaussian_epsilon(1 / 3, 1e-5)
+PRIVATE = [name for name, factory in ALGORITHMS.items() if (a := factory()).private and a.kind == "update"]
+FEW = ("dp-fedavg", "dp-fedsam-topk", "fed-smp-randk", "dp-fedpgn-ls", "centaur")
+
+
+def neighbours_of(name: str, canary: int = 1) -> Neighbours:
+    bench = bench_of(name)
+    return Neighbours(bench, *CANARIES[canary].make(bench, 1.0))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_audit_stays_under_the_proven_epsilon(name):
+    found = audit_method(name, runs=4000)
+    assert found.claimed == found.proven == pytest.approx(1.27, abs=0.005)
+    assert found.proven == pytest.approx(CLAIMED, rel=1e-3)
+    assert found.lower_bound is not None
+    assert 0 <= found.lower_bound <= found.proven
+    assert found.violations == ()
+    assert not found.exceeds_proven
+
+
+@pytest.mark.slow
+def test_full_configuration_on_every_method():
+    for name in PRIVATE:
+        found = audit_method(name)
+        assert 0.1 < found.lower_bound <= found.proven, name  # about 0.3 is reachable
+        assert found.violations == (), name
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_contract_2b_holds_exactly(name):
+    assert contract_violations(bench_of(name), name) == ()
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_every_planted_defect_is_found_out(name):
+    (found,) = audit_defects([name], runs=8000)
+    assert found.lower_bound > found.claimed
+    assert found.exceeds_claimed
+    assert found.lower_bound <= found.proven
+    assert found.violations, "contract 2b must see it too"
+
+
+@pytest.mark.slow
+def test_every_planted_defect_in_the_full_configuration():
+    for found in audit_defects():
+        assert found.lower_bound > found.claimed, found.method
+
+
+def test_a_defect_is_needed_for_the_bound_to_exceed():
+    """The same canaries, confidence and runs without the defect stay under the claim."""
+    assert audit_bench(bench_of("dp-fedavg"), 8000, 1 - 1e-6).bound < CLAIMED
+
+
+def _per_tensor(self, messages, threshold, tensors):
+    norms = clipping.norms_of(messages)
+    pieces = torch.stack([clipping.norms_of(messages[:, where]) for where in tensors], 1)
+    return norms, (threshold / pieces.clamp_min(1e-30)).clamp(max=1.0)
+
+
+def _unclipped(self, messages, threshold, tensors):
+    norms = clipping.norms_of(messages)
+    return norms, torch.ones_like(norms)
+
+
+def _only_where_the_sum_is(real):
+    def noise(self, key, round, broadcast, aggregate, bound):
+        drawn = real(self, key, round, broadcast, aggregate, bound)
+        return torch.where(aggregate.total != 0, drawn, torch.zeros_like(drawn))
+
+    return noise
+
+
+def _too_little(real):
+    def noise(self, key, round, broadcast, aggregate, bound):
+        return real(self, key, round, broadcast, aggregate, bound) / 10
+
+    return noise
+
+
+REAL_NOISE = mechanisms.GaussianNoise.noise
+CHANGES = {
+    "per-tensor clip": lambda patch: patch.setattr(clipping.WholeVector, "factors", _per_tensor),
+    "no clip": lambda patch: patch.setattr(clipping.WholeVector, "factors", _unclipped),
+    "noise follows the data": lambda patch: patch.setattr(
+        mechanisms.GaussianNoise, "noise", _only_where_the_sum_is(REAL_NOISE)
+    ),
+    "too little noise": lambda patch: patch.setattr(mechanisms.GaussianNoise, "noise", _too_little(REAL_NOISE)),
+    "weighted mean": lambda patch: patch.setattr(simulation, "_weighted", lambda recipe, method: True),
+    "realised denominator": lambda patch: patch.setattr(
+        Accumulator, "divisor", property(lambda self: float(max(1, sum(len(n) for n in self._norms))))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_audit_notices_a_change_of_the_real_path(change, monkeypatch):
+    """The real clip, mechanism or accumulator is changed, not a copy in the audit: the bound must exceed the claim."""
+    CHANGES[change](monkeypatch)
+    found = audit_method("dp-fedsam", runs=6000)
+    assert found.lower_bound > CLAIMED
+    assert found.exceeds_proven
+
+
+def test_transforms_are_really_run(monkeypatch):
+    """A mask that multiplies what it keeps after the clip would be seen; before the clip it is clipped away."""
+    loud = dataclasses.replace(ALGORITHMS["dp-fedsam-topk"](), transforms=(lambda update, view: update * 1e6,))
+    bench = bench_of("dp-fedsam-topk").changed(algorithm=loud)
+    world = world_of(bench, *CANARIES[1].make(bench, 1.0), run_key(0, "test", 0))
+    assert float(world.aggregate.norms.max()) > 1e6
+    assert float(torch.linalg.vector_norm(world.aggregate.total)) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "fed-smp-topk", "dp-fedavg-ls", "dp-fedpgn-ls"])
+@pytest.mark.parametrize("present", [False, True])
+def test_copies_side_by_side_equal_single_runs(name, present):
+    """The first copy is the single run of the same key, and all copies have its law (see must_loop)."""
+    neighbours, key = neighbours_of(name, 2), run_key(3, "test", 0)
+    world = neighbours.world(present, key)
+    copies = side_by_side(neighbours, world, key, 50)
+    alone = single(neighbours, present, key)
+    assert torch.allclose(copies[0], alone, rtol=1e-5, atol=1e-6)
+    assert float((copies[0] - copies[1]).abs().max()) > 1e-3
+    assert not must_loop(neighbours)
+
+
+def test_copies_are_not_used_where_they_would_differ():
+    neighbours = neighbours_of("dp-fedavg")
+    real = neighbours.bench.parts.mechanism
+
+    class Shared:
+        """The same noise in every copy: no longer independent runs."""
+
+        def noise(self, key, round, broadcast, aggregate, bound):
+            size = neighbours.bench.state.shared.numel()
+            one = dataclasses.replace(broadcast, shared=broadcast.shared[:size])
+            drawn = real.noise(key, round, one, aggregate, bound)
+            return drawn.repeat(broadcast.shared.numel() // size)
+
+    assert must_loop(dataclasses.replace(neighbours, bench=neighbours.bench.changed(mechanism=Shared())))
+
+
+def test_adaptive_clip_is_audited_run_by_run():
+    sections = {"privacy": {"clip": {"kind": "adaptive", "initial": 1.0, "count_noise": 3.0}}}
+    found = audit_method("dp-fedavg", sections=sections, runs=300)
+    assert found.runs == 300
+    assert "of its own" in found.assumptions[-1]
+    assert found.lower_bound <= found.proven
+    assert found.violations == ()
+
+
+def test_per_tensor_clip_that_is_accounted_is_no_defect():
+    sections = {"privacy": {"clip": {"kind": "per-tensor", "values": 0.3}}}
+    found = audit_method("dp-fedavg", sections=sections, runs=4000)
+    assert found.lower_bound <= found.proven == pytest.approx(CLAIMED, rel=1e-3)
+    assert found.violations == ()
+
+
+def test_methods_without_privacy_show_the_cap():
+    found = audit_method("fedavg", runs=1000)
+    assert found.proven == math.inf
+    assert found.lower_bound > 3
+    assert not found.exceeds_proven
+
+
+def test_same_noise_in_both_worlds_and_difference_at_the_sensitivity():
+    difference = coupled_difference(neighbours_of("dp-fedavg"))
+    assert float(torch.linalg.vector_norm(difference)) == pytest.approx(1 / CLIENTS, rel=1e-4)
+
+
+def test_memory_gives_one_more_canary():
+    assert len(canaries_for(bench_of("dp-fedpgn"))) == len(CANARIES) + 1
+    bench = bench_of("dp-fedpgn")
+    others, canary = canaries_for(bench)[-1].make(bench, 1.0)
+    assert torch.allclose(others.update, -canary.update)
+    assert float(others.update @ bench.state.slots["memory"]) > 0
+
+
+def test_planted_benches_differ_from_the_real_one_in_one_part():
+    bench = bench_of("dp-fedavg")
+    for defect in DEFECTS:
+        if defect == "unclipped buffer":
+            continue
+        planted: Bench = plant(defect, bench)
+        changed = [f.name for f in dataclasses.fields(bench.parts)
+                   if getattr(planted.parts, f.name) is not getattr(bench.parts, f.name)]  # fmt: skip
+        assert len(changed) == 1, defect
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "dp-fedsan"}, "Did you mean dp-fedsam"),
+        ({"name": "dp-fedavg", "runs": 10}, "runs: found 10"),
+        ({"name": "dp-fedavg", "confidence": 1.0}, "confidence: found 1.0"),
+        ({"name": "dp-fedsam", "options": {"rhoo": 1}}, "Did you mean rho"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, words):
+    with pytest.raises(InputError, match=words):
+        audit_method(**arguments)
+
+
+def test_unknown_defect_is_refused():
+    with pytest.raises(InputError, match="per-tensor clip"):
+        audit_defects(["per tensor clip"])

@@ -1,0 +1,224 @@
+"""Canary clients in a real run, the one-shot estimate, the one-run bound, the command line and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedflat import simulation
+from fedflat.audit import AuditResult, audit_run
+from fedflat.audit.injection import CanaryBackend, Directions, observe, with_canaries
+from fedflat.audit.one_run import guess
+from fedflat.audit.one_shot import estimate, spread
+from fedflat.audit.whole_run import write_audit
+from fedflat.commands.audit import _failed, table
+from fedflat.core.checks import InputError
+from fedflat.core.rng import stream
+from fedflat.recipe import Recipe
+
+CLIENTS, FEATURES = 20, 40
+
+
+def recipe(**changes):
+    given = {
+        "name": "tiny",
+        "rounds": 4,
+        "algorithm": {"name": "dp-fedavg"},
+        "cohort": {"size": 10},
+        "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
+        "privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-3},
+        "engine": {"device": "cpu", "backend": "sequential"},
+    }
+    return Recipe.of(given | changes)
+
+
+def model():
+    module = torch.nn.Linear(FEATURES, 10)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    return module
+
+
+def clients():
+    generator = stream(0, "test clients")
+    return [
+        (generator.standard_normal((4, FEATURES)).astype(np.float32), generator.integers(0, 10, 4))
+        for _ in range(CLIENTS)
+    ]
+
+
+def job(**changes):
+    return simulation.prepare(recipe(**changes), model(), clients())
+
+
+def test_directions_are_unit_vectors_that_do_not_depend_on_their_number():
+    few, many = Directions(0, 3, 500), Directions(0, 100, 500)
+    assert torch.equal(few.rows([0, 2]), many.rows([0, 2]))
+    assert torch.allclose(torch.linalg.vector_norm(many.rows(range(100)), dim=1), torch.ones(100))
+    assert many.cosines(many.rows([70])[0])[70] == pytest.approx(1.0, abs=1e-5)
+    other = torch.from_numpy(stream(1, "x").standard_normal(500)).float()
+    assert abs(many.cosines(other).mean()) < 0.03
+
+
+def test_cosines_of_nothing_are_zero():
+    assert not Directions(0, 5, 10).cosines(torch.zeros(10)).any()
+    assert not Directions(0, 5, 10).cosines(torch.full((10,), math.nan)).any()
+
+
+def test_canaries_leave_the_privacy_of_the_run_as_it_is():
+    before = job()
+    after = with_canaries(before, Directions(0, 30, before.parts.layout.dimension), np.ones(30, dtype=np.bool_))
+    old, new = before.parts.plan, after.parts.plan
+    assert new.sampler.clients == CLIENTS + 30
+    assert new.sampler.q == pytest.approx(old.sampler.q)
+    assert new.divisor == pytest.approx(25)
+    assert new.std(1.0) == old.std(1.0)
+    assert new.epsilon() == pytest.approx(old.epsilon(), rel=1e-9)
+
+
+def test_canaries_are_sampled_clipped_and_summed_like_clients():
+    prepared = job(privacy={"clip": 1.0, "noise_multiplier": 0.0, "delta": 1e-3}, rounds=1)
+    width = prepared.parts.layout.dimension
+    with_all = with_canaries(prepared, Directions(0, 40, width), np.ones(40, dtype=np.bool_))
+    seen = observe(with_all)
+    assert isinstance(with_all.backend, CanaryBackend)
+    assert 8 <= seen.drawn <= 32  # Binomial(40, 1/2)
+    cosines = np.sort(seen.final)
+    assert cosines[-seen.drawn :].mean() > cosines[: 40 - seen.drawn].mean() + 0.05
+
+
+def test_a_canary_that_is_out_contributes_nothing():
+    width = job().parts.layout.dimension
+    out = observe(with_canaries(job(), Directions(0, 30, width), np.zeros(30, dtype=np.bool_)))
+    assert out.drawn == 0
+    assert abs(out.final.mean()) < 0.03
+
+
+def test_one_shot_estimate_grows_with_less_noise_and_is_no_bound():
+    found = []
+    for sigma in (8.0, 0.3):
+        privacy = {"clip": 1.0, "noise_multiplier": sigma, "delta": 1e-3}
+        (result,) = audit_run(recipe(privacy=privacy), kind="canaries", canaries=60, model=model(), clients=clients())
+        assert result.lower_bound is None and result.confidence is None
+        assert not result.exceeds_proven
+        low, high = result.details["interval_95"]
+        assert low <= high
+        found.append(result.estimate)
+    assert 0 <= found[0] < found[1]
+
+
+def test_estimate_of_known_gaussians():
+    generator = stream(3, "test")
+    observed, unseen = generator.standard_normal(20_000) + 1.0, generator.standard_normal(20_000)
+    from fedflat.privacy.gaussian import gaussian_epsilon
+
+    assert estimate(observed, unseen, 1e-3) == pytest.approx(gaussian_epsilon(1.0, 1e-3), rel=0.1)
+    low, high = spread(observed[:2000], unseen[:2000], 1e-3, 0)
+    assert low < gaussian_epsilon(1.0, 1e-3) < high
+
+
+def test_one_run_bound_is_under_the_proof_and_positive_when_noise_is_little():
+    privacy = {"clip": 1.0, "noise_multiplier": 0.2, "delta": 1e-5}
+    (little,) = audit_run(recipe(privacy=privacy), kind="one-run", canaries=100, model=model(), clients=clients())
+    (usual,) = audit_run(recipe(), kind="one-run", canaries=100, model=model(), clients=clients())
+    assert 0 < little.lower_bound <= little.proven
+    assert 0 <= usual.lower_bound <= usual.proven
+    assert little.confidence == 0.95
+    assert little.details["guesses"] == 20
+    assert little.lower_bound <= little.details["largest_possible"]
+
+
+def test_guesses_are_as_many_in_as_out_and_counted_right():
+    included = np.array([True] * 50 + [False] * 50)
+    assert guess(included.astype(float), included, 0.2) == (20, 20)
+    assert guess(-included.astype(float), included, 0.2) == (20, 0)
+    assert guess(np.zeros(100), included, 1.0)[0] == 100
+
+
+@pytest.mark.parametrize("method", ["dp-fedpgn", "fed-smp-randk", "dp-fedavg-blurs"])
+def test_canaries_go_through_every_kind_of_method(method):
+    found = audit_run(
+        recipe(algorithm={"name": method}, rounds=2), kind="one-run", canaries=40, model=model(), clients=clients()
+    )
+    assert found[0].lower_bound <= found[0].proven
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({}, {"kind": "cannaries"}, "Did you mean canaries"),
+        ({}, {"kind": "canaries", "canaries": 3}, "--canaries: found 3"),
+        ({"algorithm": {"name": "fedavg"}}, {"kind": "one-run"}, "not private"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes, arguments, words):
+    with pytest.raises(InputError, match=words):
+        audit_run(recipe(**changes), model=model(), clients=clients(), **arguments)
+
+
+def result(**changes):
+    facts = {
+        "kind": "mechanism", "method": "dp-fedavg", "claimed": 1.27, "proven": 1.27, "lower_bound": 0.3,
+        "confidence": 1 - 1e-6, "canary": "every tensor at C", "statistic": "energy", "runs": 100, "seconds": 1.0,
+        "assumptions": ("Something long. " * 9,),
+    }  # fmt: skip
+    return AuditResult(**(facts | changes))
+
+
+def test_exit_status_follows_the_findings():
+    assert not _failed(result())
+    assert _failed(result(lower_bound=1.3))
+    assert _failed(result(violations=("the noise is not the same",)))
+    assert not _failed(result(kind="defect", lower_bound=2.0, proven=math.inf, violations=("as planted",)))
+    assert _failed(result(kind="defect", lower_bound=1.0, proven=math.inf))
+    assert not _failed(result(kind="canaries", lower_bound=None, estimate=5.0, confidence=None))
+
+
+def test_table_fits_eighty_columns_and_shows_claim_and_proof_together():
+    text = table([
+        result(), result(kind="defect", method="published 000", lower_bound=2.6, proven=6.57, violations=("x " * 70,)),
+        result(kind="canaries", lower_bound=None, estimate=2.0, confidence=None), result(proven=math.inf, claimed=1.0),
+        result(lower_bound=1.5), result(violations=("broken",)),
+    ])  # fmt: skip
+    assert max(map(len, text.splitlines())) <= 80
+    for words in ("within the proof", "found: over the claim", "an estimate, no bound", "OVER THE PROVEN", "none",
+                  "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What canaries rests on"):  # fmt: skip
+        assert words in text
+
+
+def test_audit_file_of_a_run_is_json_without_infinities(tmp_path):
+    path = write_audit(tmp_path, [result(proven=math.inf)])
+    assert path.name == "audit.json"
+    (entry,) = json.loads(path.read_text())["audits"]
+    assert entry["proven"] is None and entry["lower_bound"] == 0.3
+    assert entry["exceeds_proven"] is False
+
+
+def test_command_writes_audit_json_into_the_run_folder(tmp_path, capsys):
+    from fedflat.commands.audit import audit
+
+    digits = {
+        "name": "r", "rounds": 2, "data": {"dataset": "digits", "clients": 10}, "model": {"name": "mlp", "hidden": 4},
+        "algorithm": {"name": "dp-fedavg"}, "cohort": {"size": 5}, "local": {"steps": 1, "batch_size": 8},
+        "privacy": {"clip": 0.5, "noise_multiplier": 2.0, "delta": 1e-3},
+    }  # fmt: skip
+    simulation.run(digits, out=tmp_path / "run")
+    audit(str(tmp_path / "run"), kind="one-run", canaries=20, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown[0]["kind"] == "one-run"
+    assert json.loads((tmp_path / "run" / "audit.json").read_text())["audits"] == shown
+    assert simulation.prepare(Recipe.load(tmp_path / "run")).parts.plan.epsilon() == pytest.approx(shown[0]["proven"])
+
+
+def test_command_without_anything_says_what_to_give():
+    from fedflat.commands.audit import audit
+
+    with pytest.raises(InputError, match="--methods all"):
+        audit(None)
+    with pytest.raises(InputError, match="-o"):
+        audit(None, methods="dp-fedavg", override=["rounds=1"])
