@@ -111,14 +111,14 @@ def facts(plan: Plan) -> dict[str, Any]:
         mean = "weights n_i/Σn_j" if 4 in published.items else "a constant denominator"
         masked = ", then masks it," if 3 in published.items else ""
         text = (
-            f"Each client clips every tensor to {own}, adds its share N(0, σ²C²/m) of the noise{masked} and sends that; "
-            f"the mean takes {mean}."
+            f"Each client clips every tensor to {own}, adds its share N(0, σ²C²/m) of the noise{masked} and sends "
+            f"that; the mean takes {mean}."
         )
     return {"paper_items": list(published.items), "mechanism": f"Paper {published.paper}'s released procedure. {text}"}
 
 
 def settled(plan: Plan, epochs: int | None) -> dict[str, dict[str, Any]]:
-    """What a settled recipe says differently: the paper, its cohorts, and the epochs that its clients count themselves."""
+    """What a settled recipe says differently: the paper, its cohorts, and epochs that clients count themselves."""
     paper = _mechanism(plan).paper
     local: dict[str, Any] = {} if epochs is None else {"steps": None, "epochs": epochs}
     return {

@@ -1,4 +1,4 @@
-"""Published procedures' sums (``privacy.protocol: published``): each client's own share of the noise, then what follows it.
+"""Sums of published procedures (``privacy.protocol: published``): each client's own noise, then what follows it.
 
 The sound round adds noise once, to the sum. Papers 000, 002 and 003 let each of m clients add N(0, σ²C²/m) to its
 message; what they do to the message afterwards (masks, weights, the subtracted memory term) then acts on its noise too.
@@ -7,8 +7,9 @@ message; what they do to the message afterwards (masks, weights, the subtracted 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ class OwnClip(Clip, Protocol):
 class NoisedAggregate(Aggregate):
     """The sum of clipped messages, and beside it the sum ``(d,)`` of the noise their senders added."""
 
-    noise: Tensor = torch.zeros(0)
+    noise: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class NoiseShares:
     """Each client adds N(0, std(C)²/m) to its own clipped message before anything else is done to it.
 
     std: the plan's, from C to the std on the sum of m messages. clients: m. weighted: mean with weights n_i/Σn_j
-    (item 4). mask: the client's own mask, taken from its *noised* message (item 3). local, beta: for DP-FedPGN, whose
-    clients subtract (1−β)·K_i·η·g̃ with their own K_i after the noise (item 6); the server step subtracts the public K's.
+    (item 4). mask: the client's own mask, taken from its *noised* message (item 3). local, beta: for DP-FedPGN; its
+    clients subtract (1−β)·K_i·η·g̃ with their own K_i after the noise (item 6), where the server step
+    subtracts the public K's.
     """
 
     std: Callable[[float], float]
@@ -64,7 +66,7 @@ class NoiseShares:
 
     def share(self, threshold: float) -> float:
         """Std of one client's noise at its threshold."""
-        return self.std(threshold) / self.clients**0.5
+        return self.std(threshold) / math.sqrt(self.clients)
 
     def surplus_steps(self, examples: int) -> int:
         """K − K_i: by how many re-added steps a client differs from the public K; 0 without re-added memory."""
@@ -142,7 +144,7 @@ class RealisedSum(Accumulator):
 
 @dataclass(frozen=True)
 class RealisedMean:
-    """004: shares of σ²C²/|P_t| from the realised cohort, which come to σ²C² on the sum, and the realised denominator."""
+    """004: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, and the realised denominator."""
 
     real: Mechanism
 

@@ -166,7 +166,9 @@ def per_tensor(values: float | list[float], tensors: int) -> PerTensor:
     """Per-tensor clip; one number is used for every tensor, a list needs one number per tensor."""
     numbers = [values] * tensors if isinstance(values, (int, float)) else list(values)
     if len(numbers) != tensors:
-        raise wrong("privacy.clip.values", f"{len(numbers)} numbers", f"one number, or {tensors} (one for each shared tensor)")
+        raise wrong(
+            "privacy.clip.values", f"{len(numbers)} numbers", f"one number, or {tensors} (one for each shared tensor)"
+        )
     return PerTensor(tuple(float(in_range("privacy.clip.values", v, 0, open_low=True)) for v in numbers), tensors)
 
 

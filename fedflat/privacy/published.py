@@ -1,4 +1,4 @@
-"""The account of a paper's released procedure (``privacy.protocol: published``): what its formula claims, what is proven.
+"""The account of a paper's released procedure (``privacy.protocol: published``): what is claimed, what is proven.
 
 The formula is the Poisson-subsampled Gaussian with one sensitivity C for the whole update (000 Eq. 13). What was
 released differs (algorithms.md, items 1–6), so that formula does not cover it. What is proven for it composes each
@@ -31,7 +31,8 @@ PAPERS: dict[str, tuple[int, ...]] = {
 PAPER_OF: dict[str, str] = {
     "dp-fedsam": "000", "dp-fedsam-ft": "000", "dp-fedsam-blur": "000", "fed-smp-randk": "000", "fed-smp-topk": "000",
     "dp-fedsam-topk": "003", "dp-fedpgn": "002", "dp-fedpgn-ls": "002", "dp-fedavg-ls": "002",
-    "dp-fedavg": "004", "dp-fedavg-ft": "004", "dp-fedavg-blur": "004", "dp-fedavg-lus": "004", "dp-fedavg-blurs": "004",
+    "dp-fedavg": "004", "dp-fedavg-ft": "004", "dp-fedavg-blur": "004", "dp-fedavg-lus": "004",
+    "dp-fedavg-blurs": "004",
 }  # fmt: skip
 """The paper whose procedure a method follows when the recipe names none."""
 
@@ -124,13 +125,13 @@ class Published:
         """Why the claimed ε does not hold and what the proven one is, one sentence each, by item."""
         tight = self.claimed(plan, rounds, "pld")
         found = [
-            "Claimed is the paper's formula: Poisson-subsampled Gaussian, one sensitivity C for the whole update, by the "
-            f"conversion of 000 Eq. 13; the tight account of the same formula gives {_shown(tight)}."
+            "Claimed is the paper's formula: Poisson-subsampled Gaussian, one sensitivity C for the whole update, by "
+            f"the conversion of 000 Eq. 13; the tight account of the same formula gives {_shown(tight)}."
         ]
         found += [sentence for item in self.items for sentence in self._because(item, plan, rounds)]
         if self.paper == "004":
             found.append("The mean is divided by the realised cohort (004 Alg. 1), which tells how many took part.")
-        return found + [self._proof(plan, rounds)]
+        return [*found, self._proof(plan, rounds)]
 
     def _because(self, item: int, plan: Plan, rounds: int) -> list[str]:
         if item == 1 and 2 not in self.items:
@@ -260,7 +261,8 @@ def published_plan(
 def _warnings(paper: str, sigma: float, delta: float, clients: int) -> Iterable[str]:
     yield f"protocol published: paper {paper}'s released procedure, whose own ε is claimed, not proven."
     if delta > default_delta(clients) * (1 + 1e-9):
-        yield f"δ = {delta:g} is larger than 0.1/M = {default_delta(clients):g}: near 1/M, publishing one client's data meets it."
+        usual = default_delta(clients)
+        yield f"δ = {delta:g} is larger than 0.1/M = {usual:g}: near 1/M, publishing one client's data meets it."
     if sigma == 0:
         yield "noise_multiplier is 0: updates are clipped but nothing is proven (ε is infinite)."
 
