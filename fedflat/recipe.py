@@ -85,6 +85,7 @@ class CohortSection(Section):
     max: Annotated[int, Field(ge=1)] | None = None
     min: Annotated[int, Field(ge=1)] | None = None
     max_participations: Annotated[int, Field(ge=1)] | None = None
+    colluders: Annotated[int, Field(ge=0)] = 0
 
 
 class ClipSection(Section):
@@ -99,16 +100,19 @@ class ClipSection(Section):
 
 
 class PrivacySection(Section):
-    """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
+    """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private.
+
+    trust: None is central, and distributed for ddgauss.
+    """
 
     clip: float | ClipSection = 1.0
     noise_multiplier: Annotated[float, Field(ge=0)] | None = None
     epsilon: Positive | None = None
     budget: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    trust: Literal["central", "distributed", "local"] = "central"
+    trust: Literal["central", "distributed", "local"] | None = None
     protocol: Literal["sound", "published"] = "sound"
-    published: str | None = None
+    published: Annotated[str | None, BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v)] = None
     accountant: str = "pld"
     secure: bool = False
     noise_cohort: Positive | None = None
@@ -274,7 +278,8 @@ def parse_value(text: str) -> Any:
 def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
     """A copy of ``mapping`` with one ``key.path=value`` applied.
 
-    Naming another algorithm (or model) drops the options that were written for the one before.
+    Naming another algorithm keeps the options that it takes as well and drops the others; naming another model drops
+    all options.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -291,9 +296,21 @@ def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
         place = place[part]
     parsed = parse_value(value)
     if path[-1] == "name" and path[0] in ("algorithm", "model") and len(path) == 2 and place.get("name") != parsed:
-        place.clear()
+        _drop_foreign_options(path[0], place, parsed)
     place[path[-1]] = parsed
     return changed
+
+
+def _drop_foreign_options(section: str, options: dict[str, Any], name: Any) -> None:
+    """Keep only the options that the newly named algorithm takes too; a model's options belong to the model."""
+    import inspect
+
+    from fedflat.algorithms import ALGORITHMS
+
+    factory = ALGORITHMS.get(str(name)) if section == "algorithm" else None
+    taken = inspect.signature(factory).parameters if factory else {}
+    for key in [key for key in options if key not in taken]:
+        del options[key]
 
 
 def _sentence(error: ValidationError, where: str) -> InputError:

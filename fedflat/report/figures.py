@@ -154,7 +154,8 @@ def _accuracy(run: Run) -> Figure | None:
 
 def _privacy(run: Run) -> Figure | None:
     points = metrics.spent(run)
-    budget = number(metrics.section(run.recipe, "privacy").get("epsilon"))
+    privacy = metrics.section(run.recipe, "privacy")
+    budget = number(privacy.get("epsilon") or privacy.get("budget"))
     lines = (("budget", budget),) if budget is not None else ()
     figure = Figure(
         "epsilon", "Privacy spent", (), "ε", "Proven ε of everything released so far.", lines=lines, zero=True
