@@ -57,7 +57,8 @@ def _differences(neighbours: Neighbours) -> list[str]:
         return faults
     plain = replace(bench.parts.algorithm, server=())
     bare = Neighbours(bench.changed(algorithm=plain, optimizer=_add), neighbours.others, neighbours.canary)
-    shifts = [coupled_difference(bare, number) for number in range(KEYS)]
+    width = bench.state.shared.numel()  # behind it, an adaptive clip's next threshold, from a count with its own noise
+    shifts = [coupled_difference(bare, number)[:width] for number in range(KEYS)]
     mean_limit = limit / bench.parts.plan.divisor
     longest = max(float(torch.linalg.vector_norm(shift)) for shift in shifts)
     if longest > mean_limit * (1 + ROUNDING) + ROUNDING:

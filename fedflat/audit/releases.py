@@ -114,7 +114,7 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
 
 
 def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
-    """Whether energy or a projection of single runs and of copies differ by more than six standard errors."""
+    """Whether energy or a projection differ between single runs and copies: means by six standard errors, or spreads."""
     one = torch.stack([single(neighbours, present, run_key(n, "law", 7), world) for n in range(CHECKED)]).double()
     many = side_by_side(neighbours, world, run_key(0, "law, copies", 7), 4 * CHECKED).double()
     if one.shape[1] != many.shape[1]:
@@ -123,6 +123,8 @@ def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
     for a, b in ((one.square().sum(1), many.square().sum(1)), (one @ direction, many @ direction)):
         error = torch.sqrt(a.var() / len(a) + b.var() / len(b))
         if float((a.mean() - b.mean()).abs()) > 6 * float(error) + 1e-6 * float(b.mean().abs()) + 1e-9:
+            return True
+        if max(float(a.var()), float(b.var())) > 1e-12 and not 1 / 4 < float((a.var() + 1e-30) / (b.var() + 1e-30)) < 4:
             return True
     return False
 
