@@ -6,6 +6,7 @@ such function in a file of yours: ``algorithm: {name: my_file.py:my_method}``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -186,6 +187,11 @@ def ae_fl(
     return replace(ae_dpfl(queries, public, labels_per_draw, student_epochs), name="ae-fl", private=False)
 
 
+def ddgauss(bits: int = 16, granularity: float | None = None, beta: float = math.exp(-0.5)) -> Algorithm:
+    """DDGauss: SGD; clients' noise shares are discrete, only their sum modulo 2^bits is seen (Kairouz et al. 2021)."""
+    return Algorithm("ddgauss", kind="ddgauss", options={"bits": bits, "granularity": granularity, "beta": beta})
+
+
 def sam_over_blur(rho: float = 0.5, lam: float = 0.4) -> Algorithm:
     """SAM over BLUR: both passes include the penalty at the point evaluated."""
     return Algorithm("dp-fedsam-blur", phases=(Phase(rule=compose(sam(rho), blur(lam))),))
@@ -211,6 +217,7 @@ ALGORITHMS: dict[str, Factory] = {
     "centaur": centaur,
     "dp2-fedsam": dp2_fedsam,
     "p-fedsam": p_fedsam,
+    "ddgauss": ddgauss,
     "ae-dpfl": ae_dpfl,
     "ae-fl": ae_fl,
 }

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fedflat.core.rng import seeded_torch
-from fedflat.core.types import Algorithm, Broadcast, Local, Phase, RoundState
+from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import Federated
 from fedflat.engine import checkpoint
+from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import train_client
 from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
 from fedflat.engine.feed import Order, SingleFeed
@@ -26,7 +27,7 @@ from fedflat.engine.folder import LEDGER, RunFolder
 from fedflat.engine.heads import Heads
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.round import Accumulator, accumulator_of, broadcast_of, finish_round, select_cohort
+from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 
 Record = dict[str, Any]
@@ -61,18 +62,18 @@ class Job:
     first: Tensor
     threshold: float
     seed: int
-    key: bytes
+    key: bytes = field(repr=False)
     evaluation: Evaluation = Evaluation()
     folder: RunFolder | None = None
     fingerprint: str = ""
     public_update: Callable[[Tensor], Tensor] | None = None
     stages: dict[str, float] = field(default_factory=dict)
+    charged_again: int = 0
 
     @cached_property
     def last_round(self) -> int:
-        """The number of rounds the plan and its budget allow."""
-        plan = self.parts.plan
-        return min(plan.rounds, plan.rounds_within_budget()) if plan.private else plan.rounds
+        """The number of rounds the plan and its budget allow, rounds charged twice included."""
+        return min(self.parts.plan.rounds, self.parts.plan.rounds_within_budget(self.charged_again))
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Outcome:
     entries: list[Record]
     stopped: str = ""
     notes: tuple[str, ...] = ()
+    complete: bool = True
 
 
 def train(
@@ -109,6 +111,8 @@ def train(
             if found is not None:
                 state, heads = found[0], found[1]
             history, private = job.folder.keep_rounds(state.round)
+            _charge_open_rounds(ledger, state.round)
+        job.charged_again = sum("attempt" in entry for entry in ledger.entries)
         stopped = ""
         while state.round < plan.rounds:
             if state.round >= job.last_round:
@@ -124,7 +128,18 @@ def train(
                 _save(job, state, heads, released, hidden)
             if on_round is not None:
                 on_round(released, hidden)
-        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(notes))
+        complete = state.round >= job.last_round
+        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(notes), complete)
+
+
+def _charge_open_rounds(ledger: Ledger, start: int) -> None:
+    """Rounds from ``start`` may have been released already, but are drawn again: with the same key that is the same
+    release, with another it is one more, so it is charged once more."""
+    latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries if entry["round"] >= start}
+    if any(name != ledger.key_id for name in latest.values()):
+        reason = "the noise key is gone: the round is drawn again with a fresh key"
+        ledger.charge_again(reason, from_round=start)
+        ledger.notes.append(f"round {start}: {reason}, and charged again")
 
 
 def _open_ledger(job: Job) -> Ledger:
@@ -158,11 +173,12 @@ class MemoryLedger:
 def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tuple[RoundState, Record, Record]:
     """One round from the secret cohort to the evaluated new state."""
     began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
-    public = None if job.public_update is None else lambda: job.public_update(state.shared)  # type: ignore[misc]
+    start = state
+    public = None if job.public_update is None else lambda: job.public_update(start.shared)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
     accumulator = accumulator_of(parts, broadcast, job.key)
     for draw in parts.plan.draws(state.round):
-        cohort = select_cohort(parts, job.key, draw)
+        cohort, state = within_cap(parts, state, select_cohort(parts, job.key, draw))
         clock("cohort and broadcast")
         job.backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
         clock("local training, clip and sum")
@@ -171,10 +187,10 @@ def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tup
     clock("noise, ledger and server")
     released, hidden = dict(info.released), {"round": state.round, **info.private}
     plan = parts.plan
-    released["epsilon"] = plan.epsilon(new.round) if plan.private else math.inf
+    released["epsilon"] = plan.epsilon(new.round + job.charged_again) if plan.private else math.inf
     claimed = getattr(plan.mechanism, "claimed", None)  # published procedures: never without the proven ε beside it
     if claimed is not None:
-        released["claimed_epsilon"] = claimed(plan, new.round)
+        released["claimed_epsilon"] = claimed(plan, new.round + job.charged_again)
     public_facts, private_facts = _evaluate(job, new, heads)
     clock("evaluation")
     released |= public_facts

@@ -197,6 +197,11 @@ class Ledger:
         self._size = 0
         self._replay = list(self.entries) if self._key else self._open_round()
 
+    @property
+    def key_id(self) -> str | None:
+        """The public fingerprint of the noise key, or None if it was not given."""
+        return self._key.get("key_id")
+
     def _open_round(self) -> list[Entry]:
         """The events of the last round's latest attempt: all that may be drawn again if the key's name is not known."""
         last = [entry for entry in self.entries if entry["round"] == max(self.rounds_recorded())]

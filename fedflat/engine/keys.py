@@ -1,0 +1,87 @@
+"""Noise keys of `privacy.secure: true`: 256 bits of entropy in a file that is not part of the run's folder.
+
+Whoever has the key can draw a run's noise again and subtract it. So it is readable by its owner only, is never logged
+or written into the run's folder, and is deleted when the run is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.rng import KEY_BYTES, fresh_key
+from fedflat.privacy.ledger import sync_folder
+
+
+def folder() -> Path:
+    """Where keys live: ``$XDG_STATE_HOME/fedflat/keys``, or under ``~/.local/state``."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # The base directory specification says to ignore a relative path.
+    root = Path(state) if state and Path(state).is_absolute() else Path.home() / ".local" / "state"
+    return root / "fedflat" / "keys"
+
+
+def path_of(run: str) -> Path:
+    """The key file of a run's public name."""
+    if not run.isalnum():
+        raise wrong("versions.run", run, "the name that fedflat wrote into recipe.yaml")
+    return folder() / run
+
+
+def check_outside(run_folder: Path) -> None:
+    """Refuse a key folder inside the run's folder, which may be published.
+
+    Raises:
+        InputError: ``XDG_STATE_HOME`` lies in the run's folder.
+    """
+    if folder().resolve().is_relative_to(run_folder.resolve()):
+        raise wrong("XDG_STATE_HOME", str(folder()), f"a folder outside {run_folder}, where the key would be published")
+
+
+def create(run: str) -> bytes:
+    """A fresh key for a run, durable before this returns; it takes the place of none.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    path, key = path_of(run), fresh_key()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(f"{path}: the noise key cannot be written ({error.strerror}); nothing was released") from error
+    return key
+
+
+def load(run: str) -> bytes | None:
+    """The key of a run, or None if there is none any more (a torn one is removed: nothing was drawn with it).
+
+    Raises:
+        InputError: others may read the file, so its noise is no secret.
+    """
+    path = path_of(run)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        key = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: the noise key cannot be read ({error.strerror}); allowed: your own file.") from error
+    if mode & 0o077:
+        raise wrong(str(path), f"mode {mode:04o}", "0600, or no file: the run then goes on with a fresh key")
+    if len(key) != KEY_BYTES:
+        forget(run)
+        return None
+    return key
+
+
+def forget(run: str) -> None:
+    """Delete a run's key; a missing one is no error."""
+    path_of(run).unlink(missing_ok=True)
