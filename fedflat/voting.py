@@ -16,6 +16,7 @@ from fedflat.data.clients import Federated
 from fedflat.data.public import HELD_OUT, TEST, public_examples
 from fedflat.engine.train import Job
 from fedflat.engine.votes import Student, VoteClip, VoteNoise, Voters, take
+from fedflat.noising import trust_of
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian
 from fedflat.privacy.accounting import default_delta
 from fedflat.privacy.plan import Plan
@@ -59,18 +60,18 @@ def ballot_of(recipe: Recipe, method: Algorithm) -> Ballot:
 def votes_plan(recipe: Recipe, method: Algorithm) -> VotesPlan:
     """The account of the votes that a recipe's plan carries."""
     ballot = ballot_of(recipe, method)
-    replaced = recipe.cohort.sampling == "fixed" or recipe.privacy.trust == "local"
+    replaced = recipe.cohort.sampling == "fixed" or trust_of(recipe, method) == "local"
     return VotesPlan(ballot.labels, ballot.draws, "replace-one" if replaced else "add-remove")
 
 
 def minimum(recipe: Recipe, method: Algorithm, clients: int) -> int | None:
     """n_min of trust distributed; by default the largest whose aborts, over all draws, cost at most δ/100."""
     cohort, privacy = recipe.cohort, recipe.privacy
-    if privacy.trust != "distributed" or cohort.min is not None:
+    if trust_of(recipe, method) != "distributed" or cohort.min is not None:
         return cohort.min
     sampler = make_sampler(cohort.sampling, clients, cohort.size, cohort.max)
     delta = default_delta(clients) if privacy.delta is None else privacy.delta
-    return default_minimum(sampler, ballot_of(recipe, method).draws, delta)
+    return default_minimum(sampler, ballot_of(recipe, method).draws, delta, cohort.colluders)
 
 
 def with_draws(plan: Plan, votes: VotesPlan, recipe: Recipe) -> Plan:
@@ -123,7 +124,7 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
         draws=plan.draws,
         size=ballot.labels * classes,
         std=lambda count: added.total_std(threshold, count),
-        releases=getattr(plan, "releases", lambda count: True),
+        releases=plan.releases,
         sample=gaussian,
     )
     voting = replace(

@@ -115,6 +115,35 @@ def _calibrated_row(target: float, base: Row, trust: str, sampling: str, account
         return row | {"noise_multiplier": None, "epsilon": None, "reason": str(error)}
 
 
+def needed_table(
+    *, find: str, target: float, trust: str = "central", sampling: str = "poisson", **setting: Any
+) -> list[Row]:
+    """The most ``rounds``, the largest whole ``cohort`` or the least ``clients`` within ε = ``target``, σ being given.
+
+    One row for each accountant, under one trust model and cohort law.
+
+    find: rounds, cohort or clients; ``setting``: the others, noise_multiplier, and what else epsilon takes. Rows are as
+    in :func:`calibrate_table`, with ``find`` for noise_multiplier; None where nothing applies or reaches the target.
+    """
+    solve: Row = {"rounds": rounds_for, "cohort": cohort_for, "clients": clients_for}
+    one_of("find", find, solve)
+    base = {name: value for name, value in setting.items() if name != find}
+    chosen = [(trust, sampling, accountant) for accountant in (("pld", "rdp") if trust != "distributed" else ("pld",))]
+    return [_needed_row(find, solve[find], target, base, *names) for names in chosen]
+
+
+def _needed_row(find: str, solve: Any, target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
+    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant, find: None, "epsilon": None}
+    try:
+        own = _own_setting(base, trust, sampling, accountant)
+        found = solve(epsilon=target, **own)
+        if not found:
+            return row | {find: found, "reason": f"no number of {find} stays within ε = {target:g}"}
+        return row | {find: found, "epsilon": epsilon(**{**own, find: found}), "reason": ""}
+    except InputError as error:
+        return row | {"reason": str(error)}
+
+
 def affordable(
     *, target: float, clients: int, cohort: float, rounds: int, noise_multiplier: float, **setting: Any
 ) -> Row:
