@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +9,8 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range
+from fedflat.core.share import count_of
 from fedflat.core.types import MaskView
-
-
-def _count(share: float, size: int) -> int:
-    return min(size, math.ceil(round(share * size, 9)))
 
 
 def _random_mask(size: int, count: int, generator: np.random.Generator) -> Tensor:
@@ -31,7 +27,7 @@ class RandomMask:
 
     def __call__(self, view: MaskView) -> Tensor:
         size = view.shared.numel()
-        return _random_mask(size, _count(self.keep, size), view.generator)
+        return _random_mask(size, count_of(self.keep, size), view.generator)
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,11 @@ class TopMask:
 
     def __call__(self, view: MaskView) -> Tensor:
         size = view.shared.numel()
-        count = _count(self.keep, size)
+        count = count_of(self.keep, size)
         if view.public_update is not None:
             return _top(view.public_update().abs(), count)
         scores = (view.shared - view.initial).abs()
-        top = _top(scores, count - _count(self.explore, count))
+        top = _top(scores, count - count_of(self.explore, count))
         free = torch.nonzero(~top).squeeze(-1)
         chosen = view.generator.choice(free.numel(), count - int(top.sum()), replace=False, shuffle=False)
         mask = top.clone()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range
+from fedflat.core.share import count_of
 from fedflat.core.types import UpdateView
 
 
@@ -24,11 +25,10 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def _keep_per_tensor(scores: Tensor, share: float, tensors: tuple[slice, ...]) -> Tensor:
-    """Mask of exactly ⌈share·d_j⌉ largest scores in each tensor j (``share`` rounded to 12 digits against 0.30000000000000004)."""
+    """Mask of exactly ⌈share·d_j⌉ largest scores in each tensor j."""
     mask = torch.zeros_like(scores, dtype=torch.bool)
     for where in tensors:
-        count = math.ceil(round(share * (where.stop - where.start), 9))
-        mask[..., where] = largest(scores[..., where], count)
+        mask[..., where] = largest(scores[..., where], count_of(share, where.stop - where.start))
     return mask
 
 

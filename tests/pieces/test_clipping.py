@@ -1,0 +1,114 @@
+"""Clips: the bound they report is kept for any message, and reached."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedflat.core.checks import InputError
+from fedflat.pieces import clipping
+from fedflat.pieces.clipping import adaptive, norms_of, per_tensor, whole_vector
+
+TENSORS = (slice(0, 3), slice(3, 5))
+FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def clipped(clip: object, messages: Tensor, threshold: float) -> Tensor:
+    """Messages after the clip, in float64, as the accumulator adds them."""
+    norms, factors = clip.factors(messages, threshold, TENSORS)  # type: ignore[attr-defined]
+    safe = torch.where(torch.isfinite(norms)[:, None], messages.double(), 0.0)
+    if factors.dim() == 1:
+        return safe * factors[:, None]
+    return torch.cat([safe[:, t] * f[:, None] for t, f in zip(TENSORS, factors.T)], dim=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(FLOATS, min_size=5, max_size=5), min_size=1, max_size=3), st.floats(1e-6, 1e6))
+def test_no_message_is_longer_than_the_bound(rows: list[list[float]], threshold: float) -> None:
+    messages = torch.tensor(rows, dtype=torch.float32)
+    clips = {
+        "whole": (whole_vector(threshold), threshold),
+        "adaptive": (adaptive(threshold), threshold),
+        "per tensor": (per_tensor([threshold, 2 * threshold], 2), math.sqrt(5) * threshold),
+        "published": (clipping.EachTensor(2), threshold),
+    }
+    for name, (clip, used) in clips.items():
+        found = clipped(clip, messages, used)
+        lengths = torch.linalg.vector_norm(found, dim=1)
+        assert bool((lengths <= clip.bound(used) * (1 + 1e-12)).all()), name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("clip", [whole_vector(1.0), adaptive(1.0)])
+def test_the_table_of_the_whole_vector_clip(clip: object) -> None:
+    rows = torch.tensor(
+        [[0.3, 0.4, 0, 0, 0], [3, 4, 0, 0, 0], [0, 0, 0, 0, 0], [1, math.nan, 0, 0, 0], [math.inf, 0, 0, 0, 0]]
+    )
+    norms, factors = clip.factors(rows, 1.0, TENSORS)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(norms.numpy(), [0.5, 5, 0, math.inf, math.inf], rtol=1e-6)
+    np.testing.assert_allclose(factors.numpy(), [1, 0.2, 1, 0, 0], rtol=1e-6)
+    assert norms.dtype == factors.dtype == torch.float64
+    _, unclipped = clip.factors(rows, math.inf, TENSORS)  # type: ignore[attr-defined]
+    assert unclipped.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_norms_do_not_overflow() -> None:
+    rows = torch.full((2, 4), 3e38)
+    rows[1] = 1e-30
+    np.testing.assert_allclose(norms_of(rows).numpy(), [6e38, 2e-30], rtol=1e-6)
+
+
+def test_each_tensor_has_its_own_limit() -> None:
+    clip = per_tensor([1.0, 2.0], 2)
+    assert clip.threshold == clip.bound(clip.threshold) == pytest.approx(math.sqrt(5))
+    rows = torch.tensor([[3.0, 0, 4, 0, 1], [0.1, 0, 0, 30, 40], [math.nan, 0, 0, 1, 1]])
+    norms, factors = clip.factors(rows, clip.threshold, TENSORS)
+    np.testing.assert_allclose(factors.numpy(), [[0.2, 1], [1, 0.04], [0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(norms.numpy(), [math.sqrt(26), math.sqrt(2500.01), math.inf], rtol=1e-6)
+    assert per_tensor(0.5, 3).values == (0.5, 0.5, 0.5)
+
+
+def test_the_published_clips_say_what_they_are() -> None:
+    each, median = clipping.EachTensor(2), clipping.Median()
+    rows = torch.tensor([[3.0, 0, 4, 0, 1], [0, 0, 0, 0, 0], [math.inf, 0, 0, 1, 1]])
+    assert each.bound(0.5) == pytest.approx(0.5 * math.sqrt(2))
+    assert each.own_thresholds(rows, 0.5, TENSORS).tolist() == [0.5, 0.5, 0.5]
+    np.testing.assert_allclose(each.factors(rows, 0.5, TENSORS)[1].numpy(), [[0.1, 0.5], [1, 1], [0, 0]])
+    assert median.bound(0.5) == math.inf
+    np.testing.assert_allclose(median.own_thresholds(rows, 0.5, TENSORS).numpy(), [3.0, 0, 0])  # of 5 and 1
+    np.testing.assert_allclose(median.factors(rows, 0.5, TENSORS)[1][0].numpy(), [0.6, 1.0])
+
+
+def test_the_adaptive_clip_follows_the_quantile() -> None:
+    """C_{t+1} = C_t·exp(−0.2(b̃ − γ)): at rest when the share below C_t is γ."""
+    clip = adaptive(1.0, 0.7)
+    assert clip.next(2.0, 10 * 0.2, 10) == pytest.approx(2.0)  # b̃ = 0.7
+    assert clip.next(2.0, 10 * 0.5, 10) == pytest.approx(2.0 * math.exp(-0.2 * 0.3))
+    assert clip.next(2.0, -10 * 0.5, 10) == pytest.approx(2.0 * math.exp(0.2 * 0.7))
+    threshold, norms = 1.0, np.random.default_rng(0).lognormal(sigma=0.5, size=1000)
+    for _ in range(200):
+        threshold = clip.next(threshold, float((norms <= threshold).sum() - 500), 1000)
+    assert threshold == pytest.approx(np.quantile(norms, 0.7), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: whole_vector(0), "privacy.clip"),
+        (lambda: whole_vector(-1), "privacy.clip"),
+        (lambda: whole_vector(math.nan), "privacy.clip"),
+        (lambda: whole_vector("0.2"), "privacy.clip"),  # type: ignore[arg-type]
+        (lambda: per_tensor([1.0], 2), "privacy.clip.values"),
+        (lambda: per_tensor([1.0, 0.0], 2), "privacy.clip.values"),
+        (lambda: adaptive(0.0), "privacy.clip.initial"),
+        (lambda: adaptive(1.0, 1.0), "privacy.clip.quantile"),
+    ],
+)
+def test_impossible_clips_are_refused(make: object, key: str) -> None:
+    with pytest.raises(InputError, match=rf"^{key}: found .*; allowed: "):
+        make()  # type: ignore[operator]

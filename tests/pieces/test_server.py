@@ -1,0 +1,124 @@
+"""Server post-processing against dense linear algebra, and optimisers against their recurrences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import InputError
+from fedflat.core.types import ServerView
+from fedflat.pieces.server import KeepInitial, PgnMemory, initial_slots, laplacian_smoothing, optimizer
+
+TENSORS = (slice(0, 5), slice(5, 6), slice(6, 8), slice(8, 15))
+
+
+def vector(seed: int = 0, size: int = 15) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=size))
+
+
+def view(slots: dict[str, Tensor] | None = None) -> ServerView:
+    return ServerView(0, 4, 0.25, TENSORS, slots or {})
+
+
+def dense(n: int, sigma: float) -> np.ndarray:
+    """A = I − σ·Lap on a ring of n points; on rings of one and two, a point is its own (double) neighbour."""
+    lap = np.zeros((n, n))
+    for j in range(n):
+        lap[j, j] -= 2
+        lap[j, (j + 1) % n] += 1
+        lap[j, (j - 1) % n] += 1
+    return np.eye(n) - sigma * lap
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.01, 1.0, 50.0])
+def test_smoothing_solves_the_linear_system(sigma: float) -> None:
+    v = vector()
+    found, slots = laplacian_smoothing(sigma)(v, view())
+    expected = np.concatenate([np.linalg.solve(dense(t.stop - t.start, sigma), v[t].numpy()) for t in TENSORS])
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+    assert slots == {}
+    whole, _ = laplacian_smoothing(sigma, "vector")(v, view())
+    np.testing.assert_allclose(whole.numpy(), np.linalg.solve(dense(15, sigma), v.numpy()), atol=1e-12)
+
+
+def test_smoothing_shortens_and_keeps_the_sum() -> None:
+    v = vector(3, 15).float()
+    smooth, _ = laplacian_smoothing(2.0, "vector")(v, view())
+    assert smooth.dtype == torch.float32
+    assert float(smooth.norm()) < float(v.norm())
+    assert float(smooth.sum()) == pytest.approx(float(v.sum()), abs=1e-5)
+
+
+def test_at_the_papers_strength_98_percent_of_the_noise_stays() -> None:
+    noise = vector(1, 100_000)
+    smooth, _ = laplacian_smoothing(0.01, "vector")(noise, view())
+    assert float(smooth.norm() / noise.norm()) == pytest.approx(0.981, abs=0.002)
+
+
+@pytest.mark.parametrize("smoothing", [None, 0.5])
+def test_pgn_takes_the_direction_out_again(smoothing: float | None) -> None:
+    """Without noise and clip, g̃ is minus the clients' mean movement per unit of learning rate."""
+    step = PgnMemory(0.3, None if smoothing is None else laplacian_smoothing(smoothing))
+    slots = step.initial(torch.zeros(15, dtype=torch.float64))
+    assert torch.equal(slots["memory"], torch.zeros(15, dtype=torch.float64))
+    memory, update, reach = vector(1), vector(2), 4 * 0.25
+    message = update + 0.7 * reach * memory
+    found, changed = step(message, view({"memory": memory}))
+    expected = -update / reach
+    if smoothing is not None:
+        expected, _ = laplacian_smoothing(smoothing)(expected, view())
+    torch.testing.assert_close(changed["memory"], expected)
+    torch.testing.assert_close(found, -reach * expected)
+
+
+def test_the_first_weights_are_remembered() -> None:
+    first = vector()
+    slots = initial_slots((KeepInitial(), PgnMemory(0.3), laplacian_smoothing()), first)
+    assert sorted(slots) == ["initial", "memory"]
+    assert torch.equal(slots["initial"], first) and slots["initial"] is not first
+    mean = vector(1)
+    assert KeepInitial()(mean, view()) == (mean, {})
+
+
+def test_sgd_with_and_without_momentum() -> None:
+    w, mean = vector(0), vector(1)
+    plain, slots = optimizer("sgd", 0.5)(w, mean, {})
+    torch.testing.assert_close(plain, w + 0.5 * mean)
+    assert slots == {}
+    heavy, slots = optimizer("sgd", 0.5, 0.9)(w, mean, {"velocity": mean})
+    torch.testing.assert_close(heavy, w + 0.5 * 1.9 * mean)
+    torch.testing.assert_close(slots["velocity"], 1.9 * mean)
+
+
+@pytest.mark.parametrize("kind", ["adam", "yogi"])
+def test_adaptive_optimisers_follow_reddi(kind: str) -> None:
+    """m ← β₁m + (1−β₁)Δ; Adam v ← β₂v + (1−β₂)Δ²; Yogi v ← v − (1−β₂)Δ² sign(v − Δ²); w ← w + η·m/(√v + τ)."""
+    w, m, v, tau = vector(0).numpy(), np.zeros(15), np.full(15, 0.01**2), 0.01
+    found, slots = torch.from_numpy(w.copy()), {}
+    step = optimizer(kind, 0.1, beta1=0.8, beta2=0.9, tau=tau)
+    for round in range(4):
+        mean = vector(10 + round).numpy()
+        m = 0.8 * m + 0.2 * mean
+        v = 0.9 * v + 0.1 * mean**2 if kind == "adam" else v - 0.1 * mean**2 * np.sign(v - mean**2)
+        w = w + 0.1 * m / (np.sqrt(v) + tau)
+        found, changed = step(found, torch.from_numpy(mean), slots)
+        slots |= changed
+    np.testing.assert_allclose(found.numpy(), w, rtol=1e-12)
+    assert sorted(slots) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: optimizer("adm"), r"server\.optimizer: found adm; .*Did you mean adam\?"),
+        (lambda: optimizer("sgd", 0.0), r"server\.lr"),
+        (lambda: optimizer("sgd", 1.0, 1.0), r"server\.momentum"),
+        (lambda: laplacian_smoothing(-0.1), r"algorithm\.smoothing"),
+        (lambda: laplacian_smoothing(0.1, "tensors"), r"algorithm\.scope.*Did you mean tensor\?"),
+    ],
+)
+def test_impossible_values_are_refused(make: object, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        make()  # type: ignore[operator]
