@@ -1,0 +1,53 @@
+"""Every packaged recipe parses, says what it is, builds its plan and has the ε that its first line names."""
+
+import re
+
+import pytest
+
+from fedflat.models import build
+from fedflat.recipe import FOLDER, Recipe, names
+from fedflat.simulation import algorithm_of, plan_of
+
+TABLES = {
+    "cifar10-dp-fedsam": (9.37, 9.37),
+    "cifar10-dp-fedpgn": (13.46, 13.46),
+    "cifar10-dp-fedpgn-100-clients": (11.28, 11.28),
+    "emnist-dp-fedsam": (7.30, 7.30),
+    "cifar10-dp-fedsam-published": (10.83, None),
+    "cifar10-dp-fedsam-topk-published": (10.83, None),
+    "cifar10-dp-fedpgn-published": (15.90, None),
+    "cifar10-dp-fedpgn-100-clients-published": (14.07, None),
+    "emnist-dp-fedsam-published": (8.58, None),
+}
+"""Claimed ε, and the proven one where the formula is what runs (algorithms.md, the table of the papers' settings)."""
+
+
+@pytest.mark.parametrize("name", names())
+def test_it_parses_and_builds_its_plan(name: str) -> None:
+    first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert re.match(r"# .{10,124}$", first), first
+    recipe = Recipe.load(name)
+    assert recipe.name == name
+    method = algorithm_of(recipe)
+    plan = plan_of(recipe, method, recipe.data.clients or 1000)
+    assert plan.protocol == ("published" if name.endswith("-published") else "sound")
+    if plan.protocol == "published":
+        claimed, proven = plan.mechanism.claimed(plan, plan.rounds), plan.epsilon()  # type: ignore[union-attr]
+        assert claimed < proven
+        assert "claimed" in first
+    else:
+        claimed = proven = plan.epsilon()
+    if name in TABLES:
+        assert claimed == pytest.approx(TABLES[name][0], abs=0.006)
+        assert TABLES[name][1] is None or proven == pytest.approx(TABLES[name][1], abs=0.006)
+    elif recipe.privacy.epsilon and plan.private:
+        assert claimed == pytest.approx(recipe.privacy.epsilon, rel=1e-3) and claimed <= recipe.privacy.epsilon
+
+
+def test_the_tables_recipes_exist() -> None:
+    assert set(TABLES) <= set(names())
+
+
+@pytest.mark.parametrize("name", ["cnn-2-layers", "cnn", "cnn-3", "resnet18"])
+def test_their_models_exist(name: str) -> None:
+    assert build(name, (1, 28, 28) if name.startswith("cnn-2") or name == "cnn" else (3, 32, 32), 10, 0)
