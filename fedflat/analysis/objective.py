@@ -1,0 +1,234 @@
+"""Mean loss and accuracy on fixed examples as a function of flat weights: values, gradients, Hessian products.
+
+Evaluations are spread over threads of one intra-op thread each. What a thread is handed (a chunk of points, a batch of
+examples) and the order in which results are added do not depend on the number of threads, so neither do the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.checks import InputError, whole
+from fedflat.core.loss import example_loss
+from fedflat.core.params import Layout
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CONVOLUTION_BATCH, DENSE_BATCH, GRADIENT_BATCH = 25, 1000, 250
+"""Examples per pass: activations of 25 images stay in a core's cache, which is 1.4 times faster than 500 at once."""
+CHUNK_ENTRIES = 2_000_000
+"""Entries (weights, or examples × widest layer for the activations) of the points that one vmap evaluates at once."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Weights ``base + coefficients @ directions``: base ``(D,)``, directions ``(k, D)``, coefficients ``(P, k)``."""
+
+    base: Tensor
+    directions: Tensor
+    coefficients: Tensor
+
+    def __len__(self) -> int:
+        return len(self.coefficients)
+
+    def take(self, chunk: slice) -> Tensor:
+        """The weights of some points ``(n, D)``; each row is computed alone, so that no chunking changes it."""
+        rows = [self.base.clone() for _ in range(*chunk.indices(len(self)))]
+        for row, amounts in zip(rows, self.coefficients[chunk].tolist(), strict=True):
+            for amount, direction in zip(amounts, self.directions, strict=True):
+                row.add_(direction, alpha=amount)
+        return torch.stack(rows)
+
+
+class Objective:
+    """L(w): mean loss over ``inputs`` ``(N, …)`` and ``targets`` of a module in eval mode at flat weights w ``(D,)``.
+
+    The module is copied and its buffers stay as they are. ``threads``: None for torch's number.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, inputs: Tensor, targets: Tensor, *, threads: int | None = None
+    ) -> None:
+        if len(inputs) == 0:
+            raise InputError("landscape: found no example to evaluate on; allowed: at least one.")
+        self.layout, self.inputs, self.targets = layout, inputs, targets
+        self.threads = torch.get_num_threads() if threads is None else whole("threads", threads, 1)
+        self.dense = _dense(module)
+        self._widest = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
+        self._modules: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
+        for _ in range(self.threads):
+            self._modules.put(copy.deepcopy(module).eval())
+
+    # ------------------------------------------------------------------------------------------------- values
+
+    def value(self, weights: Tensor) -> tuple[float, float]:
+        """Loss and accuracy at ``weights`` ``(D,)``."""
+        loss, accuracy = self.values(Points(weights, weights[None], torch.zeros(1, 1)))[0]
+        return float(loss), float(accuracy)
+
+    def values(
+        self, points: Points, dtype: torch.dtype = torch.float32, on_chunk: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        """Loss and accuracy of every point ``(P, 2)``, the forward passes in ``dtype``; on_chunk: points finished."""
+        dtype = self.inputs.dtype if self.inputs.dtype == torch.float64 else dtype
+        inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
+        size = self._chunk()
+        chunks = [slice(start, start + size) for start in range(0, len(points), size)]
+        evaluate = self._together if self.dense else self._one_by_one
+
+        def one(module: nn.Module, chunk: slice) -> np.ndarray:
+            with torch.no_grad():
+                return evaluate(module, points.take(chunk).to(dtype), inputs)
+
+        found = []
+        for result in self._spread(one, chunks):
+            found.append(result)
+            if on_chunk is not None:
+                on_chunk(len(result))
+        return np.concatenate(found)
+
+    def _chunk(self) -> int:
+        """Points per task; of the model and the data only."""
+        if not self.dense:
+            return 1
+        entries = max(self.layout.size, min(len(self.inputs), DENSE_BATCH) * self._widest)
+        return max(1, min(256, CHUNK_ENTRIES // entries))
+
+    def _one_by_one(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
+        rows = []
+        for vector in weights:
+            losses, right = zip(*self._forward(module, vector, inputs), strict=True)
+            rows.append([_mean(losses, len(inputs)), _mean(right, len(inputs))])
+        return np.array(rows)
+
+    def _forward(self, module: nn.Module, vector: Tensor, inputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        size = CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4
+        parameters = dict(self.layout.views(vector))
+        for start in range(0, len(inputs), size):
+            rows = slice(start, start + size)
+            logits = torch.func.functional_call(module, parameters, (inputs[rows],))
+            losses, right = example_loss(_at_least_float(logits), self.targets[rows])
+            yield losses.double().sum(), right.double().sum()
+
+    def _together(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
+        """A dense model at several points by batched matrix products."""
+        total = torch.zeros(len(weights), 2, dtype=torch.float64)
+        for start in range(0, len(inputs), DENSE_BATCH):
+            rows = slice(start, start + DENSE_BATCH)
+
+            def at(vector: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
+                logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
+                return example_loss(_at_least_float(logits), self.targets[rows])
+
+            losses, right = torch.func.vmap(at)(weights)
+            total += torch.stack([losses.double().sum(-1), right.double().sum(-1)], dim=-1)
+        return (total / len(inputs)).numpy()
+
+    # --------------------------------------------------------------------------------- gradients and products
+
+    def gradient(self, weights: Tensor) -> tuple[float, Tensor]:
+        """L and its gradient ``(D,)``."""
+
+        def one(module: nn.Module, rows: slice) -> tuple[Tensor, Tensor]:
+            vector = weights.detach().requires_grad_()
+            loss = self._summed(module, vector, rows)
+            return loss.detach().double(), torch.autograd.grad(loss, vector)[0]
+
+        losses, gradients = zip(*self._spread(one, self._batches()), strict=True)
+        return _mean(losses, len(self.inputs)), _added(gradients) / len(self.inputs)
+
+    def product(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
+        """v ``(D,)`` -> the Hessian of L at ``weights`` times v, by differentiating the gradient again.
+
+        At a kink (ReLU, max pooling) it is the Hessian of the piece on which the weights lie.
+        """
+
+        def times(direction: Tensor) -> Tensor:
+            def one(module: nn.Module, rows: slice) -> Tensor:
+                vector = weights.detach().requires_grad_()
+                with _twice_differentiable():
+                    gradient = torch.autograd.grad(self._summed(module, vector, rows), vector, create_graph=True)[0]
+                    if not gradient.requires_grad:  # a loss linear in the weights
+                        return torch.zeros_like(weights)
+                    return torch.autograd.grad(gradient, vector, direction.to(weights.dtype))[0]
+
+            return _added(self._spread(one, self._batches())) / len(self.inputs)
+
+        return times
+
+    def _batches(self) -> list[slice]:
+        return [slice(start, start + GRADIENT_BATCH) for start in range(0, len(self.inputs), GRADIENT_BATCH)]
+
+    def _summed(self, module: nn.Module, vector: Tensor, rows: slice) -> Tensor:
+        logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (self.inputs[rows],))
+        return example_loss(logits, self.targets[rows])[0].sum()
+
+    def _spread(self, function: Callable[[nn.Module, T], R], tasks: Iterable[T]) -> Iterator[R]:
+        """``function(module, task)`` for every task, results in the tasks' order; each thread has its own module."""
+
+        def run(task: T) -> R:
+            module = self._modules.get()
+            try:
+                return function(module, task)
+            finally:
+                self._modules.put(module)
+
+        with (
+            one_thread_each(),
+            ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ):
+            yield from pool.map(run, tasks)
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """One intra-op thread in every thread of the block; torch's number is put back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _twice_differentiable() -> AbstractContextManager[object]:
+    """Attention by plain matrix products: the fused kernels have no second derivative."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
+
+
+def _mean(sums: Iterable[Tensor], count: int) -> float:
+    return float(_added(sums)) / count
+
+
+def _added(terms: Iterable[Tensor]) -> Tensor:
+    """The sum in the terms' order."""
+    found = iter(terms)
+    total = next(found).clone()
+    for term in found:
+        total += term
+    return total
+
+
+def _at_least_float(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _dense(module: nn.Module) -> bool:
+    """Whether every layer with weights is linear: batched matrix products win there, and lose for convolutions."""
+    layers = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    return bool(layers) and all(isinstance(m, nn.Linear) for m in layers)
