@@ -24,6 +24,7 @@ from fedflat.engine.train import Job
 from fedflat.pieces.clipping import EachTensor, Median
 from fedflat.pieces.transforms import TopK, top_k
 from fedflat.privacy.published import Published
+from fedflat.privacy.verify import verify_run
 from fedflat.published import clip_of, facts
 from fedflat.recipe import Recipe
 from fedflat.simulation import prepare, resolved
@@ -240,6 +241,15 @@ def test_a_resumed_folder_is_the_same_recipe(tmp_path: Path) -> None:
     assert len(lines) == 3 and lines[-1]["epsilon"] == pytest.approx(result.privacy["proven_epsilon"])
     resumed = fedflat.run(again, out=tmp_path / "run", resume=True)
     assert resumed.privacy["claimed_epsilon"] == result.privacy["claimed_epsilon"]
+
+
+@pytest.mark.parametrize("algorithm", ["dp-fedsam", "dp-fedavg-blurs", "dp-fedpgn"])
+def test_the_proven_epsilon_is_recomputed_from_the_ledger(tmp_path: Path, algorithm: str) -> None:
+    result = fedflat.run(recipe(algorithm), out=tmp_path / "run")
+    found = verify_run(tmp_path / "run")
+    assert found.ok, found.notes
+    proven = result.privacy["proven_epsilon"]
+    assert found.epsilon_recomputed == (math.inf if proven is None else pytest.approx(proven, rel=1e-6))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
     if mechanism == "ddgauss":
         return _ddgauss(entries, spent)
+    if str(mechanism).startswith("published-"):
+        return _published(entries, spent)
     if trust == "distributed":
         return _distributed(entries, spent)
     if trust == "local":
@@ -198,6 +200,19 @@ def _local(entries: Entries, delta: float) -> Recomputed:
     most = min(len(entries), entries[0].get("max_participations") or len(entries))
     found = participation(most, 1.0, _smallest(entries), delta)
     return Recomputed(found, found, "exact Gaussian composition")
+
+
+def _published(entries: Entries, delta: float) -> Recomputed:
+    """A published procedure: lines are single messages; its busiest client's in a public schedule, else Bin(T, q)."""
+    sigma, first, rounds = _smallest(entries), entries[0], len(entries)
+    if first["sampling"] == "round-number":
+        from fedflat.core.cohorts import FromRound
+
+        most = int(FromRound(int(first["clients"]), float(first["cohort"])).participations(rounds).max())
+        found = participation(most, 1.0, sigma, delta)
+    else:
+        found = participation(rounds, float(first["q"]), sigma, delta * 0.99)
+    return Recomputed(found, found, "exact Gaussian composition of a client's messages")
 
 
 def _fixed(entries: Entries, delta: float) -> Recomputed:
