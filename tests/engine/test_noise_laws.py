@@ -175,7 +175,7 @@ def test_a_per_tensor_clip_reaches_the_grid_message_by_message():
     made = job(secure=True, clip={"kind": "per-tensor", "values": [0.3, 0.4]})
     weight, bias = made.parts.layout.tensors("shared")
     messages = updates(6, norm=30.0)
-    broadcast, aggregate = held(made, messages)
+    _, aggregate = held(made, messages)
     clipped = torch.zeros(dimension(), dtype=torch.float64)
     for row in messages.double():
         for where, limit in ((weight, 0.3), (bias, 0.4)):
@@ -226,5 +226,5 @@ def test_count_noise_of_shares_follows_the_shares():
 
 
 def test_ddgauss_has_no_count():
-    with pytest.raises(ValueError, match="privacy.clip: found adaptive"):
+    with pytest.raises(ValueError, match=r"privacy\.clip: found adaptive"):
         job("ddgauss").parts.mechanism.noisy_count(KEY, 0, None)

@@ -1,0 +1,125 @@
+"""The private quantile clip (Andrew et al. 2021): where it goes, what it costs, and who follows it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fedflat import simulation
+from fedflat.core.rng import stream
+from fedflat.core.types import Algorithm, Phase
+from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
+from fedflat.privacy.ledger import read
+from fedflat.privacy.verify import verify_run
+from fedflat.recipe import Recipe
+
+KEY = b"\3" * 32
+CLIENTS = 400
+
+
+def job(initial: float, quantile: float = 0.5, secure: bool = False, trust: str = "central"):
+    recipe = {
+        "rounds": 200,
+        "algorithm": {"name": "dp-fedavg"},
+        "model": {"name": "linear"},
+        "local": {"steps": 1, "batch_size": 1},
+        "cohort": {"size": CLIENTS / 2},
+        "privacy": {
+            "clip": {"kind": "adaptive", "initial": initial, "quantile": quantile},
+            "noise_multiplier": 1.0,
+            "secure": secure,
+            "trust": trust,
+        },
+    }
+    pairs = [(torch.zeros(1, 2), torch.tensor([i % 2])) for i in range(CLIENTS)]
+    return simulation.prepare(Recipe.of(recipe), None, pairs)
+
+
+def clips(made, rounds: int) -> list[float]:
+    """C_t while every round's norms are log-normal with median 1."""
+    parts, state, seen = made.parts, made.parts.first_state(made.first, made.threshold), []
+    for t in range(rounds):
+        draw = stream(1, "norms", t)
+        norms = torch.from_numpy(draw.lognormal(0.0, 0.5, int(draw.binomial(CLIENTS, 0.5))))
+        direction = torch.ones(len(norms), parts.layout.dimension, dtype=torch.float64)
+        messages = (direction / direction.norm(dim=1, keepdim=True) * norms[:, None]).float()
+        broadcast = broadcast_of(parts, state, 0)
+        accumulator = accumulator_of(parts, broadcast, KEY)
+        accumulator.add(messages, [1] * len(messages))
+        state, _ = finish_round(parts, state, broadcast, accumulator.result(), KEY, lambda line: None)
+        seen.append(state.clip)
+    return seen
+
+
+@pytest.mark.parametrize("quantile", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("initial", [0.01, 100.0])
+def test_the_clip_converges_to_the_quantile_from_far_away(initial, quantile):
+    found = clips(job(initial, quantile), 140)
+    target = math.exp(0.5 * 2**0.5 * float(torch.erfinv(torch.tensor(2 * quantile - 1))))
+    late = torch.tensor(found[-40:]).log().mean().exp()
+    assert float(late) == pytest.approx(target, rel=0.08)
+    assert (found[0] > initial) == (initial < 1)
+
+
+@pytest.mark.parametrize("secure, trust", [(True, "central"), (False, "distributed")])
+def test_it_converges_with_secure_noise_and_with_shares(secure, trust):
+    late = torch.tensor(clips(job(0.05, 0.5, secure, trust), 120)[-40:]).log().mean().exp()
+    assert float(late) == pytest.approx(1.0, rel=0.08)
+
+
+def test_broken_twin_a_count_that_is_not_centred_goes_elsewhere():
+    made = job(1.0)
+    step = made.parts.clip.next
+    clip, twin = 1.0, 1.0
+    for _ in range(60):  # a cohort of 150 instead of m = 200, half of its norms inside
+        clip = step(clip, 0.0, 200)
+        twin = step(twin, 75 - 200 / 2, 200)
+    assert clip == pytest.approx(1.0) and twin > 2
+
+
+def recipe(initial: float, **privacy: object) -> dict:
+    return {
+        "name": "adaptive",
+        "rounds": 50,
+        "data": {"dataset": "digits", "clients": 50, "max_examples": 500},
+        "model": {"name": "linear"},
+        "algorithm": {"name": "dp-fedavg"},
+        "local": {"steps": 2, "batch_size": 10, "lr": 0.1},
+        "cohort": {"size": 25},
+        "privacy": {"clip": {"kind": "adaptive", "quantile": 0.5, "initial": initial}, **privacy},
+        "evaluation": {"every": 50},
+    }
+
+
+@pytest.mark.parametrize("initial", [0.02, 4.0])
+def test_a_run_reaches_the_median_of_its_own_norms(initial, tmp_path):
+    result = simulation.run(recipe(initial, noise_multiplier=0.4), out=tmp_path / "run")
+    shares = [line["clipped_fraction"] for line in result.private_history[-10:]]
+    assert 0.3 < sum(shares) / 10 < 0.7
+    entries = read(tmp_path / "run" / "ledger.jsonl")
+    assert [e["clip"] for e in entries] == [line["clip"] for line in result.history]
+    assert entries[0]["clip"] == initial and len({e["clip"] for e in entries}) == 50
+    for entry in entries:
+        assert entry["std"] == pytest.approx(entry["update_multiplier"] * entry["clip"])
+        both = (entry["std"] / entry["sensitivity"]) ** -2 + (2 * entry["count_std"]) ** -2
+        assert both**-0.5 == pytest.approx(0.4)
+    assert entries[0]["count_std"] == 25 / 20
+    assert verify_run(tmp_path / "run").ok
+    resumed = simulation.run(Recipe.load(tmp_path / "run"), out=tmp_path / "run", resume=True)
+    assert resumed.history == result.history
+
+
+def test_blur_follows_the_round_s_clip():
+    """BLUR's threshold S is C_t, not the initial clip (004 Eq. 5)."""
+    seen: list[float] = []
+
+    def rule(gradient, view):
+        seen.append(view.clip)
+        return gradient
+
+    method = Algorithm("watching", phases=(Phase(rule=rule),))
+    made = {**recipe(0.1, noise_multiplier=0.4), "rounds": 4, "engine": {"backend": "sequential"}}
+    result = simulation.run(made, algorithm=method)
+    assert list(dict.fromkeys(seen)) == [line["clip"] for line in result.history]

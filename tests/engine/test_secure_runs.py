@@ -1,0 +1,228 @@
+"""Runs with `privacy.secure`: the key outside the folder, killed and resumed with and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedflat
+from fedflat import simulation
+from fedflat.core.checks import InputError, RunError
+from fedflat.engine import keys
+from fedflat.engine.folder import read_lines
+from fedflat.privacy.ledger import read
+from fedflat.privacy.verify import verify_run
+from fedflat.recipe import Recipe
+
+ROUNDS = 5
+RECIPE = {
+    "name": "secure",
+    "rounds": ROUNDS,
+    "data": {"dataset": "digits", "clients": 20, "max_examples": 200},
+    "model": {"name": "linear"},
+    "algorithm": {"name": "dp-fedavg"},
+    "local": {"steps": 1, "batch_size": 4},
+    "cohort": {"size": 10},
+    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure": True},
+    "engine": {"backend": "sequential"},
+}
+SCRIPT = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+import fedflat
+from fedflat.engine import train
+folder, resume, kill_at = sys.argv[1], sys.argv[2] == "resume", int(sys.argv[3])
+save = train._save
+def deadly(job, state, *rest):
+    if state.round - 1 == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(job, state, *rest)
+train._save = deadly
+recipe = fedflat.Recipe.load(sys.argv[4])
+fedflat.run(recipe, out=folder, resume=resume)
+"""
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def start(tmp_path: Path, folder: Path, kill_at: int = -1, resume: bool = False) -> int:
+    """Run in a process of its own; ``kill_at``: kill -9 after that round was charged and before it is saved."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(RECIPE))
+    word = "resume" if resume else "new"
+    command = [sys.executable, "-c", SCRIPT, str(folder), word, str(kill_at), str(recipe)]
+    root = Path(fedflat.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, cwd=tmp_path, timeout=120, check=False).returncode
+
+
+def released(folder: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_lines(folder / "metrics.jsonl")]
+
+
+def key_files(state: Path) -> list[Path]:
+    return sorted((state / "fedflat" / "keys").glob("*"))
+
+
+def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
+    folder, twin = tmp_path / "run", tmp_path / "twin"
+    assert start(tmp_path, folder, kill_at=2) == -signal.SIGKILL
+    (key,) = key_files(state_home)
+    assert key.stat().st_mode & 0o777 == 0o600 and key.parent.stat().st_mode & 0o077 == 0
+    secret = key.read_bytes()
+    assert len(secret) == 32
+    # The run that was never killed: the same folder as it was started, the same key.
+    (tmp_path / "twin").mkdir()
+    (twin / "recipe.yaml").write_bytes((folder / "recipe.yaml").read_bytes())
+    assert start(tmp_path, twin, resume=True) == 0
+    assert not key_files(state_home), "the key is deleted at the end"
+    key.write_bytes(secret)
+    key.chmod(0o600)
+    assert start(tmp_path, folder, resume=True) == 0
+    assert not key_files(state_home)
+    assert released(folder) == released(twin) and len(released(folder)) == ROUNDS
+    states = [sorted((f / "checkpoints").glob("*.safetensors"))[-1].read_bytes() for f in (folder, twin)]
+    assert states[0] == states[1]
+    assert [e["round"] for e in read(folder / "ledger.jsonl")] == list(range(ROUNDS))
+    for file in folder.rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert secret not in content and secret.hex().encode() not in content, file
+
+
+def test_resumed_without_the_key_the_open_round_is_charged_again(tmp_path, state_home):
+    folder = tmp_path / "run"
+    assert start(tmp_path, folder, kill_at=2) == -signal.SIGKILL
+    first = released(folder)
+    key_files(state_home)[0].unlink()
+    result = simulation.run(Recipe.load(folder), out=folder, resume=True)
+    entries = read(folder / "ledger.jsonl")
+    assert [(e["round"], e.get("attempt", 1)) for e in entries] == [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]
+    assert len({e["key_id"] for e in entries}) == 2 and entries[2]["key_id"] != entries[3]["key_id"]
+    assert released(folder)[:2] == first[:2]
+    assert result.privacy["rounds_charged"] == ROUNDS + 1
+    assert result.privacy["epsilon"] == pytest.approx(result.history[-1]["epsilon"])
+    plain = simulation.run({**RECIPE, "rounds": ROUNDS + 1}).privacy["epsilon"]
+    assert result.privacy["epsilon"] == pytest.approx(plain)
+    assert verify_run(folder).ok
+    assert not key_files(state_home)
+
+
+def test_killed_twice_the_second_resume_with_its_key_charges_no_more(tmp_path, state_home):
+    folder = tmp_path / "run"
+    assert start(tmp_path, folder, kill_at=1) == -signal.SIGKILL
+    key_files(state_home)[0].unlink()
+    assert start(tmp_path, folder, kill_at=1, resume=True) == -signal.SIGKILL
+    assert start(tmp_path, folder, resume=True) == 0
+    entries = read(folder / "ledger.jsonl")
+    assert [(e["round"], e.get("attempt", 1)) for e in entries] == [(0, 1), (1, 1), (1, 2), (2, 1), (3, 1), (4, 1)]
+
+
+def test_a_run_charged_twice_stops_within_its_budget(tmp_path, state_home):
+    recipe = {**RECIPE, "privacy": {"clip": 0.5, "epsilon": 5.0, "secure": True}}
+    folder, seen = tmp_path / "run", []
+    simulation.run(recipe, out=folder, on_round=lambda *_: seen.append(1), should_stop=lambda: len(seen) == 3)
+    assert len(key_files(state_home)) == 1, "an unfinished run keeps its key"
+    (folder / "checkpoints" / "round-000003.safetensors").unlink()  # so that round 2 is drawn again
+    key_files(state_home)[0].unlink()
+    result = simulation.run(Recipe.load(folder), out=folder, resume=True)
+    assert len(result.history) == ROUNDS - 1 and "exceed the budget" in result.stopped
+    assert result.privacy["epsilon"] <= 5.0 and result.privacy["rounds_charged"] == ROUNDS
+    assert not key_files(state_home)
+
+
+def test_two_secure_runs_differ_and_say_where_their_noise_came_from(tmp_path):
+    one, two = simulation.run(RECIPE), simulation.run(RECIPE)
+    assert one.history[-1]["test_loss"] != two.history[-1]["test_loss"]
+    assert "operating-system entropy" in one.privacy["noise_source"]
+    assert "withstands" in one.privacy["floating_point"] and "rounded Gaussian" in one.privacy["mechanism"]
+    seeded = simulation.run({**RECIPE, "privacy": {"clip": 0.5, "noise_multiplier": 1.0}})
+    again = simulation.run({**RECIPE, "privacy": {"clip": 0.5, "noise_multiplier": 1.0}})
+    assert seeded.history[-1]["test_loss"] == again.history[-1]["test_loss"]
+    assert seeded.privacy["noise_source"] == "simulation: noise reproducible from the seed"
+
+
+def test_the_job_never_shows_its_key():
+    job = simulation.prepare(Recipe.of(RECIPE))
+    assert repr(job.key) not in repr(job) and "key=" not in repr(job)
+
+
+def test_secure_without_noise_still_runs():
+    result = simulation.run({**RECIPE, "rounds": 1, "privacy": {"clip": 0.5, "noise_multiplier": 0, "secure": True}})
+    assert result.privacy["epsilon"] is None
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (
+            {"privacy": {"noise_multiplier": 1.0, "trust": "distributed", "secure": True}},
+            "sum of rounded Gaussian shares",
+        ),
+        (
+            {"algorithm": {"name": "ddgauss"}, "privacy": {"noise_multiplier": 1.0, "trust": "central"}},
+            "distributed for ddgauss",
+        ),
+        (
+            {"algorithm": {"name": "ddgauss"}, "privacy": {"noise_multiplier": 1.0, "noise_cohort": 50}},
+            "noise_cohort: found 50",
+        ),
+        (
+            {
+                "algorithm": {"name": "ddgauss"},
+                "privacy": {"noise_multiplier": 1, "clip": {"kind": "adaptive", "initial": 1}},
+            },
+            "privacy.clip: found adaptive; allowed: one number",
+        ),
+        (
+            {"privacy": {"noise_multiplier": 2.0, "clip": {"kind": "adaptive", "initial": 1, "count_noise": 1.0}}},
+            "privacy.clip.count_noise: found 1.0; allowed: more than noise_multiplier / 2 = 1",
+        ),
+    ],
+)
+def test_refusals_are_one_line(changes, sentence):
+    with pytest.raises(InputError, match=sentence) as error:
+        simulation.run({**RECIPE, **changes})
+    assert "\n" not in str(error.value)
+
+
+def test_key_files(state_home, tmp_path, monkeypatch):
+    key = keys.create("abc")
+    assert keys.load("abc") == key and len(key) == 32
+    with pytest.raises(RunError, match="cannot be written"):
+        keys.create("abc")  # a key is never overwritten
+    keys.path_of("abc").chmod(0o644)
+    with pytest.raises(InputError, match="mode 0644; allowed: 0600"):
+        keys.load("abc")
+    keys.path_of("abc").chmod(0o600)
+    keys.path_of("abc").write_bytes(b"torn")
+    assert keys.load("abc") is None and keys.load("abc") is None
+    with pytest.raises(InputError, match=r"versions\.run"):
+        keys.path_of("../abc")
+    (keys.folder() / "dir").mkdir(mode=0o700)
+    with pytest.raises(InputError, match="cannot be read"):
+        keys.load("dir")
+    with pytest.raises(InputError, match="XDG_STATE_HOME"):
+        keys.check_outside(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert keys.folder() == Path.home() / ".local" / "state" / "fedflat" / "keys"
+
+
+def test_a_folder_that_lost_its_name_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    simulation.run(RECIPE, out=folder, should_stop=lambda: True)
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text[: text.index("  run: ")])
+    with pytest.raises(InputError, match=r"versions\.run: found None"):
+        simulation.run(Recipe.load(folder), out=folder, resume=True)
