@@ -12,7 +12,8 @@ from fedflat.privacy.accounting import default_delta
 
 KEYS = {
     "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
-    "noise_multiplier": "privacy.noise_multiplier", "delta": "privacy.delta", "max_cohort": "cohort.max", "min_cohort": "cohort.min",
+    "noise_multiplier": "privacy.noise_multiplier", "delta": "privacy.delta",
+    "max_cohort": "cohort.max", "min_cohort": "cohort.min",
     "max_participations": "cohort.max_participations", "noise_cohort": "privacy.noise_cohort",
     "trust": "privacy.trust", "sampling": "cohort.sampling", "accountant": "privacy.accountant",
 }  # fmt: skip

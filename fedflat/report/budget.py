@@ -80,7 +80,9 @@ def _draw(lines: Mapping[str, Mapping[str, list[Row]]], kind: str) -> bytes:
         for label, rows in curves.items():
             style = "--" if "approximation" in label else "-"
             place.plot([row[axis] for row in rows], [row["epsilon"] for row in rows], style, label=label)
-        place.set(xlabel=TITLES[axis], ylabel="ε", yscale="log" if axis == "noise_multiplier" else "linear")
+        spread = [row["epsilon"] for rows in curves.values() for row in rows if row["epsilon"] > 0]
+        steep = axis == "noise_multiplier" or (bool(spread) and max(spread) > 1000 * min(spread))
+        place.set(xlabel=TITLES[axis], ylabel="ε", yscale="log" if steep else "linear")
         place.grid(alpha=0.3)
         place.legend(fontsize="small")
     target = io.BytesIO()
