@@ -9,12 +9,15 @@ from typing import Any
 import aggregations as agg
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_federation import PRIVATE, Fragile, clients, module, recipe, weights
 from torch import Tensor
 
 import fedflat
 from fedflat.engine.heads import Heads
 from fedflat.engine.round import accumulator_of, broadcast_of
+from fedflat.engine.votes import VoteClip
 from fedflat.recipe import Recipe
 from fedflat.simulation import prepare
 
@@ -49,7 +52,7 @@ def test_every_rule_has_a_twin_that_breaks_it() -> None:
 
 def test_per_tensor_clips_earn_the_root_of_their_squares() -> None:
     """C_j on each tensor: the reported bound √ΣC_j² is reached, and never passed."""
-    values = [0.05, 0.1, 0.02, 0.2]
+    values = VALUES
     bound = math.sqrt(sum(v * v for v in values))
     made = agg.job(
         "dp-fedavg", {"privacy": {"clip": {"kind": "per-tensor", "values": values}, "noise_multiplier": 2.0}}
@@ -98,6 +101,55 @@ def test_a_message_outside_the_common_mask_is_not_released() -> None:
     assert broadcast.mask is not None
     assert not bool(new.shared[~broadcast.mask].any())
     assert bool((new.shared[broadcast.mask] != 0).all())
+
+
+VALUES = [0.05, 0.1, 0.02, 0.2]
+GRIDS: list[tuple[str, dict[str, Any]]] = [
+    ("dp-fedavg", {"privacy": {"secure": True}}),
+    ("fed-smp-randk", {"privacy": {"secure": True}}),
+    ("dp-fedsam", {"privacy": {"secure": True, "clip": {"kind": "per-tensor", "values": VALUES}}}),
+    ("ddgauss", {"cohort": {"min": 4}, "privacy": {"trust": "distributed"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"), GRIDS, ids=["secure", "secure and masked", "secure per tensor", "ddgauss"]
+)
+def test_sums_on_a_grid_hold_too(method: str, changes: dict[str, Any]) -> None:
+    """Rounded to the grid, no message is longer than the sensitivity that the ledger is charged for."""
+    made = agg.job(method, changes)
+    parts = made.parts
+    d, tensors = parts.layout.dimension, parts.layout.tensors("shared")
+    state = parts.first_state(made.first, made.threshold)
+    broadcast = broadcast_of(parts, state, 1)
+
+    def total(cohort: list[agg.Member]) -> Tensor:
+        accumulator = accumulator_of(parts, broadcast, agg.KEY)
+        for member in cohort:
+            accumulator.add(member.message, [member.size])
+        return accumulator.result().total
+
+    allowed = (
+        getattr(parts.plan.mechanism, "l2_sensitivity", None) or parts.plan.record(0, made.threshold)["sensitivity"]
+    )
+    moved = [
+        (float(torch.linalg.vector_norm(total(with_it) - total(without))), name)
+        for name, with_it, without in agg.neighbours(d, tensors)
+    ]
+    assert max(moved)[0] <= allowed * (1 + 1e-6), max(moved)
+    assert max(moved)[0] >= 0.99 * made.threshold  # and the bound is reached, so the check has something to see
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.lists(st.floats(width=32, allow_nan=True), min_size=12, max_size=12))
+def test_votes_are_bounded_whatever_is_sent(labels: int, entries: list[float]) -> None:
+    """√Q against nothing, √(2Q) against any other ballot (ae-dpfl)."""
+    clip = VoteClip(labels)
+    ballots = torch.tensor(entries, dtype=torch.float32).reshape(2, 6)
+    _, factors = clip.factors(ballots, math.sqrt(labels), ())
+    counted = torch.where(factors[:, None] > 0, ballots.double(), 0.0) * factors[:, None]
+    assert bool((torch.linalg.vector_norm(counted, dim=1) <= math.sqrt(labels) * (1 + 1e-9)).all())
+    assert float(torch.linalg.vector_norm(counted[0] - counted[1])) <= math.sqrt(2 * labels) * (1 + 1e-9)
 
 
 # ---------------------------------------------------------------- end to end
