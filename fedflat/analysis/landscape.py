@@ -97,7 +97,7 @@ def surface(
     """Loss and accuracy over the plane of two directions ``(2, D)``.
 
     precision: ``float32``; ``bfloat16`` for the forward passes (losses are always taken in float32); ``auto``:
-    bfloat16 for long surfaces of images where the processor multiplies it in hardware and nine points agree with float32.
+    bfloat16 for long surfaces of images, where the processor multiplies it in hardware and nine points agree.
     """
     first, second = np.meshgrid(steps, steps, indexing="ij")
     coefficients = torch.from_numpy(np.stack([first.reshape(-1), second.reshape(-1)], axis=1))

@@ -203,7 +203,8 @@ def describe(figure: Figure) -> str:
         if figure.kind == "bars":
             sentences.append(f"{series.label}: {high}, lowest {_value(figure, min(series.y))}.")
         else:
-            sentences.append(f"{series.label}: {first} at round {turns[0]:g}, {last} at round {turns[-1]:g}, {high}.")
+            ends = f"{first} at {figure.x_title} {turns[0]:g}, {last} at {figure.x_title} {turns[-1]:g}"
+            sentences.append(f"{series.label}: {ends}, {high}.")
     if len(shown) > 6:
         sentences.append(f"And {len(shown) - 6} more in the data table.")
     sentences += [f"{label[:1].upper()}{label[1:]}: drawn at {_value(figure, value)}." for label, value in figure.lines]

@@ -1,0 +1,261 @@
+"""The page of ``fedflat landscape``: numbers, curves, surfaces to turn and contours, in one file without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import metadata
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from fedflat.report import contours, html
+from fedflat.report.figures import Figure, Series
+
+Record = Mapping[str, Any]
+PRIVATE = html.PRIVATE
+
+
+def write_page(found: Record, target: Path) -> Path:
+    """Write the page of what ``fedflat.flatness.measure`` found to the file ``target``, replaced in one step."""
+    draft = target.with_name(f".{target.name}.part")
+    draft.write_text(render(found), encoding="utf-8")
+    draft.replace(target)
+    return target
+
+
+def render(found: Record) -> str:
+    """The page as text."""
+    groups = found["groups"]
+    models = list(dict.fromkeys(group["model"] for group in groups))
+    sections = [("summary", "", _numbers(found)), ("reading", "How to read this", _reading(found))]
+    for place, model in enumerate(models):
+        own = [group for group in groups if group["model"] == model]
+        title = "Global model" if model == "global" else f"Local model of {model}"
+        sections.append((f"model-{place}", title, _model(own, place, found)))
+    drawn = [group for group in groups if group["surface"]]
+    if drawn:
+        sections.insert(2, ("surface", "Surfaces", _surfaces(drawn)))
+    labels = list(dict.fromkeys(group["label"] for group in groups))
+    title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
+    links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in sections if heading)
+    script = html._asset("page.js") + html._asset("flatness.js")
+    return Template(html._asset("page.html")).substitute(
+        title=escape(title),
+        lead=escape(_lead(found)),
+        links=links,
+        body="".join(html._section(*each) for each in sections),
+        style=html._asset("page.css") + html._asset("flatness.css"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        version=escape(f"fedflat {metadata.version('fedflat')}" if _installed() else "fedflat"),
+    )
+
+
+def _installed() -> bool:
+    try:
+        metadata.version("fedflat")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _lead(found: Record) -> str:
+    models, settings = found["models"], found["settings"]
+    runs = len({each["run"] for each in models})
+    data = "public test data" if settings["on"] == "test" else "training data"
+    examples = max(each["examples"] for each in models)
+    return f"{runs} run{'s' if runs > 1 else ''} · {examples:,} examples of {data} · direction seed {settings['seed']}"
+
+
+# -------------------------------------------------------------------------------------------------------- numbers
+
+
+def columns(settings: Record) -> list[tuple[str, str, bool]]:
+    """Key, heading and whether in per cent, of the numbers shown."""
+    size = 100 * settings["noise"][len(settings["noise"]) // 2]
+    return [
+        ("loss", "loss", False),
+        ("accuracy", "accuracy %", True),
+        ("eigenvalue", "top eigenvalue", False),
+        ("trace", "trace", False),
+        ("ascent", "sharpness", False),
+        ("noise_accuracy", f"% at {size:g} % noise", True),
+    ]
+
+
+def spread_text(value: Record | None, percent: bool = False) -> str:
+    """``mean ± sd``, the mean alone for one seed, a dash for nothing."""
+    if value is None:
+        return "–"
+    factor = 100 if percent else 1
+    mean = number_text(factor * value["mean"], percent)
+    return mean if value["sd"] is None else f"{mean} ± {number_text(factor * value['sd'], percent)}"
+
+
+def number_text(value: float, percent: bool = False) -> str:
+    """Two decimals for a percentage, three significant digits otherwise."""
+    return f"{value:.2f}" if percent else f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _numbers(found: Record) -> str:
+    shown = columns(found["settings"])
+    several = len({group["model"] for group in found["groups"]}) > 1
+    heads = ["Method", *(["Model"] if several else []), "seeds", "ε proven", *(heading for _, heading, _ in shown)]
+    rows = []
+    for group in found["groups"]:
+        epsilon = "∞" if group["epsilon"] is None else f"{group['epsilon']['mean']:.2f}"
+        cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
+        rows.append(cells + [spread_text(group["numbers"][key], percent) for key, _, percent in shown])
+    notes = [*difference_notes(found), *found["notes"], cost_text(found["cost"])]
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return html._table("Flatness", heads, rows, left=2 if several else 1) + f'<ul class="notes">{listed}</ul>'
+
+
+def difference_notes(found: Record) -> list[str]:
+    """In words: which of the global models' numbers differ from the first method's, paired over seeds."""
+    groups = [group for group in found["groups"] if group["model"] == "global"]
+    listed = []
+    for group in groups[1:]:
+        parts = []
+        for key, name, percent in (
+            ("eigenvalue", "top eigenvalue", False),
+            ("trace", "trace", False),
+            ("ascent", "sharpness", False),
+            ("noise_loss", "loss added by noise", False),
+        ):
+            gap = group["differences"].get(key)
+            if gap is None or gap["low"] is None:
+                continue
+            ends = f"[{_signed(gap['low'], percent)}, {_signed(gap['high'], percent)}]"
+            parts.append(f"{name} {_signed(gap['mean'], percent)} {ends}")
+        if parts:
+            listed.append(f"{group['label']} − {groups[0]['label']}: {'; '.join(parts)}.")
+    if listed:
+        listed.append("Differences are paired over seeds, with 95 % t intervals; several are shown, none is corrected.")
+    return listed
+
+
+def _signed(value: float, percent: bool = False) -> str:
+    text = number_text(abs(value), percent)
+    return ("−" if value < 0 else "+") + text
+
+
+def cost_text(cost: Record) -> str:
+    """Time and memory in a sentence."""
+    return (
+        f"Took {cost['seconds']:.0f} s ({cost['cpu_seconds']:.0f} s of processor time, {cost['threads']} threads);"
+        f" the process held at most {cost['peak_memory_mib']:,.0f} MiB."
+    )
+
+
+def _reading(found: Record) -> str:
+    settings, curved = found["settings"], max(each["curvature_examples"] for each in found["models"])
+    points = [
+        "Directions are random and filter-normalised: each filter (output channel or row) of the direction has the norm"
+        " of the same filter of the weights; biases and norm layers do not move. At a distance of 1 every filter has"
+        " moved by its own norm. All methods share the same random draw.",
+        f"Eigenvalues, trace and sharpness are those of the loss on {curved:,} examples; sharpness is how much the loss"
+        f" rises within distance ρ = {settings['rho']:g} (a lower bound).",
+        "Weight noise is Gaussian, its standard deviation a share of each tensor's root mean square.",
+        "One direction out of thousands is drawn: a bowl that looks round can still be steep where nobody looked."
+        " A model with a high loss everywhere is flat too: compare at similar loss and accuracy.",
+        "Absolute numbers (eigenvalues, trace, ρ) change when a ReLU network's layers are rescaled although the"
+        " function does not; the curves along normalised directions mostly do not.",
+    ]
+    return '<ul class="prose">' + "".join(f"<li>{escape(point)}</li>" for point in points) + "</ul>"
+
+
+# --------------------------------------------------------------------------------------------------------- curves
+
+
+def _model(groups: Sequence[Record], place: int, found: Record) -> str:
+    note = f'<p class="private-note">{PRIVATE}.</p>' if groups[0]["private"] else ""
+    figures = [
+        _figure(groups, "line", "loss", f"line-loss-{place}", "Loss along a direction"),
+        _figure(groups, "line", "accuracy", f"line-accuracy-{place}", "Accuracy along a direction"),
+        _figure(groups, "noise", "loss", f"noise-loss-{place}", "Loss under weight noise"),
+        _figure(groups, "noise", "accuracy", f"noise-accuracy-{place}", "Accuracy under weight noise"),
+    ]
+    return note + html._cards(figures)
+
+
+def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str) -> Figure:
+    several = any(len(group["seeds"]) > 1 for group in groups)
+    over = "steps" if kind == "line" else "levels"
+    series = []
+    for group in groups:
+        curve = group[kind]
+        y, sd = curve[key], curve[f"{key}_sd"] or [0.0] * len(curve[key])
+        low, high = ([a + sign * b for a, b in zip(y, sd, strict=True)] for sign in (-1, 1))
+        if key == "accuracy":
+            low, high = [max(0.0, each) for each in low], [min(1.0, each) for each in high]
+        else:  # a band below zero is not a loss, and would leave the logarithmic scale
+            low = [max(each, min(y) / 2) for each in low]
+        x = {"round": tuple(100 * each for each in curve[over])}
+        bands = (tuple(low), tuple(high)) if several else ((), ())
+        series.append(Series(group["label"], x, tuple(y), *bands, style=group["style"]))
+    title_x = "distance, % of the filters' norm" if kind == "line" else "noise, % of the weights"
+    note = "First direction, through the model." if kind == "line" else "Mean over draws."
+    note += " Bands: one sd over seeds." if several else ""
+    unit = "%" if key == "accuracy" else ""
+    percent = key == "accuracy"
+    private = bool(groups[0]["private"])
+    return Figure(name, title, tuple(series), unit, note, private, percent=percent, x_title=title_x)
+
+
+# ------------------------------------------------------------------------------------------------------- surfaces
+
+
+def _surfaces(groups: Sequence[Record]) -> str:
+    every = [value for group in groups for row in group["surface"]["loss"] for value in row]
+    low, high = min(every), max(every)
+    low = max(low, 1e-9)
+    lines = contours.levels(low, high)
+    cards = "".join(_relief(group, place, lines, low, high) for place, group in enumerate(groups))
+    content = {
+        "low": low,
+        "high": high,
+        "ramp": contours.RAMP,
+        "surfaces": [
+            {"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups
+        ],
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    choice = (
+        '<fieldset class="axis"><legend>Height</legend>'
+        '<label><input type="radio" name="height" value="log" checked><span>logarithmic</span></label>'
+        '<label><input type="radio" name="height" value="linear"><span>linear</span></label></fieldset>'
+    )
+    hint = "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together."
+    return (
+        f'<div class="controls">{choice}<p>{hint}</p></div><div class="reliefs">{cards}</div>'
+        f'{contours.scale(lines, low, high)}<script type="application/json" id="surfaces">{text}</script>'
+    )
+
+
+def _short(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [float(f"{value:.5g}") for row in rows for value in row]
+
+
+def _relief(group: Record, place: int, lines: Sequence[float], low: float, high: float) -> str:
+    surface = group["surface"]
+    values, middle = surface["loss"], len(surface["steps"]) // 2
+    edge = max(max(row) for row in values)
+    name = group["label"] + ("" if group["model"] == "global" else f", {group['model']}")
+    words = f"Loss {values[middle][middle]:.3g} in the middle, at most {edge:.3g} on the square."
+    badge = f'<span class="badge" title="{PRIVATE}">private</span>' if group["private"] else ""
+    how = surface["precision"]
+    if surface["deviation"] is not None:
+        how += f", within {surface['deviation']:.2g} of float32 at nine points"
+    seed = group["seeds"][0]
+    label = f"{name}: loss surface. {words} Arrow keys turn it."
+    return (
+        f'<div class="card relief"><h4><i class="c{group["style"] % 7}"></i>{escape(name)}{badge}</h4>'
+        f"<p>{escape(words)} Seed {seed}; {escape(how)}.</p>"
+        f'<canvas data-surface="{place}" tabindex="0" role="img" aria-label="{escape(label)}"></canvas>'
+        f"{contours.draw(values, surface['steps'], lines, low, high, f'{name}: contours of the loss')}</div>"
+    )
