@@ -195,3 +195,18 @@ def test_shapes_are_checked():
         mech.aggregate([np.zeros(100, dtype=np.int64)])
     with pytest.raises(InputError, match="bits: found 2; allowed: at least 6"):
         default_granularity(1.0, 1.0, 10, 8, 50, 2)
+
+
+def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch):
+    from fedflat.pieces import ddgauss
+
+    monkeypatch.setattr(ddgauss, "MAX_TRIES", 0)
+    mech = mechanism(granularity=0.05)
+    signs = mech.signs(stream(0, "rotation"))
+    for update in (torch.full((100,), 0.1), torch.full((100,), 3e38)):
+        steps = mech.round_to_grid(update, signs, stream(0, "rounding"))
+        assert steps.any() and exact_square(steps) <= mech.norm_limit
+
+
+def test_messages_default_to_the_minimum():
+    assert mechanism(messages=None).pitch == mechanism(messages=8).pitch

@@ -139,3 +139,16 @@ def test_the_pitch_is_an_exact_fraction_of_the_std():
 def test_error_sentences(arguments, sentence):
     with pytest.raises(InputError, match=sentence):
         GridGaussian(*arguments)
+
+
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch, attempts):
+    from fedflat.pieces import secure
+
+    monkeypatch.setattr(secure, "ATTEMPTS", attempts)
+    grid = GridGaussian(1.0, 1.0, 10_000, 7)
+    row = torch.zeros(10_000)
+    row[: 80**2] = 1.0 / 80
+    assert exact_square(grid.quantize(row)) <= grid.norm_limit
+    tiny = GridGaussian(1.0, 1.0, 4, 0)  # limit 1: half of (1, 1, 1, 1)·C cut towards zero is the zero vector
+    assert exact_square(tiny.quantize(torch.ones(4))) <= tiny.norm_limit

@@ -51,3 +51,11 @@ def test_refusals():
         plan_of(DDGaussPlan(10, 1.0), trust="central").guarantees(1)
     with pytest.raises(InputError, match=r"cohort.sampling: found truncated"):
         plan_of(DDGaussPlan(10, 1.0), sampling="truncated", cohort_max=70).guarantees(1)
+
+
+def test_the_library_has_no_event_for_it_and_settling_twice_changes_nothing():
+    plan = plan_of(DDGaussPlan(1000, 0.5))
+    assert plan.event() is None
+    once = plan.mechanism.settled(plan)
+    assert once.settled(plan) == once and once.most == plan.mechanism.n_max(plan)
+    assert DDGaussPlan(1000, 0.5, top_up=False).settled(plan).most is None
