@@ -142,7 +142,10 @@ def bench_of(name: str, options: Mapping[str, Any] | None = None, sections: Mapp
     start = stream(0, "audit: start").standard_normal(width) * 0.1
     state = job.parts.first_state(torch.from_numpy(start).float(), job.threshold)
     bench = Bench(job.parts, state, job.first[width:].clone())
-    slots = {slot: value + 0.1 * bench.random("slot " + slot) for slot, value in state.slots.items()}
+    slots = {
+        slot: value + 0.1 * bench.random("slot " + slot) if value.shape == state.shared.shape else value
+        for slot, value in state.slots.items()
+    }
     return replace(bench, state=replace(state, slots=slots))
 
 
@@ -168,11 +171,13 @@ def prepare_job(
             "engine": {"device": "cpu", "backend": "sequential"},
         }
     )
+    if simulation.algorithm_of(recipe).kind == "ddgauss" or recipe.privacy.trust == "distributed":
+        recipe = Recipe.of(recipe, [f"cohort.min={CLIENTS - 1}"])  # met with and without the client
     examples = [torch.zeros(1, ENTRIES) for _ in range(CLIENTS)]
     if inputs is not None:
         examples[-1] = inputs.reshape(1, ENTRIES)
     pairs = [(x, torch.zeros(1, dtype=torch.int64)) for x in examples]
-    return simulation.prepare(recipe, AuditModel(), pairs)
+    return simulation.prepare(recipe, AuditModel(), pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1])))
 
 
 def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) -> World:

@@ -15,7 +15,7 @@ from fedflat.audit.bench import CLIENTS, Bench, bench_of, world_of
 from fedflat.audit.canaries import CANARIES, canaries_for
 from fedflat.audit.defects import DEFECTS, plant
 from fedflat.audit.exact import contract_violations
-from fedflat.audit.mechanism import audit_bench
+from fedflat.audit.mechanism import audit_bench, audit_votes, epsilons
 from fedflat.audit.releases import Neighbours, coupled_difference, must_loop, run_key, side_by_side, single
 from fedflat.core.checks import InputError
 from fedflat.engine.accumulate import Accumulator
@@ -45,7 +45,7 @@ def test_audit_stays_under_the_proven_epsilon(name):
 
 @pytest.mark.slow
 def test_full_configuration_on_every_method():
-    for name in PRIVATE:
+    for name in PRIVATE:  # ddgauss and ae-dpfl have tests of their own
         found = audit_method(name)
         assert 0.1 < found.lower_bound <= found.proven, name  # about 0.3 is reachable
         assert found.violations == (), name
@@ -178,6 +178,43 @@ def test_per_tensor_clip_that_is_accounted_is_no_defect():
     found = audit_method("dp-fedavg", sections=sections, runs=4000)
     assert found.lower_bound <= found.proven == pytest.approx(CLAIMED, rel=1e-3)
     assert found.violations == ()
+
+
+PUBLISHED = {
+    "000": ("dp-fedsam", 2),
+    "003": ("dp-fedsam-topk", 0),
+    "002": ("dp-fedpgn", 0),
+    "004": ("dp-fedavg-lus", 4),
+}
+
+
+@pytest.mark.parametrize("paper", PUBLISHED)
+def test_published_procedures_exceed_what_they_claim(paper):
+    """The real ``privacy.protocol: published``, not a twin: more than its paper's formula, within what is proven."""
+    name, canary = PUBLISHED[paper]
+    bench = bench_of(name, sections={"privacy": {"protocol": "published", "published": paper}})
+    claimed, proven = epsilons(bench.parts.plan)
+    found = audit_bench(bench, 200, 0.999, [CANARIES[canary]])
+    assert claimed < found.bound <= proven
+
+
+def test_distributed_discrete_gaussian_is_audited_run_by_run():
+    bench = bench_of("ddgauss")
+    claimed, proven = epsilons(bench.parts.plan)
+    assert 1.0 < claimed == proven < 3.0
+    found = audit_bench(bench, 100, 0.999, [CANARIES[1]])
+    assert found.looped
+    assert found.bound <= proven
+    assert contract_violations(bench, "ddgauss") == ()
+
+
+def test_votes_are_audited_as_votes():
+    found = audit_method("ae-dpfl", runs=1000)
+    assert found.proven == pytest.approx(CLAIMED, rel=1e-3)
+    assert found.lower_bound <= found.proven
+    bench = bench_of("ae-dpfl")
+    silent = bench.changed(mechanism=dataclasses.replace(bench.parts.mechanism, std=lambda count: 0.1))
+    assert audit_votes(silent, "ae-dpfl", 1000, 1 - 1e-6, 0.0).lower_bound > CLAIMED
 
 
 def test_methods_without_privacy_show_the_cap():
