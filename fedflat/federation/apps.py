@@ -1,0 +1,50 @@
+"""The two Flower apps. A project that ``fedflat deploy`` made holds two lines for each; everything else is here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+
+def server_app(folder: str | Path) -> Any:
+    """A ``flwr.serverapp.ServerApp`` for the task (recipe.yaml, task.json, roster.json) in ``folder``."""
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    def main(grid: Any, context: Any) -> None:
+        from fedflat.federation.server import Settings, serve
+        from fedflat.federation.task import Task
+
+        _log_to_stderr()
+        serve(grid, Task.read(Path(folder)), Settings.of(context.run_config))
+
+    app.main()(main)
+    return app
+
+
+def client_app(folder: str | Path) -> Any:
+    """A ``flwr.clientapp.ClientApp`` for the same task; the SuperNode's node config names its client, data and state."""
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def answer(message: Any, context: Any) -> Any:
+        from fedflat.federation.client import reply_to
+
+        _log_to_stderr()
+        return reply_to(message, context.node_config, Path(folder))
+
+    app.train()(answer)
+    return app
+
+
+def _log_to_stderr() -> None:
+    """fedflat's own log lines, once, where Flower shows an app's output."""
+    logger = logging.getLogger("fedflat")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,101 @@
+"""The desk where a round's replies are checked in: who was asked, with which nonce, and has not answered yet.
+
+Nothing here trusts a client. A reply counts once, from the node that was asked, with the nonce it was given, in its own
+round, with an update of the agreed type and shape and finite values. Everything else is refused under one of a few fixed
+words. Some of these can depend on a client's data (its training diverged, or took too long), so their counts belong to
+the operator's private file; only the rest may be logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedflat.federation.wire import NONCE_BYTES, Answer, Malformed, read_answer
+
+PROTOCOL_FAULTS = ("unasked", "duplicate", "late", "replayed", "sender", "round", "form", "protocol", "shape", "dtype")
+"""Refusals that no honest client causes, whatever its data: their counts may be logged."""
+DATA_FAULTS = ("not finite", "failed", "missing")
+"""What may depend on a client's data: never logged, never in the run's folder."""
+
+
+@dataclass(frozen=True)
+class Slip:
+    """One question put to one client. message: the transport's id of it, once it is sent."""
+
+    client: int
+    node: int
+    nonce: bytes
+
+
+@dataclass
+class Desk:
+    """The replies of one round. dimension: d. dtype: of an update. examples: whether a sample count is wanted."""
+
+    round: int
+    dimension: int
+    dtype: str = "float32"
+    refused: Counter[str] = field(default_factory=Counter)
+    _open: dict[str, Slip] = field(default_factory=dict)
+    _closed: dict[str, Slip] = field(default_factory=dict)
+
+    def slip(self, client: int, node: int) -> Slip:
+        """A fresh nonce for one client of the round."""
+        return Slip(client, node, secrets.token_bytes(NONCE_BYTES))
+
+    def sent(self, message: str, slip: Slip) -> None:
+        """The transport took the question under this id."""
+        self._open[message] = slip
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Ids of the questions that are not answered yet."""
+        return tuple(self._open)
+
+    def take(self, reply: Any) -> tuple[int, Answer] | None:
+        """Check in one Flower message: (client, answer), or None if it is refused (and counted)."""
+        try:
+            return self._checked(reply)
+        except Malformed as fault:
+            self.refused[fault.reason] += 1
+            return None
+
+    def _checked(self, reply: Any) -> tuple[int, Answer]:
+        asked = reply.metadata.reply_to_message_id
+        if asked in self._closed:
+            raise Malformed("duplicate")
+        slip = self._open.get(asked)
+        if slip is None:
+            raise Malformed("unasked")
+        if reply.metadata.src_node_id != slip.node:
+            raise Malformed("sender")  # somebody else's reply does not use up the question
+        self._closed[asked] = self._open.pop(asked)
+        if reply.has_error() or not reply.has_content():
+            raise Malformed("failed")
+        answer = read_answer(reply.content, self.dimension, self.dtype)
+        if answer.round != self.round:
+            raise Malformed("late" if answer.round < self.round else "round")
+        if not hmac.compare_digest(answer.nonce, slip.nonce):
+            raise Malformed("replayed")
+        return slip.client, answer
+
+    def close(self) -> tuple[str, ...]:
+        """The round is over: whoever has not answered is missing. Returns the ids that are still open."""
+        left = self.waiting
+        self.refused["missing"] += len(left)
+        self._closed.update(self._open)
+        self._open.clear()
+        return left
+
+    def late(self, replies: Iterable[Any]) -> None:
+        """Count replies to an earlier round's questions."""
+        self.refused["late"] += sum(1 for _ in replies)
+
+
+def loggable(counts: Mapping[str, int]) -> dict[str, int]:
+    """The counts that cannot depend on anyone's data."""
+    return {name: counts[name] for name in PROTOCOL_FAULTS if counts.get(name)}

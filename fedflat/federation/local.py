@@ -1,0 +1,216 @@
+"""A whole federation of real processes on this machine: ``python -m fedflat.federation.local PROJECT``.
+
+SuperLink and SuperNodes as their own programs, TLS and node authentication on, ``flwr run`` to start. For trying out and
+for tests; every process that is started here is stopped here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from fedflat.core.checks import RunError, wrong
+from fedflat.federation.project import PACKAGE, client_folder, environment, superlink_command, supernode_command
+from fedflat.federation.task import Task
+
+PATIENCE = 120.0
+
+
+@dataclass
+class Federation:
+    """The processes of a project; use ``with Federation(project) as federation``."""
+
+    project: Path
+    patience: float = PATIENCE
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.project / "flower" / "config.toml"
+        if not config.is_file():
+            raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
+        import tomllib
+
+        address = tomllib.loads(config.read_text(encoding="utf-8"))["superlink"]["fedflat"]["address"]
+        self.host, port = str(address).rsplit(":", 1)
+        self.port = int(port)
+        self.task = Task.read(self.project / "app" / PACKAGE)
+        self.logs = self.project / "logs"
+
+    def __enter__(self) -> Federation:
+        self.logs.mkdir(exist_ok=True)
+        (self.project / "server").mkdir(exist_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, clients: Sequence[int] | None = None) -> None:
+        """SuperLink, registration of every client in the roster, SuperNodes of ``clients`` (default: all)."""
+        self.start_superlink()
+        self.register()
+        for client in range(self.task.form.clients) if clients is None else clients:
+            self.start_node(client)
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink and wait until it listens."""
+        self._spawn("superlink", superlink_command(self.project, self.host, self.port))
+        until = time.monotonic() + self.patience
+        while time.monotonic() < until:
+            if self.processes["superlink"].poll() is not None:
+                break
+            with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
+                return
+            time.sleep(0.2)
+        raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
+
+    def register(self) -> None:
+        """Register every client's public key with the SuperLink's Control API (what ``flwr supernode register`` does)."""
+        with _flower_home(self.project):
+            from flwr.cli.flower_config import read_superlink_connection
+            from flwr.cli.supernode.register import try_load_public_key
+            from flwr.cli.utils import init_http_client_from_connection
+            from flwr.proto.control_pb2 import RegisterNodeRequest
+
+            client = init_http_client_from_connection(read_superlink_connection("fedflat"))
+            try:
+                for number in range(self.task.form.clients):
+                    key = try_load_public_key(client_folder(self.project, number) / "auth.pub")
+                    with suppress(Exception):  # registered before: the SuperLink keeps its nodes on disk
+                        client.RegisterNode(request=RegisterNodeRequest(public_key=key, name=f"client-{number}"))
+            finally:
+                client.close()
+
+    def start_node(self, client: int) -> None:
+        """Start (again) the SuperNode of one client."""
+        command = supernode_command(self.project, client, self.host, self.port, self.task.pin)
+        self._spawn(f"client-{client}", command)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a process and everything it started."""
+        process = self.processes.pop(name)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def run(self, *, config: str = "") -> int:
+        """``flwr run``: submit the app; returns Flower's run id."""
+        command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
+        found = subprocess.run(
+            [_program(command[0]), *command[1:], *(["--run-config", config] if config else [])],
+            env=self._environment(), capture_output=True, text=True, timeout=self.patience, check=False,
+        )  # fmt: skip
+        try:
+            answer = json.loads(found.stdout[found.stdout.index("{") :])
+            if answer["success"]:
+                return int(answer["run-id"])
+        except (ValueError, KeyError):
+            pass
+        raise RunError(f"flwr run failed: {(found.stdout + found.stderr).strip()[-500:]}")
+
+    def status(self, run: int) -> str:
+        """Flower's status of a run, like ``finished:completed``."""
+        with _flower_home(self.project):
+            from flwr.cli.flower_config import read_superlink_connection
+            from flwr.cli.utils import init_http_client_from_connection
+            from flwr.proto.control_pb2 import ListRunsRequest
+
+            client = init_http_client_from_connection(read_superlink_connection("fedflat"))
+            try:
+                found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
+            finally:
+                client.close()
+        return f"{found.status}:{found.sub_status}" if found.sub_status else str(found.status)
+
+    def wait(self, run: int, seconds: float) -> str:
+        """Wait until a run is finished; returns its last status."""
+        until, status = time.monotonic() + seconds, ""
+        while time.monotonic() < until:
+            status = self.status(run)
+            if status.startswith("finished"):
+                break
+            time.sleep(2.0)
+        return status
+
+    def stop(self) -> None:
+        """Stop every process started here: asked first, then killed."""
+        for process in self.processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + 5
+        for name in list(self.processes):
+            with suppress(subprocess.TimeoutExpired):
+                self.processes[name].wait(timeout=max(0.1, until - time.monotonic()))
+            self.kill(name)
+
+    def _environment(self) -> dict[str, str]:
+        here = str(Path(__file__).resolve().parents[2])
+        paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        programs = str(Path(sys.executable).parent)
+        return {
+            **os.environ,
+            **environment(self.project),
+            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            "PATH": programs + os.pathsep + os.environ.get("PATH", ""),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _spawn(self, name: str, command: list[str]) -> None:
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [_program(command[0]), *command[1:]],
+                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
+            )  # fmt: skip
+
+
+def _program(name: str) -> str:
+    """A Flower program beside this Python, or on the path."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
+
+
+@contextmanager
+def _flower_home(project: Path) -> Iterator[None]:
+    """Flower's client code reads its connection from FLWR_HOME."""
+    names = environment(project)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a project on this machine; exit status 0 if the run completed."""
+    if len(arguments) != 1:
+        print("usage: python -m fedflat.federation.local PROJECT", file=sys.stderr)
+        return 2
+    with Federation(Path(arguments[0])) as federation:
+        federation.start()
+        run = federation.run()
+        print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
+        status = federation.wait(run, float("inf"))
+        print(status)
+    return 0 if status == "finished:completed" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

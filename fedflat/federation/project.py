@@ -1,0 +1,294 @@
+"""``fedflat deploy``: a ready Flower project from a recipe, with everything a test on this machine needs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedflat.core.checks import InputError, wrong
+from fedflat.data.clients import Federated
+from fedflat.engine.train import Job
+from fedflat.federation.certificates import write_authority_and_server, write_client_keys
+from fedflat.federation.roster import Roster
+from fedflat.federation.store import write_examples
+from fedflat.federation.task import RECIPE, Form, Task, check_deployable
+from fedflat.recipe import Recipe
+
+PACKAGE = "fedflat_app"
+PORT = 8443
+NODE_PORT = 9100
+
+
+@dataclass(frozen=True)
+class Project:
+    """What was made. epsilon: proven ε of the whole run, or None without a finite one."""
+
+    folder: Path
+    clients: int
+    epsilon: float | None
+    delta: float
+
+
+def write_project(
+    recipe: Recipe, out: Path, nodes: int | None = None, port: int = PORT, host: str = "127.0.0.1"
+) -> Project:
+    """Write the project of a recipe for ``nodes`` clients (default: the recipe's) into the new folder ``out``.
+
+    The recipe's own data set is partitioned as in a simulation; each client's examples go into that client's folder.
+
+    Raises:
+        InputError: the recipe cannot be deployed, or ``out`` holds something already.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise wrong("--out", f"{out}, which is not empty", "a new folder")
+    recipe = _for_nodes(recipe, nodes)
+    job = _job(recipe)
+    try:
+        _write(recipe, job, out, port, host)
+    except OSError as error:
+        raise InputError(f"--out: found {out} ({error.strerror}); allowed: a folder you may write to.") from error
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    plan = job.parts.plan
+    epsilon = plan.epsilon() if plan.private else float("inf")
+    return Project(out, job.data.clients, epsilon if epsilon < float("inf") else None, plan.delta)
+
+
+def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
+    """The recipe with M = ``nodes``; the cohort must fit, since q is a promise and not to be changed behind one's back."""
+    dump = recipe.dump()
+    dump["engine"] |= {"backend": "sequential", "processes": None, "device": "auto"}
+    if nodes is not None:
+        if recipe.cohort.size > nodes:
+            hint = f"With M = {nodes}, name the cohort: -o cohort.size=…"
+            raise wrong("--nodes", nodes, f"at least cohort.size = {recipe.cohort.size:g}", hint=hint)
+        dump["data"]["clients"] = nodes
+    return Recipe.of(dump)
+
+
+def _job(recipe: Recipe) -> Job:
+    from fedflat.noising import trust_of
+    from fedflat.simulation import algorithm_of, prepare
+
+    method = algorithm_of(recipe)
+    check_deployable(recipe, method, trust_of(recipe, method))
+    return prepare(recipe)
+
+
+def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
+    data, app = job.data, out / "app" / PACKAGE
+    app.mkdir(parents=True)
+    out.chmod(0o700)
+    hosts = list(dict.fromkeys([host, "127.0.0.1", "localhost"]))
+    write_authority_and_server(out / "certificates", hosts)
+    keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
+    (app / RECIPE).write_text(_recipe_text(recipe, job), encoding="utf-8")
+    Task(recipe, Form.of(data), Roster(tuple(keys)), "").write(app)
+    test = None
+    if data.test_inputs is not None and data.test_targets is not None:
+        test = (out / "server" / "test.safetensors").absolute()
+        test.parent.mkdir()
+        write_examples(test, data.test_inputs, data.test_targets)
+    _write_app(out, app, data.clients, test)
+    _write_flower_config(out, f"{host}:{port}")
+    pin = Task.read(app).pin
+    (out / "README.md").write_text(_readme(recipe, out, job, pin, host, port), encoding="utf-8")
+
+
+def client_folder(out: Path, client: int) -> Path:
+    """Where a client's key, data and state are in the test set-up; on real machines each lives on its own."""
+    return out / "clients" / f"{client:05d}"
+
+
+def _write_client(folder: Path, data: Federated, client: int) -> str:
+    public = write_client_keys(folder)
+    inputs, targets = data.client(client)
+    write_examples(folder / "data.safetensors", inputs.contiguous(), targets)
+    return public
+
+
+def _recipe_text(recipe: Recipe, job: Job) -> str:
+    """The recipe with everything that depends on data or calibration as numbers, so that every party has the same."""
+    from fedflat.simulation import settled
+
+    found = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fedflat")
+    except metadata.PackageNotFoundError:
+        return "0.1.0"
+
+
+def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
+    """pyproject.toml and the two modules that Flower loads."""
+    text = PYPROJECT.format(
+        version=_version(),
+        package=PACKAGE,
+        out=(out / "run").absolute(),
+        test="" if test is None else test,
+        nodes=clients,
+    )
+    (out / "app" / "pyproject.toml").write_text(text, encoding="utf-8")
+    (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")
+    for side in ("server", "client"):
+        (app / f"{side}_app.py").write_text(APP.format(side=side, title=side.capitalize()), encoding="utf-8")
+
+
+def _write_flower_config(out: Path, address: str) -> None:
+    """Where ``flwr`` finds the SuperLink (FLWR_HOME)."""
+    (out / "flower").mkdir()
+    certificate = (out / "certificates" / "ca.crt").absolute()
+    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{address}"\nroot-certificates = "{certificate}"\n'
+    (out / "flower" / "config.toml").write_text(text, encoding="utf-8")
+
+
+PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "fedflat-app"
+version = "1.0.0"
+description = "A fedflat recipe as a Flower app"
+license = "Apache-2.0"
+dependencies = ["fedflat[federation]=={version}"]
+
+[tool.setuptools]
+packages = ["{package}"]
+
+[tool.flwr.app]
+publisher = "fedflat"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server_app:app"
+clientapp = "{package}.client_app:app"
+
+[tool.flwr.app.config]
+# The server's side: the run's folder, the public test set, and how long it waits.
+out = "{out}"
+test = "{test}"
+answer-seconds = 600.0
+start-seconds = 600.0
+wait-for-nodes = {nodes}
+"""
+
+APP = '''\
+"""The {side}'s app: everything is in fedflat.federation."""
+
+from pathlib import Path
+
+from fedflat.federation import {side}_app
+
+app = {side}_app(Path(__file__).parent)
+'''
+
+
+def environment(out: Path) -> dict[str, str]:
+    """What Flower's programs are started with: this project's connection, no telemetry, no look for updates."""
+    return {
+        "FLWR_HOME": str((out / "flower").absolute()),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+
+
+def superlink_command(out: Path, host: str, port: int) -> list[str]:
+    """The SuperLink: TLS, only registered SuperNodes, nothing installed on the fly, state on disk."""
+    held = (out / "certificates").absolute()
+    return [
+        "flower-superlink", "--host", host, "--port", str(port),
+        "--ssl-ca-certfile", f"{held}/ca.crt", "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
+        "--enable-supernode-auth", "--disable-runtime-dependency-installation",
+        "--database", str((out / "server" / "superlink.db").absolute()),
+    ]  # fmt: skip
+
+
+def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
+    """The SuperNode of one client: TLS to the SuperLink, its own key, data and state."""
+    held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
+    config = f'client={client} data="{own}/data.safetensors" state="{own}/state" pin="{pin}"'
+    return [
+        "flower-supernode", "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
+        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(NODE_PORT + client), "--node-config", config,
+        "--ssl-ca-certfile", f"{held}/ca.crt", "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
+    ]  # fmt: skip
+
+
+def _shell(command: list[str], root: str) -> str:
+    """A command as one would type it in the project's folder."""
+    return " ".join(f"'{word}'" if " " in word else word.replace(root + "/", "") for word in command)
+
+
+def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int) -> str:
+    root, clients, plan = str(out.absolute()), job.data.clients, job.parts.plan
+    exports = "\n    ".join(f"export {k}={v.replace(root, '$PWD')}" for k, v in environment(out).items())
+    show: Callable[[list[str]], str] = lambda command: _shell(command, root)  # noqa: E731
+    epsilon = plan.epsilon() if plan.private else float("inf")
+    facts: dict[str, Any] = {
+        "name": recipe.name, "clients": clients, "last": clients - 1, "pin": pin, "exports": exports,
+        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
+        "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
+        "superlink": show(superlink_command(out, host, port)), "node": show(supernode_command(out, 0, host, port, pin)),
+        "package": PACKAGE,
+    }  # fmt: skip
+    return README.format(**facts)
+
+
+README = """\
+# {name} on a Flower federation
+
+{method}, {rounds} rounds, {clients} clients, cohorts of {cohort} expected, trust: {trust}. Proven ε = {epsilon} at δ = {delta} for the
+whole run. Made by `fedflat deploy`; what is promised to whom is in `run/privacy.json` after a run, and docs/deploy.md of fedflat
+says how to run this on machines of one's own.
+
+## All of it on this machine
+
+    python -m fedflat.federation.local .
+
+starts the SuperLink, registers and starts {clients} SuperNodes, runs `flwr run`, waits for the end and stops everything.
+
+## Step by step (in this folder, each long-running program in a terminal of its own)
+
+    {exports}
+
+SuperLink (TLS, registered SuperNodes only):
+
+    {superlink}
+
+Register each client's public key (once; 00000 to {last:05d}):
+
+    flwr supernode register clients/00000/auth.pub fedflat
+
+One SuperNode for each client (another `client=`, folder and `--port` each):
+
+    {node}
+
+Start the run, and start it again after a failure (it goes on from its last round):
+
+    flwr run app fedflat --stream
+
+Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`, `fedflat audit run`.
+
+## What lies where
+
+| path | what | who may have it |
+|---|---|---|
+| app/ | the Flower app: recipe, form of the data, roster of public keys | everybody |
+| certificates/ | test authority and the SuperLink's certificate; ca.key signs new ones | operator; clients get ca.crt |
+| clients/NNNNN/ | key, examples and state of one client | that client only |
+| server/test.safetensors | public test set | everybody |
+| run/ | released metrics, ledger, checkpoints, statement | as the statement says |
+
+The clients' `pin` is the hash of recipe, data form and roster: a client with it refuses any other, whatever the server asks.
+"""
