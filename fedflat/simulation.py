@@ -421,7 +421,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
     facts = settled(recipe, plan, job.parts.local, job.data.clients) | _stated_facts(recipe, job)
-    facts |= noising.facts(recipe, plan)
+    facts |= noising.facts(recipe, plan) | voting.facts(job)
     if plan.protocol == "published":
         asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
         facts |= published.facts(plan)

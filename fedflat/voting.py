@@ -86,9 +86,11 @@ def with_draws(plan: Plan, votes: VotesPlan, recipe: Recipe) -> Plan:
     return replace(plan, mechanism=votes, warnings=(*plan.warnings, *([UNUSED_CLIP] if unused else [])))
 
 
-def facts(method: Algorithm) -> dict[str, str]:
+def facts(job: Job) -> dict[str, object]:
     """What the privacy statement says of the mechanism; nothing for methods that send updates."""
-    return {"mechanism": MECHANISM} if method.kind == "votes" else {}
+    if job.parts.algorithm.kind != "votes":
+        return {}
+    return {"mechanism": MECHANISM, "clip": f"of one vote 1, of a draw's votes {job.threshold:.4g}"}
 
 
 def _check(recipe: Recipe) -> None:

@@ -223,8 +223,9 @@ def _kept(rows: list[Row], only: dict[str, str]) -> list[Row]:
         InputError: nothing applies.
     """
     kept = [row for row in rows if all(row[name] in (value, "any") for name, value in only.items())]
-    if not any(row["epsilon"] is not None for row in kept):
-        reason = next((row["reason"] for row in kept if row["reason"]), "no such combination")
+    own = [row for row in kept if row["sampling"] == only.get("sampling")] or kept  # "any" answers no law asked for
+    if not any(row["epsilon"] is not None for row in own):
+        reason = next((row["reason"] for row in own if row["reason"]), "no such combination")
         asked = ", ".join(only.values()) or "every combination"
         raise InputError(f"{asked}: {reason.rstrip('.')}.")
     return kept
