@@ -88,7 +88,7 @@ def finish_round(
     broadcast: Broadcast,
     aggregate: Aggregate,
     key: bytes,
-    charge: Callable[[dict[str, Any]], None],
+    charge: Callable[[dict[str, Any]], object],
     *,
     divisor: float | None = None,
 ) -> tuple[RoundState, RoundInfo]:
