@@ -60,7 +60,7 @@ def budget(
 
     Example: fedflat budget --clients 500 --cohort 50 --rounds 300 --noise-multiplier 0.95 --delta 0.002
 
-    Example: fedflat budget mnist-dp-fedsam --rounds 100 --plot budget.html
+    Example: fedflat budget quick-start --rounds 100 --plot budget.html
     """
     given = {
         "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
