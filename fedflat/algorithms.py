@@ -59,7 +59,10 @@ def fed_smp_randk(keep: float = 0.4, rescale: bool = False) -> Algorithm:
 def fed_smp_topk(
     keep: float = 0.4, explore: float = 0.5, public: str | None = None, rescale: bool = False
 ) -> Algorithm:
-    """Fed-SMP with a common top-k mask from public data, or from |w^t − w^0| with exploring (Hu et al. 2022)."""
+    """Fed-SMP with a common top-k mask from public data, or from |w^t − w^0| with exploring (Hu et al. 2022).
+
+    public: ``held-out`` (a twentieth of the training set, taken from the clients before training), or a data set.
+    """
     return Algorithm(
         "fed-smp-topk",
         mask=top_mask(keep, explore),

@@ -22,8 +22,9 @@ from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import fresh_key, simulation_key
-from fedflat.core.types import Algorithm, Clip, Local
+from fedflat.core.types import Algorithm, Broadcast, Clip, Local, RoundState
 from fedflat.data.clients import Federated, from_pairs, hold_back
+from fedflat.data.public import public_training
 from fedflat.engine import keys
 from fedflat.engine.choose import backend_for, one_thread
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
@@ -31,6 +32,7 @@ from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resident import keep_freed_memory, resident
+from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Backend, Evaluation, Job, Outcome, Record, final_module, train
 from fedflat.pieces import clipping
 from fedflat.pieces.server import optimizer
@@ -128,6 +130,10 @@ def prepare(
     queries = None
     if method.kind == "votes":
         data, queries = voting.split(recipe, method, data, given)
+    public = None
+    if method.kind == "update" and method.options.get("public"):
+        name = None if given else recipe.data.dataset
+        data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module = _module(recipe, model, data)
     data = resident(data, module)
     layout = layout_of(module, method.head)
@@ -160,7 +166,21 @@ def prepare(
         evaluation=Evaluation(**recipe.evaluation.model_dump()),
         fingerprint=_fingerprint(settled(recipe, plan, local, data.clients), data, layout),
     )
+    if public is not None:
+        job.public_update = _public_update(job, resident(public, module))
     return job if queries is None else voting.with_votes(job, recipe, queries)
+
+
+def _public_update(job: Job, public: Federated) -> Callable[[RoundState], torch.Tensor]:
+    """w^t -> the update ``(d,)`` of the local loop on public data: what Fed-SMP's top_k mask is taken from."""
+    parts = job.parts
+    alone = Sequential(Algorithm("public data"), job.problem, parts.local, public, job.seed)
+
+    def update(state: RoundState) -> torch.Tensor:
+        broadcast = Broadcast(state.round, state.shared, math.inf, parts.local.rate(state.round))
+        return alone.one(0, broadcast, state.shared.clone()).message
+
+    return update
 
 
 def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:

@@ -1,4 +1,4 @@
-"""Unlabeled public examples, apart from every client's data (ae-dpfl's queries)."""
+"""Public examples, apart from every client's data: ae-dpfl's queries, and what Fed-SMP's top_k mask is trained on."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ def public_examples(
     return _from_test(data, count, seed) if source == TEST else (data, _elsewhere(data, source, count, seed))
 
 
+def public_training(
+    data: Federated, source: str, seed: int, dataset: str | None = None
+) -> tuple[Federated, Federated]:
+    """The federation without the public examples, and those, labelled, as a federation of one client (Fed-SMP's top_k).
+
+    source: ``held-out`` takes a twentieth of the training examples away from the clients before anything is trained; any
+    other name, hub id or path is a data set of its own. Raises InputError as ``public_examples`` does.
+    """
+    if source in (dataset, HELD_OUT):
+        if dataset is None:
+            raise wrong("algorithm.public", source, "a data set: the clients' own examples are not public")
+        rows = np.sort(np.concatenate(data.parts))
+        taken = np.sort(rows[_chosen(len(rows), max(1, len(rows) // 20), seed, "the training set")])
+        kept = tuple(np.setdiff1d(part, taken) for part in data.parts)
+        alone = dataclasses.replace(data, parts=(taken,), held_back=(taken[:0],), test_inputs=None, test_targets=None)
+        return dataclasses.replace(data, parts=kept), alone
+    from fedflat.data.sources import load
+
+    found = load({"dataset": source, "clients": 1}, seed)
+    _same_kind(found, data, source)
+    return data, found
+
+
+def _same_kind(found: Federated, data: Federated, source: str) -> None:
+    same = found.input_shape == data.input_shape and found.inputs.dtype == data.inputs.dtype
+    if not same:
+        shape = f"examples of shape {found.input_shape}"
+        raise wrong("algorithm.public", f"{source} ({shape})", f"examples of shape {data.input_shape} of the same kind")
+
+
 def _chosen(total: int, count: int, seed: int, where: str) -> np.ndarray:
     if count > total:
         raise wrong("algorithm.queries", count, f"at most {total}, the examples that {where} can spare")
@@ -66,8 +96,5 @@ def _elsewhere(data: Federated, source: str, count: int, seed: int) -> Tensor:
     from fedflat.data.sources import load
 
     found = load({"dataset": source, "clients": 1}, seed)
-    same = found.input_shape == data.input_shape and found.inputs.dtype == data.inputs.dtype
-    if not same:
-        shape = f"examples of shape {found.input_shape}"
-        raise wrong("algorithm.public", f"{source} ({shape})", f"examples of shape {data.input_shape} of the same kind")
+    _same_kind(found, data, source)
     return found.inputs[torch.from_numpy(_chosen(len(found.inputs), count, seed, source))]

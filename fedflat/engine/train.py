@@ -66,7 +66,7 @@ class Job:
     evaluation: Evaluation = Evaluation()
     folder: RunFolder | None = None
     fingerprint: str = ""
-    public_update: Callable[[Tensor], Tensor] | None = None
+    public_update: Callable[[RoundState], Tensor] | None = None
     stages: dict[str, float] = field(default_factory=dict)
     charged_again: int = 0
 
@@ -174,7 +174,7 @@ def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tup
     """One round from the secret cohort to the evaluated new state."""
     began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
     start = state
-    public = None if job.public_update is None else lambda: job.public_update(start.shared)  # type: ignore[misc]
+    public = None if job.public_update is None else lambda: job.public_update(start)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
     accumulator = accumulator_of(parts, broadcast, job.key)
     for draw in parts.plan.draws(state.round):
