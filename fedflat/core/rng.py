@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,36 @@ def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
     name = digest(key, purpose, *index)
     words = np.frombuffer(name, dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=words[:2], counter=np.append(words[2:], [0, 0]).astype(np.uint64)))
+
+
+class Streams:
+    """``stream(key, purpose, *first, *last)`` for many ``last``, without building a generator for each.
+
+    ``at(*last)`` gives bit for bit what ``stream`` gives; the generator it returned before is set anew.
+    """
+
+    def __init__(self, key: int | bytes, purpose: str, *first: int) -> None:
+        head = key if isinstance(key, bytes) else f"seed:{int(key)}".encode()
+        self._start = hashlib.sha256()
+        for part in (head, purpose.encode(), *(str(int(i)).encode() for i in first)):
+            self._start.update(len(part).to_bytes(4, "big") + part)
+        self._philox = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._philox)
+        self._fresh: Any = self._philox.state
+
+    def at(self, *last: int) -> np.random.Generator:
+        """The generator of one stream, at its start."""
+        name = self._start.copy()
+        for i in last:
+            part = str(int(i)).encode()
+            name.update(len(part).to_bytes(4, "big") + part)
+        words = np.frombuffer(name.digest(), dtype=np.uint64)
+        state = self._fresh["state"]
+        state["key"][:] = words[:2]
+        # np.append in ``stream`` goes through float64; every recorded run depends on what comes out.
+        state["counter"][:2], state["counter"][2:] = words[2:].astype(np.float64).astype(np.uint64), 0
+        self._philox.state = self._fresh
+        return self._generator
 
 
 def simulation_key(seed: int) -> bytes:

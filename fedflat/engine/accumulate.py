@@ -11,7 +11,11 @@ from torch import Tensor
 
 from fedflat.core.checks import RunError
 from fedflat.core.types import Aggregate, Clip
+from fedflat.engine.factored import Factored
 from fedflat.engine.parts import Encoder
+
+CACHED = 1 << 17
+"""Entries of a float64 copy that stays in a core's cache (1 MB)."""
 
 
 class Accumulator:
@@ -52,6 +56,11 @@ class Accumulator:
             weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
             self.weight += float(weights.sum())
             factors = factors * (weights if factors.dim() == 1 else weights[:, None])
+        if isinstance(messages, Factored):
+            if type(self)._sum is Accumulator._sum and factors.dim() == 1:
+                self.total += messages.weighted_sum(factors)
+                return
+            messages = messages.dense()
         if not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
@@ -63,10 +72,13 @@ class Accumulator:
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         """total += Σ factor·message, each product and sum in float64."""
         if factors.dim() == 1:
+            width = max(1, CACHED // max(len(messages), 1))
             if len(messages) == 1:
                 self.total.add_(messages[0].to(self.total.device), alpha=float(factors[0]))
             else:
-                self.total += (factors @ messages.double()).to(self.total.device)
+                for start in range(0, self.dimension, width):  # a float64 copy of the whole block would not fit a cache
+                    piece = messages[:, start : start + width].double()
+                    self.total[start : start + width] += (factors @ piece).to(self.total.device)
             return
         for where, part in zip(self.tensors, factors.T):
             self.total[where] += (part @ messages[:, where].double()).to(self.total.device)

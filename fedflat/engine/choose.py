@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 
 from fedflat.core.checks import InputError, one_of
-from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
-from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.heads import Heads
+from fedflat.engine.dense import DenseProblem
+from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.parts import Parts
-from fedflat.engine.problem import BlockProblem, ModuleProblem
+from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
 from fedflat.engine.sequential import Sequential
+from fedflat.engine.stack import Linear, stack_of
 from fedflat.engine.train import Backend
+from fedflat.engine.trial import Choice, remember, remembered, seconds_per_client, shortened, situation
 from fedflat.engine.vectorized import Vectorized
 from fedflat.engine.workers import Workers
 
-BACKENDS = ("auto", "sequential", "vectorized", "workers")
+BACKENDS = ("auto", "sequential", "vectorized", "lowrank", "workers")
 BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
+CACHED_ENTRIES = 1_000_000
+"""The same for a block that stays in a core's caches."""
 LONG_ROUND = 0.5
 """Seconds of local training per round above which worker processes pay for their start."""
+FEW_ROWS = 1_000
+"""Rows per client (steps · batch · passes) above which the low-rank form is not even tried."""
+SMALL_STEP = 0.02
+"""Seconds of one client's training below which a block by ``torch.func.vmap`` is tried."""
 
 
 def backend_for(
@@ -41,56 +45,130 @@ def backend_for(
     data: Federated,
     seed: int,
 ) -> Backend:
-    """The back end a recipe asks for; ``auto`` vectorises dense models and measures one client of the others."""
+    """The back end a recipe asks for; ``auto`` measures the ones that apply, once per machine, model and shape."""
     one_of("engine.backend", name, BACKENDS)
-    alone = Sequential(parts.algorithm, problem, parts.local, data, seed)
-    cores = processes or torch.get_num_threads()
+    makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads())
     if name == "auto":
-        name = _fastest(alone, parts, cores)
-    if name == "workers":
-        if not _portable(problem.module):
+        choice = _fastest(makers)
+        return makers.make(choice.backend, block or choice.block)
+    if name == "workers" and not _portable(problem.module):
+        raise InputError(
+            "engine.backend: found workers with a model that cannot be sent to another process; allowed: a model whose "
+            "class is defined at the top of a module, or engine.backend=sequential."
+        )
+    if name == "lowrank":
+        reason = makers.no_factors()
+        if reason:
             raise InputError(
-                "engine.backend: found workers with a model that cannot be sent to another process; allowed: a model whose "
-                "class is defined at the top of a module, or engine.backend=sequential."
+                f"engine.backend: found lowrank with {reason}; allowed: vectorized, sequential, workers or auto."
             )
-        return Workers(alone, cores)
-    if name == "sequential":
-        return alone
-    size = block or max(1, min(512, BLOCK_ENTRIES // parts.layout.size))
-    return Vectorized(parts.algorithm, BlockProblem(problem.module, parts.layout), parts.local, data, seed, size)
+    return makers.make(name, block)
 
 
-def _fastest(alone: Sequential, parts: Parts, cores: int) -> str:
-    """``vectorized`` for dense models; otherwise worker processes when a round is long enough to feed them."""
-    if _dense(alone.problem.module) and parts.local.epochs is None:
-        return "vectorized"
-    if cores < 2 or not _portable(alone.problem.module):
-        return "sequential"
-    return "workers" if _seconds_per_round(alone, parts) > LONG_ROUND else "sequential"
+class _Makers:
+    """Builds back ends for one run."""
+
+    def __init__(self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int) -> None:
+        self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
+        plain = data.targets.dim() == 1 and data.inputs.is_floating_point()
+        self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
+
+    def make(self, name: str, block: int | None, parts: Parts | None = None) -> Backend:
+        """A back end by name; ``parts`` with fewer steps for a trial."""
+        parts, layout = parts or self.parts, self.parts.layout
+        alone = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
+        if name == "sequential":
+            return alone
+        if name == "workers":
+            return Workers(alone, self.cores)
+        written: Problem = BlockProblem(self.problem.module, layout)
+        factors = None
+        if self.stack is not None:
+            written = DenseProblem(layout, self.stack)
+            factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
+        size = block or self.block(name == "lowrank", BLOCK_ENTRIES)
+        return Vectorized(parts.algorithm, written, parts.local, self.data, self.seed, size, factors, name)
+
+    def block(self, factors: bool, entries: int) -> int:
+        """Clients per block; as factors a client holds its rows, otherwise all its weights."""
+        per_client = self.parts.layout.size
+        if factors and self.stack is not None:
+            per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.stack)
+        return max(1, min(512, entries // max(per_client, 1)))
+
+    @property
+    def rows(self) -> int:
+        """Examples a client looks at in one round, about: two passes for every step."""
+        width = min(self.parts.local.batch_size, int(self.data.sizes.max(initial=1)))
+        return 2 * self.parts.local.steps * width
+
+    def no_factors(self) -> str:
+        """Why the low-rank form does not apply; empty if it does."""
+        if self.stack is None:
+            return "a model that is not a stack of linear layers"
+        if self.parts.algorithm.head is not None or any(p.part != "all" for p in self.parts.algorithm.phases):
+            return "a personal part"
+        return "local epochs of each client's own length" if self.parts.local.epochs is not None else ""
 
 
-def _seconds_per_round(alone: Sequential, parts: Parts) -> float:
-    """Local training of an expected cohort, from one step of the largest client; the trial leaves nothing behind."""
-    client = int(np.argmax(alone.data.sizes))
-    if alone.data.sizes[client] == 0:
-        return 0.0
-    size = parts.layout.dimension
-    first = torch.cat([p.detach().reshape(-1) for p in alone.problem.parameters])
-    trial = Sequential(parts.algorithm, alone.problem, replace(parts.local, steps=1, epochs=None), alone.data, alone.seed)
-    threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
-    times = []
-    for _ in range(2):
-        began = time.perf_counter()
-        broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0)
-        sink = Accumulator(parts.clip, threshold, parts.layout.tensors("shared"), size)
-        trial.train(np.array([client]), broadcast, sink, Heads(first[size:].clone()))
-        times.append(time.perf_counter() - began)
-    alone.problem.bind(first)
-    return min(times) * parts.local.steps * parts.plan.sampler.size
+def _fastest(makers: _Makers) -> Choice:
+    """The choice of an earlier trial, or of one made now."""
+    sizes = makers.data.sizes
+    if not sizes.any():
+        return Choice("sequential")
+    key = situation(makers.parts, makers.problem, makers.data, makers.cores)
+    known = remembered(key)
+    if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
+        return known
+    with one_thread():  # as in the run
+        found = _measured(makers)
+    remember(key, found)
+    return found
+
+
+def _measured(makers: _Makers) -> Choice:
+    """Try what applies on a few clients and keep the least seconds per client, workers' start included."""
+    parts, data, first = makers.parts, makers.data, _weights(makers.problem)
+    short, factor = shortened(parts)
+    alone = factor * seconds_per_client(makers.make("sequential", None, short), short, data, first, 1)
+    makers.problem.bind(first)
+    found = {Choice("sequential"): alone}
+    if makers.cores > 1 and alone * parts.plan.sampler.size > LONG_ROUND and _portable(makers.problem.module):
+        found[Choice("workers")] = alone / makers.cores * 1.1
+    if parts.local.epochs is None and not _random(makers.problem.module):
+        _measure_blocks(makers, first, min(found.values()), found)
+    makers.problem.bind(first)
+    return min(found, key=lambda choice: found[choice])
+
+
+def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: dict[Choice, float]) -> None:
+    parts, data = makers.parts, makers.data
+    short, factor = shortened(parts)
+    cohort = max(1, math.ceil(parts.plan.sampler.size))
+    if makers.stack is None and best > SMALL_STEP:
+        return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
+    sizes = {min(makers.block(False, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES // 2)}
+    for size in sorted(sizes):
+        backend = makers.make("vectorized", size, short)
+        found[Choice("vectorized", size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
+    if not makers.no_factors() and makers.rows <= FEW_ROWS:
+        sizes = {min(makers.block(True, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES)}
+        for size in sorted(sizes):
+            backend = makers.make("lowrank", size)
+            found[Choice("lowrank", size)] = seconds_per_client(backend, parts, data, first, min(size, 256))
+
+
+def _weights(problem: ModuleProblem) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in problem.parameters])
+
+
+def _random(module: nn.Module) -> bool:
+    """Whether training draws random numbers, which a block would draw in another order than one client."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
 
 
 def _portable(module: nn.Module) -> bool:
-    """Whether worker processes can be handed the module (the standard library sends it as a pickle, nothing is read back)."""
+    """Whether worker processes can be handed the module (it is sent as a pickle; nothing untrusted is read back)."""
     try:
         pickle.dumps(module)
     except Exception:  # any class may refuse in its own way
@@ -110,10 +188,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _dense(module: nn.Module) -> bool:
-    """Whether every layer with weights is linear, and nothing is random: batched matrix products win there."""
-    layers = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
-    random = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
-    return bool(layers) and all(isinstance(m, nn.Linear) for m in layers) and not random

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.rng import stream
+from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import Federated, batch_indices
 from fedflat.engine.problem import Batch
 
@@ -61,39 +62,80 @@ class SingleFeed:
 
 @dataclass(frozen=True)
 class BlockFeed:
-    """A block of n clients for ``BlockProblem``: minibatches padded to one width, with 0/1 weights."""
+    """A block of n clients for ``BlockProblem``: minibatches padded to one width, with 0/1 weights.
+
+    Padding repeats the client's own first example at weight 0: no client ever computes on another's data, so what is in
+    one client's data (an infinite value, say) cannot reach another's update.
+    """
 
     data: Federated
     clients: Sequence[int]
     order: Order
     rows: Sequence[np.ndarray]
 
+    @cached_property
+    def _flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All rows one after the other, where each client's start, and how many it has."""
+        sizes = np.fromiter(map(len, self.rows), np.int64, len(self.rows))
+        return np.concatenate(self.rows), np.cumsum(sizes) - sizes, sizes
+
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """K padded minibatches ``(n, b, …)``."""
-        plans = [
-            rows[plan] if (plan := self.order.indices(c, len(rows), phase, steps)).min() >= 0 else np.where(plan >= 0, rows[plan], -1)
-            for c, rows in zip(self.clients, self.rows)
-        ]
-        width = max(p.shape[1] for p in plans)
-        stacked = np.full((len(plans), steps, width), -1, dtype=np.int64)
-        for place, plan in zip(stacked, plans):
-            place[:, : plan.shape[1]] = plan
+        """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it has."""
+        _, _, sizes = self._flat
+        if self.order.batch_size >= sizes.max():
+            whole = self._take(_ramp(sizes, 0, int(sizes.max())))
+            yield from (whole for _ in range(steps))
+            return
+        plan = self._plan(phase, steps)
         for step in range(steps):
-            yield self._take(stacked[:, step])
+            yield self._take(plan[:, step])
+
+    def _plan(self, phase: int, steps: int) -> np.ndarray:
+        """Positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every client."""
+        _, _, sizes = self._flat
+        batch = self.order.batch_size
+        draws = Streams(self.order.seed, "batches", self.order.round)
+        plan = np.full((len(sizes), steps, min(batch, int(sizes.max()))), -1, dtype=np.int64)
+        for size in np.unique(sizes).tolist():
+            of_size = np.flatnonzero(sizes == size)
+            if batch >= size:
+                plan[of_size, :, :size] = np.arange(size)
+                continue
+            # ``batch_indices`` for all clients of one size, which shuffles one row of this after the other
+            per_epoch = -(-size // batch)
+            order = np.full((len(of_size), -(-steps // per_epoch), per_epoch * batch), -1, dtype=np.int64)
+            order[:, :, :size] = np.arange(size)
+            for place, index in zip(order[:, :, :size], of_size.tolist()):
+                draws.at(self.clients[index], phase).permuted(place, axis=1, out=place)
+            plan[of_size] = order.reshape(len(of_size), -1, batch)[:, :steps]
+        return plan
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
         """All data of the block, padded to the largest client, in pieces with each client's share."""
-        sizes = np.array([len(r) for r in self.rows])
+        _, _, sizes = self._flat
         width = int(sizes.max())
-        stacked = np.full((len(sizes), width), -1, dtype=np.int64)
-        for place, rows in zip(stacked, self.rows):
-            place[: len(rows)] = rows
         for start in range(0, width, WHOLE_CHUNK):
-            piece = stacked[:, start : start + WHOLE_CHUNK]
+            piece = _ramp(sizes, start, min(width, start + WHOLE_CHUNK))
             share = (piece >= 0).sum(1) / sizes
             yield self._take(piece), torch.from_numpy(share).to(torch.float32)[:, None]
 
-    def _take(self, rows: np.ndarray) -> Batch:
-        index = torch.from_numpy(np.maximum(rows, 0))
-        weights = torch.from_numpy(rows >= 0).to(torch.float32)
-        return Batch(self.data.inputs[index], self.data.targets[index], weights)
+    def _take(self, positions: np.ndarray) -> Batch:
+        flat, starts, _ = self._flat
+        rows = torch.from_numpy(flat[starts[:, None] + np.maximum(positions, 0)])
+        here = positions >= 0
+        weights = None if here.all() else torch.from_numpy(here).to(torch.float32)
+        inputs = _rows(self.data.inputs, rows)
+        return Batch(inputs, _rows(self.data.targets, rows), weights)
+
+
+def _ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Positions ``start … stop − 1`` for each client ``(n, stop − start)``, -1 from its size on."""
+    ramp = np.arange(start, stop, dtype=np.int64)[None]
+    return np.where(ramp < sizes[:, None], ramp, -1)
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    """``values[rows]``; copying whole rows is several times faster than general indexing."""
+    if not values.is_contiguous():
+        return values[rows]
+    return values.index_select(0, rows.reshape(-1)).view(*rows.shape, *values.shape[1:])

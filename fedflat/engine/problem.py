@@ -1,10 +1,11 @@
-"""The gradient of a client's minibatch loss as a function of one flat vector: for one client, or for a block of them."""
+"""The gradient of a client's minibatch loss as a function of one flat vector: for one client, or for a block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,6 +24,11 @@ class Batch:
     targets: Tensor
     weights: Tensor | None = None
 
+    @cached_property
+    def flat(self) -> Tensor:
+        """The inputs of a block with each example as one row: ``(n, b, inputs)``, the same tensor at every call."""
+        return self.inputs if self.inputs.dim() == 3 else self.inputs.flatten(2)
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -36,8 +42,8 @@ class Gradient:
 class Problem(Protocol):
     """Weights ``(…, D)`` and a batch -> gradient of a part."""
 
-    layout: Layout
-
+    @property
+    def layout(self) -> Layout: ...
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient: ...
     def evaluating(self) -> object: ...
 
@@ -139,9 +145,7 @@ class BlockProblem:
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
         per_client = torch.func.vmap(torch.func.grad_and_value(self._loss, has_aux=True), randomness="different")
-        vectors, (loss, right) = per_client(
-            weights[:, span], before, after, batch.inputs, batch.targets, _ones(batch)
-        )
+        vectors, (loss, right) = per_client(weights[:, span], before, after, batch.inputs, batch.targets, _ones(batch))
         return Gradient(vectors, loss.detach(), right.detach())
 
     def _loss(

@@ -75,6 +75,11 @@ class Job:
         """The number of rounds the plan and its budget allow, rounds charged twice included."""
         return min(self.parts.plan.rounds, self.parts.plan.rounds_within_budget(self.charged_again))
 
+    @cached_property
+    def held(self) -> list[int]:
+        """Clients with held-back data."""
+        return [i for i, rows in enumerate(self.data.held_back) if len(rows)]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -239,9 +244,8 @@ def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record
         public["test_loss"], public["test_accuracy"] = found.mean()
         public["class_accuracy"] = class_accuracy(found, data.test_targets, data.classes)  # type: ignore[arg-type]
     every = job.evaluation.personal_every or max(1, rounds // 10)
-    held = [i for i, rows in enumerate(data.held_back) if len(rows)]
-    if held and (last or _due(finished, every, rounds)):
-        accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), held)
+    if job.held and (last or _due(finished, every, rounds)):
+        accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), job.held)
         name = "personal_accuracy" if _personal(job.parts.algorithm) else "client_accuracy"
         hidden[name] = float(accuracies.mean())
         hidden["client_accuracy_quantiles"] = spread(accuracies)

@@ -44,6 +44,13 @@ class Dense(nn.Module):
             x = F.relu(layer(x))
         return cast(Tensor, self.layers[-1](x))
 
+    def stack(self) -> list[nn.Module]:
+        """The same function as a list of plain layers, for back ends that write the arithmetic out."""
+        listed: list[nn.Module] = [nn.Flatten()]
+        for layer in self.layers:
+            listed += [layer, nn.ReLU()]
+        return listed[:-1]
+
 
 def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
     """Multinomial logistic regression on the flattened input."""

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from fedflat.core.checks import in_range, wrong
 
+CACHED = 1 << 17
+"""Entries of a float64 copy that stays in a core's cache (1 MB)."""
+
 
 def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
     """min(1, C/‖·‖), and 0 where the norm is not finite: a broken message counts as zero."""
@@ -22,7 +25,13 @@ def norms_of(messages: Tensor) -> Tensor:
 
     Squares are summed in float64, so that a huge but finite float32 message has a finite norm and is clipped.
     """
-    norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
+    if isinstance(messages, Tensor) and messages.dim() == 2 and len(messages) > 1:
+        rows = max(1, CACHED // messages.shape[1])  # a float64 copy of the whole block would not fit a cache
+        norms = torch.cat(
+            [torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in torch.split(messages, rows)]
+        )
+    else:
+        norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
     return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, math.inf))
 
 

@@ -1,0 +1,363 @@
+"""Blocks of weight vectors that are never written out: v_i = Σ_k a_ik·B_k + Σ_s c_is·g_is.
+
+B_k are dense vectors ``(D,)`` common to the block (w^t, a broadcast direction); g_is is client i's gradient at its s-th
+evaluation, which for a linear layer is δᵀx of a few rows. Norms, inner products and the clipped sum follow from Gram
+matrices of those rows, so a client costs O(rows·(inputs + outputs)) instead of O(inputs·outputs).
+
+``Factored`` has the arithmetic that local training, gradient rules and linear transforms use on ``(n, D)`` tensors.
+What it cannot do in place it declines (``Declined``); anything else it does on the vectors written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.engine.stack import Linear
+
+Coefficient = float | Tensor
+"""A number for the whole block, or one per client ``(n, 1)``."""
+CANCELLED = 0.05
+"""Below this share of the squared sum of the parts' norms, float32 Gram matrices no longer carry a norm: it is taken
+from the vector written out instead. An adversary can make parts cancel; the clip must not be fooled."""
+LARGEST = 1e30
+
+
+class Declined(Exception):
+    """Something that vectors as factors cannot do; the block is trained again on vectors written out."""
+
+
+@dataclass
+class Trace:
+    """All evaluations of a block: each layer's inputs (``acts``, shared by evaluations on the same minibatch) and the
+    gradients δ at its outputs, with the Gram matrices that have been needed so far."""
+
+    stack: tuple[Linear, ...]
+    clients: int
+    size: int
+    acts: list[list[Tensor]] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
+    deltas: list[list[Tensor]] = field(default_factory=list)
+    _grams: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    _squares: dict[int, Tensor] = field(default_factory=dict)
+
+    def slot(self, layer: int, act: Tensor) -> int:
+        """The number of a layer's input; a tensor that came before keeps its number."""
+        while len(self.acts) <= layer:
+            self.acts.append([])
+        for index, known in enumerate(self.acts[layer]):
+            if known is act:
+                return index
+        self.acts[layer].append(act)
+        return len(self.acts[layer]) - 1
+
+    def record(self, slots: list[int], deltas: list[Tensor]) -> int:
+        """Keep one evaluation's gradient; its number s."""
+        self.slots.append(slots)
+        self.deltas.append(deltas)
+        return len(self.slots) - 1
+
+    def gram(self, layer: int, p: int, q: int) -> Tensor:
+        """Inner products ``(n, b_p, b_q)`` of two inputs' rows."""
+        if q > p:
+            return self.gram(layer, q, p).transpose(1, 2)
+        key = (layer, p, q)
+        if key not in self._grams:
+            self._grams[key] = torch.bmm(self.acts[layer][p], self.acts[layer][q].transpose(1, 2))
+        return self._grams[key]
+
+    def mixed(self, layer: int, steps: Mapping[int, Coefficient]) -> dict[int, Tensor]:
+        """Slot -> Σ c_s·δ_s ``(n, b, outputs)`` over the evaluations on that slot."""
+        found: dict[int, Tensor] = {}
+        for s, c in steps.items():
+            slot, delta = self.slots[s][layer], self.deltas[s][layer]
+            scaled = delta * (c[:, :, None] if isinstance(c, Tensor) else c)
+            found[slot] = found[slot] + scaled if slot in found else scaled
+        return found
+
+    def square(self, s: int) -> Tensor:
+        """‖g_s‖² ``(n,)`` in float64."""
+        if s not in self._squares:
+            self._squares[s] = self.squares({s: 1.0})
+        return self._squares[s]
+
+    def squares(self, steps: Mapping[int, Coefficient]) -> Tensor:
+        """‖Σ c_s·g_s‖² ``(n,)`` in float64; infinite where a Gram matrix leaves float32's safe range."""
+        total = torch.zeros(self.clients, dtype=torch.float64)
+        for index, layer in enumerate(self.stack):
+            mixed = list(self.mixed(index, steps).items())
+            for i, (p, u) in enumerate(mixed):
+                for q, v in mixed[: i + 1]:
+                    rows, products = self.gram(index, p, q), torch.bmm(u, v.transpose(1, 2))
+                    if layer.bias is not None:
+                        rows = rows + 1
+                    found = (rows * products).sum((1, 2), dtype=torch.float64)
+                    if p == q:
+                        peak = torch.maximum(rows.abs().amax((1, 2)), products.abs().amax((1, 2)))
+                        found = torch.where(peak < LARGEST, found, torch.inf)
+                    total += found if p == q else 2 * found
+        return total
+
+
+class Factored:
+    """n vectors ``(n, D)`` in terms of a trace (see the module's text)."""
+
+    def __init__(self, trace: Trace, bases: list[tuple[Tensor, Coefficient]], steps: dict[int, Coefficient]) -> None:
+        self.trace, self.bases, self.steps = trace, bases, steps
+        self._written: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(n, D)``."""
+        return torch.Size((self.trace.clients, self.trace.size))
+
+    def data_ptr(self) -> int:
+        """An identity, as a tensor's address is one."""
+        return id(self)
+
+    def dim(self) -> int:
+        """Two."""
+        return 2
+
+    def is_floating_point(self) -> bool:
+        """True."""
+        return True
+
+    def detach(self) -> Factored:
+        """Itself: there is no graph."""
+        return self
+
+    def clone(self) -> Factored:
+        """A copy that in-place operations on this one do not change."""
+        return Factored(self.trace, list(self.bases), dict(self.steps))
+
+    def __getitem__(self, item: Any) -> Any:
+        last = item[-1] if isinstance(item, tuple) else None
+        if isinstance(last, slice) and item[:-1] == (Ellipsis,):
+            start, stop, step = last.indices(self.trace.size)
+            if (start, stop, step) == (0, self.trace.size, 1):
+                return self
+            if stop <= start:
+                return torch.zeros(self.trace.clients, 0)
+        return self.dense()[item]
+
+    def _set(self, other: Factored) -> Factored:
+        self.bases, self.steps, self._written = other.bases, other.steps, None
+        return self
+
+    def mul(self, factor: Any) -> Factored:
+        """Times a number, or ``(n, 1)``."""
+        if isinstance(factor, Factored):
+            return self.dense() * factor.dense()  # type: ignore[return-value]
+        if isinstance(factor, Tensor):
+            if factor.numel() == 1:
+                factor = float(factor)
+            elif factor.shape != (self.trace.clients, 1):
+                return self.dense() * factor  # type: ignore[return-value]
+            else:
+                factor = factor.to(torch.float32)
+        bases = [(b, c * factor) for b, c in self.bases]
+        return Factored(self.trace, bases, {s: c * factor for s, c in self.steps.items()})
+
+    def add(self, other: Any, *, alpha: float = 1.0) -> Factored:
+        """Plus ``alpha`` times other factored vectors of the same block, or a vector ``(D,)``."""
+        if isinstance(other, Tensor) and other.shape == (self.trace.size,):
+            other = Factored(self.trace, [(other, 1.0)], {})
+        if not isinstance(other, Factored):
+            return self.dense().add(other, alpha=alpha)  # type: ignore[return-value]
+        bases, steps = list(self.bases), dict(self.steps)
+        for base, c in other.bases:
+            place = next((i for i, (known, _) in enumerate(bases) if _same(known, base)), None)
+            if place is None:
+                bases.append((base, alpha * c))
+            else:
+                bases[place] = (base, bases[place][1] + alpha * c)
+        for s, c in other.steps.items():
+            steps[s] = steps[s] + alpha * c if s in steps else alpha * c
+        return Factored(self.trace, [(b, c) for b, c in bases if not _zero(c)], steps)
+
+    def sub(self, other: Any, *, alpha: float = 1.0) -> Factored:
+        """Minus; see ``add``."""
+        return self.add(other, alpha=-alpha)
+
+    def mul_(self, factor: Any) -> Factored:
+        """In place."""
+        return self._set(_only_factored(self.mul(factor)))
+
+    def add_(self, other: Any, *, alpha: float = 1.0) -> Factored:
+        """In place."""
+        return self._set(_only_factored(self.add(other, alpha=alpha)))
+
+    def sub_(self, other: Any, *, alpha: float = 1.0) -> Factored:
+        """In place."""
+        return self.add_(other, alpha=-alpha)
+
+    __mul__ = __rmul__ = mul
+    __add__ = __radd__ = add
+    __sub__ = sub
+
+    def __rsub__(self, other: Any) -> Factored:
+        return self.mul(-1.0).add(other)
+
+    def __neg__(self) -> Factored:
+        return self.mul(-1.0)
+
+    def __truediv__(self, factor: Any) -> Factored:
+        return self.mul(1 / factor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise Declined(f"{name} on vectors kept as factors")
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = _OWN.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs or name.startswith("__i"):
+            raise Declined(f"{name} on vectors kept as factors")
+        plain = [a.dense() if isinstance(a, Factored) else a for a in args]
+        return func(*plain, **{k: v.dense() if isinstance(v, Factored) else v for k, v in kwargs.items()})
+
+    def common(self) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """The part common to the whole block ``(D,)``, and bases with a coefficient per client."""
+        numbers = [(b, float(c)) for b, c in self.bases if not isinstance(c, Tensor)]
+        shared: Tensor | None = None
+        for base, c in numbers:
+            term = base if c == 1.0 else base * c
+            shared = term if shared is None else shared + term
+        return shared, [(b, c) for b, c in self.bases if isinstance(c, Tensor)]
+
+    def dense(self, rows: Tensor | None = None) -> Tensor:
+        """The vectors written out ``(n, D)``, or some rows of them."""
+        if rows is None and self._written is not None:
+            return self._written
+        trace, pick = self.trace, slice(None) if rows is None else rows
+        count = trace.clients if rows is None else len(rows)
+        shared, others = self.common()
+        out = torch.zeros(count, trace.size) if shared is None else shared.repeat(count, 1)
+        for base, c in others:
+            out.addcmul_(c[pick], base[None])
+        for index, layer in enumerate(trace.stack):
+            matrix = layer.matrix(out)
+            for slot, u in trace.mixed(index, self.steps).items():
+                matrix.baddbmm_(u[pick].transpose(1, 2), trace.acts[index][slot][pick])
+                if layer.bias is not None:
+                    out[:, layer.bias] += u[pick].sum(1)
+        if rows is None:
+            self._written = out
+        return out
+
+    def norms(self) -> Tensor:
+        """L2 norms ``(n,)`` in float64, infinite where an entry is not finite."""
+        shared, others = self.common()
+        if others:
+            return _dense_norms(self.dense())
+        square = self.trace.squares(self.steps)
+        parts = torch.zeros_like(square)
+        for s, c in self.steps.items():
+            parts += self.trace.square(s).sqrt() * (c[:, 0].abs().double() if isinstance(c, Tensor) else abs(c))
+        if shared is not None:
+            length = torch.linalg.vector_norm(shared, dtype=torch.float64)
+            square = square + length**2 + 2 * self._along(shared)
+            parts += length
+        safe = torch.isfinite(square) & (square >= CANCELLED * parts**2)
+        norms = square.clamp_min(0).sqrt()
+        if not bool(safe.all()):
+            rows = torch.nonzero(~safe)[:, 0]
+            norms[rows] = _dense_norms(self.dense(rows))
+        return norms
+
+    def _along(self, vector: Tensor) -> Tensor:
+        """Inner products ``(n,)`` of the gradients' combination with a common vector."""
+        total = torch.zeros(self.trace.clients, dtype=torch.float64)
+        for index, layer in enumerate(self.trace.stack):
+            for slot, u in self.trace.mixed(index, self.steps).items():
+                projected = self.trace.acts[index][slot] @ layer.matrix(vector).T
+                if layer.bias is not None:
+                    projected = projected + vector[layer.bias]
+                total += (projected * u).sum((1, 2), dtype=torch.float64)
+        return total
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i·v_i ``(D,)`` in float64; a client with factor 0 adds nothing, whatever its vector."""
+        trace, kept = self.trace, factors != 0
+        out = torch.zeros(trace.size, dtype=torch.float64)
+        shared, others = self.common()
+        if shared is not None:
+            out += shared.double() * float(factors.sum())
+        for base, c in others:
+            out += base.double() * float((torch.where(kept, c[:, 0].double(), 0.0) * factors).sum())
+        scale = factors.to(torch.float32)[:, None, None]
+        whole = bool(kept.all())
+        for index, layer in enumerate(trace.stack):
+            for slot, u in trace.mixed(index, self.steps).items():
+                x = trace.acts[index][slot]
+                if not whole:  # zero times NaN is NaN
+                    u, x = (torch.where(kept[:, None, None], t, torch.zeros_like(t)) for t in (u, x))
+                u = u * scale
+                layer.matrix(out).add_(u.flatten(0, 1).T @ x.flatten(0, 1))
+                if layer.bias is not None:
+                    out[layer.bias] += u.sum((0, 1), dtype=torch.float64)
+        return out
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+def _zero(c: Coefficient) -> bool:
+    return not isinstance(c, Tensor) and c == 0.0
+
+
+def _only_factored(found: Any) -> Factored:
+    if not isinstance(found, Factored):
+        raise Declined("a change in place that leaves the span of the gradients")
+    return found
+
+
+def _dense_norms(vectors: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
+    return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+
+
+def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if ord != 2 or dim not in (-1, 1):
+        found: Tensor = torch.linalg.vector_norm(x.dense(), ord, dim, keepdim, dtype=dtype)
+        return found
+    norms: Tensor = x.norms().to(dtype or torch.float32)
+    return norms[:, None] if keepdim else norms
+
+
+def _zeros_like(x: Factored, **kwargs: Any) -> Any:
+    if kwargs:
+        return torch.zeros(x.shape, **kwargs)
+    return Factored(x.trace, [], {})
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.zeros_like: _zeros_like,
+    torch.atleast_2d: lambda x: x,
+    torch.clone: lambda x: x.clone(),
+    torch.mul: lambda a, b: a.mul(b) if isinstance(a, Factored) else b.mul(a),
+    torch.add: lambda a, b, alpha=1.0: a.add(b, alpha=alpha) if isinstance(a, Factored) else b.mul(alpha).add(a),
+    torch.sub: lambda a, b, alpha=1.0: a.add(b, alpha=-alpha) if isinstance(a, Factored) else b.mul(-alpha).add(a),
+    Tensor.mul: lambda a, b: b.mul(a),
+    Tensor.__mul__: lambda a, b: b.mul(a),
+    Tensor.__rmul__: lambda a, b: b.mul(a),
+    Tensor.add: lambda a, b, alpha=1.0: b.mul(alpha).add(a),
+    Tensor.__add__: lambda a, b: b.add(a),
+    Tensor.__radd__: lambda a, b: b.add(a),
+    Tensor.sub: lambda a, b, alpha=1.0: b.mul(-alpha).add(a),
+    Tensor.__sub__: lambda a, b: b.mul(-1.0).add(a),
+}

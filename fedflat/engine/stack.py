@@ -1,0 +1,153 @@
+"""Stacks of linear layers, read off a module, and their arithmetic written out for a block of clients.
+
+Three matrix products per layer and pass, and nothing else: no graph, no module call. The back ends on top of it are
+``dense`` (weights ``(n, D)``) and ``lowrank`` (weights as factors).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedflat.core.loss import example_loss, weighted_mean
+from fedflat.core.params import Layout
+from fedflat.engine.problem import Batch
+
+Activation = Literal["relu", "tanh", "none"]
+_ACTIVATIONS: dict[type[nn.Module], Activation] = {nn.ReLU: "relu", nn.Tanh: "tanh"}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One layer ``y = activation(x Wᵀ + b)``: where W ``(outputs, inputs)`` and b lie in the flat vector."""
+
+    inputs: int
+    outputs: int
+    weight: slice
+    bias: slice | None
+    activation: Activation
+
+    def matrix(self, vector: Tensor) -> Tensor:
+        """W as a view of ``vector (…, D)``: ``(…, outputs, inputs)``."""
+        return vector[..., self.weight].view(*vector.shape[:-1], self.outputs, self.inputs)
+
+
+def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
+    """The module as a stack of linear layers, or None if it is anything else.
+
+    Read: ``nn.Sequential`` of Flatten, Linear, ReLU and Tanh, and modules that list such layers with a method
+    ``stack()``. What was read is compared with the module itself, loss and gradient, before it is believed.
+    """
+    layers = _layers(module)
+    if layers is None or len(layout.names) != sum(1 for _ in module.parameters()):
+        return None
+    where = dict(zip(layout.names, layout.tensors()))
+    names = {id(p): n for n, p in module.named_parameters()}
+    found: list[Linear] = []
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            bias = None if layer.bias is None else where[names[id(layer.bias)]]
+            found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
+        elif type(layer) in _ACTIVATIONS:
+            if not found or found[-1].activation != "none":
+                return None
+            last = found.pop()
+            found.append(Linear(last.inputs, last.outputs, last.weight, last.bias, _ACTIVATIONS[type(layer)]))
+    stack = tuple(found)
+    return stack if stack and stack[-1].activation == "none" and _agrees(module, layout, stack) else None
+
+
+def _layers(module: nn.Module) -> list[nn.Module] | None:
+    listed = getattr(module, "stack", None)
+    layers = list(module) if type(module) is nn.Sequential else listed() if callable(listed) else None
+    if layers is None or any(True for _ in module.buffers()):
+        return None
+    linear = [layer for layer in layers if type(layer) is nn.Linear]
+    plain = all(type(layer) in (nn.Linear, nn.Identity, *_ACTIVATIONS) or _flattens(layer) for layer in layers)
+    fits = all(a.out_features == b.in_features for a, b in pairwise(linear))
+    first = next((i for i, layer in enumerate(layers) if type(layer) is nn.Linear), 0)
+    early = not any(_flattens(layer) for layer in layers[first:])
+    once = len({id(layer) for layer in linear}) == len(linear)
+    return layers if linear and plain and fits and early and once else None
+
+
+def _flattens(layer: nn.Module) -> bool:
+    return type(layer) is nn.Flatten and layer.start_dim == 1 and layer.end_dim == -1
+
+
+def _agrees(module: nn.Module, layout: Layout, stack: tuple[Linear, ...]) -> bool:
+    """Whether made-up examples give the module's own loss and gradient: it may have hooks, or a forward of its own."""
+    parameters = dict(module.named_parameters())
+    chosen = [parameters[name] for name in layout.names]
+    inputs = torch.linspace(-1, 1, 2 * stack[0].inputs).sin().reshape(2, -1).to(chosen[0].device)
+    targets = torch.zeros(2, dtype=torch.int64, device=inputs.device)
+    try:
+        losses, _ = example_loss(module(inputs), targets)
+        grads = torch.autograd.grad(losses.mean(), chosen)
+    except (RuntimeError, ValueError):
+        return False
+    vector = torch.cat([p.detach().reshape(-1) for p in chosen])[None]
+    states = forward(stack, inputs[None], lambda index, x: affine(stack[index], vector, x))
+    loss, _, delta = head(states[-1], Batch(inputs[None], targets[None]))
+    whole = torch.empty_like(vector)
+    write_gradient(stack, vector, states, delta, whole)
+    expected = torch.cat([g.reshape(-1) for g in grads])
+    return torch.allclose(loss, losses.mean(), rtol=1e-4, atol=1e-6) and torch.allclose(
+        whole[0], expected, rtol=1e-3, atol=1e-5 * max(1.0, float(expected.abs().max()))
+    )
+
+
+def affine(layer: Linear, weights: Tensor, x: Tensor) -> Tensor:
+    """x Wᵀ + b of every client: weights ``(n, D)``, x ``(n, b, inputs)`` -> ``(n, b, outputs)``."""
+    matrix = layer.matrix(weights).transpose(1, 2)
+    if layer.bias is None:
+        return torch.bmm(x, matrix)
+    return torch.baddbmm(weights[:, None, layer.bias], x, matrix)
+
+
+def forward(stack: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor]:
+    """Input of every layer, then the logits: ``[(n, b, inputs_0), …, (n, b, classes)]``."""
+    states = [x]
+    for index, layer in enumerate(stack):
+        y = apply(index, states[-1])  # type: ignore[operator]
+        states.append(F.relu_(y) if layer.activation == "relu" else y.tanh_() if layer.activation == "tanh" else y)
+    return states
+
+
+def head(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean cross-entropy: loss ``(n,)``, accuracy ``(n,)`` and the gradient ``(n, b, classes)`` at the logits."""
+    logs = torch.log_softmax(logits, -1)
+    losses = -logs.gather(-1, batch.targets[..., None]).squeeze(-1)
+    right = (logits.argmax(-1) == batch.targets).to(logits.dtype)
+    delta = logs.exp_()
+    delta.scatter_add_(-1, batch.targets[..., None], delta.new_full((1, 1, 1), -1.0).expand(*batch.targets.shape, 1))
+    if batch.weights is None:
+        delta.div_(logits.shape[1])
+    else:
+        delta.mul_((batch.weights / batch.weights.sum(-1, keepdim=True).clamp_min(1))[..., None])
+    return weighted_mean(losses, batch.weights), weighted_mean(right, batch.weights), delta
+
+
+def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:
+    """The gradient before an activation, from the gradient behind it and its output; overwrites ``delta``."""
+    if activation == "relu":
+        return delta.mul_(state > 0)
+    return delta.mul_(1 - state * state) if activation == "tanh" else delta
+
+
+def write_gradient(
+    stack: tuple[Linear, ...], weights: Tensor, states: list[Tensor], delta: Tensor, out: Tensor
+) -> None:
+    """Back through the stack: the clients' gradients into ``out (n, D)``."""
+    for index in reversed(range(len(stack))):
+        layer, x = stack[index], states[index]
+        torch.bmm(delta.transpose(1, 2), x, out=layer.matrix(out))
+        if layer.bias is not None:
+            torch.sum(delta, 1, out=out[:, layer.bias])
+        if index:
+            delta = through(stack[index - 1].activation, torch.bmm(delta, layer.matrix(weights)), x)

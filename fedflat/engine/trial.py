@@ -1,0 +1,127 @@
+"""Short measured trials of back ends, and the file that remembers their outcome for this machine, model and shape."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedflat.core.checks import RunError
+from fedflat.core.types import Broadcast
+from fedflat.data.clients import Federated
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.heads import Heads
+from fedflat.engine.parts import Parts
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.train import Backend
+
+STEPS = 4
+"""Steps of a trial whose cost grows in proportion to them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A back end by name, and its block size where it has one."""
+
+    backend: str
+    block: int | None = None
+
+
+def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: torch.Tensor, clients: int) -> float:
+    """Local training, clip and sum of ``clients`` of the largest clients, the better of two tries; inf if it fails.
+
+    Nothing stays: the sum is thrown away, heads are copies, and weights are w^0's.
+    """
+    largest = np.sort(np.argsort(-data.sizes, kind="stable")[:clients])
+    size = parts.layout.dimension
+    threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        zero = torch.zeros(size)
+        memory = zero if any("memory" in step.initial(zero[:1]) for step in parts.algorithm.server) else None
+        broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, memory=memory)
+        sink = Accumulator(parts.clip, threshold, parts.layout.tensors("shared"), size)
+        try:
+            backend.train(largest, broadcast, sink, Heads(first[size:].clone()))
+        except (RunError, RuntimeError, MemoryError):
+            return math.inf
+        times.append((time.perf_counter() - began) / len(largest))
+    return min(times)
+
+
+def shortened(parts: Parts) -> tuple[Parts, float]:
+    """The same parts with few local steps, and by what their time is to be multiplied."""
+    local, phases = parts.local, parts.algorithm.phases
+    steps = min(local.steps, STEPS)
+    whole = sum(local.steps if p.steps is None else p.steps for p in phases)
+    kept = tuple(p if p.steps is None else replace(p, steps=min(p.steps, steps)) for p in phases)
+    done = sum(steps if p.steps is None else p.steps for p in kept)
+    short = replace(
+        parts, local=replace(local, steps=steps, epochs=None), algorithm=replace(parts.algorithm, phases=kept)
+    )
+    return short, whole / max(done, 1)
+
+
+def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int) -> str:
+    """What a trial's outcome depends on, as a short hash: machine, versions, model, method and shapes."""
+    facts = (
+        platform.node(),
+        platform.processor(),
+        torch.__version__,
+        torch.get_num_threads(),
+        cores,
+        str(problem.module),
+        problem.precision,
+        str(parts.layout.shapes),
+        repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),
+        repr(replace(parts.local, lr=0.0, lr_decay=1.0)),
+        type(parts.clip).__name__,
+        int(math.log2(max(parts.plan.sampler.size, 1))),
+        int(data.sizes.max()) if data.clients else 0,
+        data.input_shape,
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def cache_file() -> Path:
+    """``$XDG_CACHE_HOME/fedflat/backends.json``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedflat" / "backends.json"
+
+
+def remembered(key: str) -> Choice | None:
+    """The outcome of an earlier trial; None if there is none, or the file cannot be read."""
+    found: Any = _read().get(key)
+    try:
+        return Choice(str(found["backend"]), None if found["block"] is None else int(found["block"]))
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def remember(key: str, choice: Choice) -> None:
+    """Write an outcome down; a cache that cannot be written is no error."""
+    path = cache_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {**_read(), key: {"backend": choice.backend, "block": choice.block}}
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        fresh.replace(path)
+
+
+def _read() -> dict[str, Any]:
+    try:
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
