@@ -25,7 +25,7 @@ def server_app(folder: str | Path) -> Any:
 
 
 def client_app(folder: str | Path) -> Any:
-    """A ``flwr.clientapp.ClientApp`` for the same task; the SuperNode's node config names its client, data and state."""
+    """A ``flwr.clientapp.ClientApp`` for the same task; the SuperNode's node config names client, data and state."""
     from flwr.clientapp import ClientApp
 
     app = ClientApp()

@@ -1,7 +1,7 @@
 """Keys and certificates of a test federation: an authority, the SuperLink's certificate, one key pair for each client.
 
-For trying out on one machine, and as a picture of what is needed. On real machines each client makes its own key pair and
-sends only the public half (docs/deploy.md).
+For trying out on one machine, and as a picture of what is needed. On real machines each client makes its own key pair
+and sends only the public half (docs/deploy.md).
 """
 
 from __future__ import annotations

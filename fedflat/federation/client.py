@@ -34,7 +34,8 @@ class Refused(RunError):
 class Client:
     """One client: its number, its own data file, its own state folder, and what it agreed to (the task).
 
-    pin: a hash that the operator of the client fixed by hand; with it, another recipe is refused whatever the server says.
+    pin: a hash that the operator of the client fixed by hand; with it, another recipe is refused whatever the server
+    says.
     """
 
     task: Task
@@ -90,7 +91,9 @@ class Client:
             raise Refused(f"this client has taken part {allowed} times, which is all its guarantee allows")
 
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
-        """The clipped (and under local trust noised) update float32 ``(d,)``, and the sample count if it is asked for."""
+        """The clipped (and under local trust noised) update float32 ``(d,)``, and the sample count if it is asked
+        for.
+        """
         job = self.job
         parts, rows = job.parts, job.data.parts[self.number]
         before = self.store.head(job.first[parts.layout.dimension :], broadcast.round)

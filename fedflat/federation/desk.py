@@ -1,9 +1,9 @@
 """The desk where a round's replies are checked in: who was asked, with which nonce, and has not answered yet.
 
 Nothing here trusts a client. A reply counts once, from the node that was asked, with the nonce it was given, in its own
-round, with an update of the agreed type and shape and finite values. Everything else is refused under one of a few fixed
-words. Some of these can depend on a client's data (its training diverged, or took too long), so their counts belong to
-the operator's private file; only the rest may be logged.
+round, with an update of the agreed type and shape and finite values. Everything else is refused under one of a few
+fixed words. Some of these can depend on a client's data (its training diverged, or took too long), so their counts
+belong to the operator's private file; only the rest may be logged.
 """
 
 from __future__ import annotations

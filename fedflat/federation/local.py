@@ -1,7 +1,7 @@
 """A whole federation of real processes on this machine: ``python -m fedflat.federation.local PROJECT``.
 
-SuperLink and SuperNodes as their own programs, TLS and node authentication on, ``flwr run`` to start. For trying out and
-for tests; every process that is started here is stopped here.
+SuperLink and SuperNodes as their own programs, TLS and node authentication on, ``flwr run`` to start. For trying out
+and for tests; every process that is started here is stopped here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Federation:
         raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
 
     def register(self) -> None:
-        """Register every client's public key with the SuperLink's Control API (what ``flwr supernode register`` does)."""
+        """Register every client's public key with the SuperLink's Control API (what ``flwr supernode register``
+        does).
+        """
         with _flower_home(self.project):
             from flwr.cli.flower_config import read_superlink_connection
             from flwr.cli.supernode.register import try_load_public_key

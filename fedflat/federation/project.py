@@ -15,6 +15,7 @@ from fedflat.core.checks import InputError, wrong
 from fedflat.data.clients import Federated
 from fedflat.engine.train import Job
 from fedflat.federation.certificates import write_authority_and_server, write_client_keys
+from fedflat.federation.project_texts import APP, PYPROJECT, README
 from fedflat.federation.roster import Roster
 from fedflat.federation.store import write_examples
 from fedflat.federation.task import RECIPE, Form, Task, check_deployable
@@ -62,7 +63,9 @@ def write_project(
 
 
 def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
-    """The recipe with M = ``nodes``; the cohort must fit, since q is a promise and not to be changed behind one's back."""
+    """The recipe with M = ``nodes``; the cohort must fit, since q is a promise and not to be changed behind one's
+    back.
+    """
     dump = recipe.dump()
     dump["engine"] |= {"backend": "sequential", "processes": None, "device": "auto"}
     if nodes is not None:
@@ -74,7 +77,7 @@ def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
 
 
 def _job(recipe: Recipe) -> Job:
-    from fedflat.noising import trust_of
+    from fedflat.assembly.noising import trust_of
     from fedflat.simulation import algorithm_of, prepare
 
     method = algorithm_of(recipe)
@@ -148,50 +151,9 @@ def _write_flower_config(out: Path, address: str) -> None:
     """Where ``flwr`` finds the SuperLink (FLWR_HOME)."""
     (out / "flower").mkdir()
     certificate = (out / "certificates" / "ca.crt").absolute()
-    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{address}"\nroot-certificates = "{certificate}"\n'
+    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{address}"\n'
+    text += f'root-certificates = "{certificate}"\n'
     (out / "flower" / "config.toml").write_text(text, encoding="utf-8")
-
-
-PYPROJECT = """\
-[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "fedflat-app"
-version = "1.0.0"
-description = "A fedflat recipe as a Flower app"
-license = "Apache-2.0"
-dependencies = ["fedflat[federation]=={version}"]
-
-[tool.setuptools]
-packages = ["{package}"]
-
-[tool.flwr.app]
-publisher = "fedflat"
-
-[tool.flwr.app.components]
-serverapp = "{package}.server_app:app"
-clientapp = "{package}.client_app:app"
-
-[tool.flwr.app.config]
-# The server's side: the run's folder, the public test set, and how long it waits.
-out = "{out}"
-test = "{test}"
-answer-seconds = 600.0
-start-seconds = 600.0
-wait-for-nodes = {nodes}
-"""
-
-APP = '''\
-"""The {side}'s app: everything is in fedflat.federation."""
-
-from pathlib import Path
-
-from fedflat.federation import {side}_app
-
-app = {side}_app(Path(__file__).parent)
-'''
 
 
 def environment(out: Path) -> dict[str, str]:
@@ -208,7 +170,8 @@ def superlink_command(out: Path, host: str, port: int) -> list[str]:
     held = (out / "certificates").absolute()
     return [
         "flower-superlink", "--host", host, "--port", str(port),
-        "--ssl-ca-certfile", f"{held}/ca.crt", "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
+        "--ssl-ca-certfile", f"{held}/ca.crt",
+        "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
         "--enable-supernode-auth", "--disable-runtime-dependency-installation",
         "--database", str((out / "server" / "superlink.db").absolute()),
     ]  # fmt: skip
@@ -221,7 +184,8 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
     return [
         "flower-supernode", "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
         "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(NODE_PORT + client), "--node-config", config,
-        "--ssl-ca-certfile", f"{held}/ca.crt", "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
+        "--ssl-ca-certfile", f"{held}/ca.crt",
+        "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
     ]  # fmt: skip
 
 
@@ -238,57 +202,9 @@ def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int)
     facts: dict[str, Any] = {
         "name": recipe.name, "clients": clients, "last": clients - 1, "pin": pin, "exports": exports,
         "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
-        "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
+        "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds,
+        "method": job.parts.algorithm.name,
         "superlink": show(superlink_command(out, host, port)), "node": show(supernode_command(out, 0, host, port, pin)),
         "package": PACKAGE,
     }  # fmt: skip
     return README.format(**facts)
-
-
-README = """\
-# {name} on a Flower federation
-
-{method}, {rounds} rounds, {clients} clients, cohorts of {cohort} expected, trust: {trust}. Proven ε = {epsilon} at δ = {delta} for the
-whole run. Made by `fedflat deploy`; what is promised to whom is in `run/privacy.json` after a run, and docs/deploy.md of fedflat
-says how to run this on machines of one's own.
-
-## All of it on this machine
-
-    python -m fedflat.federation.local .
-
-starts the SuperLink, registers and starts {clients} SuperNodes, runs `flwr run`, waits for the end and stops everything.
-
-## Step by step (in this folder, each long-running program in a terminal of its own)
-
-    {exports}
-
-SuperLink (TLS, registered SuperNodes only):
-
-    {superlink}
-
-Register each client's public key (once; 00000 to {last:05d}):
-
-    flwr supernode register clients/00000/auth.pub fedflat
-
-One SuperNode for each client (another `client=`, folder and `--port` each):
-
-    {node}
-
-Start the run, and start it again after a failure (it goes on from its last round):
-
-    flwr run app fedflat --stream
-
-Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`, `fedflat audit run`.
-
-## What lies where
-
-| path | what | who may have it |
-|---|---|---|
-| app/ | the Flower app: recipe, form of the data, roster of public keys | everybody |
-| certificates/ | test authority and the SuperLink's certificate; ca.key signs new ones | operator; clients get ca.crt |
-| clients/NNNNN/ | key, examples and state of one client | that client only |
-| server/test.safetensors | public test set | everybody |
-| run/ | released metrics, ledger, checkpoints, statement | as the statement says |
-
-The clients' `pin` is the hash of recipe, data form and roster: a client with it refuses any other, whatever the server asks.
-"""

@@ -33,7 +33,8 @@ class Roster:
     def connected(self, nodes: Iterable[Any]) -> dict[int, int]:
         """Client number -> Flower node id, for the nodes whose authenticated key is in the roster.
 
-        A node with an unknown key is left out. Of two nodes with one key (which Flower refuses to register) none counts.
+        A node with an unknown key is left out. Of two nodes with one key (which Flower refuses to register) none
+        counts.
         """
         number = {canonical(key): client for client, key in enumerate(self.keys)}
         found: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """The server's side: the simulation's own loop, with a cohort that trains elsewhere.
 
 ``train`` chooses the cohort, broadcasts, sums, finishes the round, writes the ledger and checkpoints; this module only
-carries messages, checks replies in, and keeps the run's key and folder. A client that does not answer, or not as agreed,
-is not added: a zero vector under the same denominator.
+carries messages, checks replies in, and keeps the run's key and folder. A client that does not answer, or not as
+agreed, is not added: a zero vector under the same denominator.
 """
 
 from __future__ import annotations
@@ -10,137 +10,40 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from fedflat.core.checks import RunError, wrong
-from fedflat.core.types import Aggregate, Broadcast, Clip
 from fedflat.engine import checkpoint, keys
-from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.choose import one_thread
 from fedflat.engine.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
 from fedflat.engine.folder import replace as write_whole
-from fedflat.engine.heads import Heads
 from fedflat.engine.train import Job, Outcome, train
-from fedflat.federation import wire
-from fedflat.federation.desk import Desk, loggable
 from fedflat.federation.roster import Roster
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Task, check_deployable
-from fedflat.pieces.clipping import whole_vector
+from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals
 from fedflat.privacy.ledger import read as read_ledger
 
 log = logging.getLogger("fedflat.server")
 
-TRAIN = "train"
-POLL_SECONDS = 0.3
-AT_ONCE = 16
-"""Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
 CHECK_INS = (
-    "The cohort is drawn by the server from the roster of registered clients, connected or not; a client that does not "
-    "answer counts as a zero vector. So a client takes part with probability at most q, whatever decides who is connected, "
-    "and the sampling law holds towards everybody who does not learn the cohort. Not towards those who do: who runs the "
-    "SuperLink, who watches the network, and the client itself."
+    "The cohort is drawn by the server from the roster of registered clients, connected or not; a client that does "
+    "not answer counts as a zero vector. So a client takes part with probability at most q, whatever decides who is "
+    "connected, and the sampling law holds towards everybody who does not learn the cohort. Not towards those who do: "
+    "who runs the SuperLink, who watches the network, and the client itself."
 )
-
-
-@dataclass
-class Flower:
-    """A back end whose clients are SuperNodes: asks a cohort, adds each answer as it comes, waits no longer than agreed.
-
-    answer_seconds: from the last ask to the end of the round. public: counts of refusals that may be logged.
-    """
-
-    grid: Any
-    roster: Roster
-    pin: str
-    dimension: int
-    answer_seconds: float
-    refusals: Callable[[int, Counter[str]], None]
-    ttl: float = 3600.0
-    poll: float = POLL_SECONDS
-    name: str = "flower"
-    _late: tuple[str, ...] = ()
-
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: Heads) -> None:
-        """Ask the connected clients of the cohort; add what they answer. Nothing of a client is kept but the sum."""
-        desk = Desk(broadcast.round, self.dimension)
-        self._ask(desk, cohort, broadcast)
-        until = time.monotonic() + self.answer_seconds
-        while desk.waiting and time.monotonic() < until:
-            if not self._collect(desk, accumulator):
-                time.sleep(self.poll)
-        if self._late:
-            desk.late(self.grid.pull_messages(list(self._late)))
-        self._late = desk.close()
-        self.refusals(broadcast.round, desk.refused)
-
-    def _ask(self, desk: Desk, cohort: np.ndarray, broadcast: Broadcast) -> None:
-        connected = self.roster.connected(self.grid.get_nodes())
-        common = wire.write_broadcast(broadcast)
-        asked = [client for client in cohort.tolist() if client in connected]
-        desk.refused["missing"] += len(cohort) - len(asked)
-        for start in range(0, len(asked), AT_ONCE):
-            slips = [desk.slip(client, connected[client]) for client in asked[start : start + AT_ONCE]]
-            asks = [wire.Ask(slip.client, slip.nonce, self.pin, broadcast) for slip in slips]
-            messages = [self._message(ask, slip.node, common) for ask, slip in zip(asks, slips)]
-            for number, slip in zip(self.grid.push_messages(messages), slips):
-                if number:
-                    desk.sent(number, slip)
-                else:
-                    desk.refused["missing"] += 1
-
-    def _message(self, ask: wire.Ask, node: int, common: Any) -> Any:
-        from flwr.app import Message
-
-        content = wire.write_ask(ask, common)
-        return Message(content, node, TRAIN, ttl=self.ttl, group_id=str(ask.broadcast.round))
-
-    def _collect(self, desk: Desk, accumulator: Any) -> int:
-        """Pull what is there, a few at a time, in the order asked; how many replies came."""
-        came = 0
-        waiting = desk.waiting
-        for start in range(0, len(waiting), AT_ONCE):
-            for reply in self.grid.pull_messages(list(waiting[start : start + AT_ONCE])):
-                came += 1
-                taken = desk.take(reply)
-                if taken is not None:
-                    _, answer = taken
-                    accumulator.add(wire.tensor_of(answer)[None], [max(answer.examples, 1)])
-        return came
-
-
-@dataclass(frozen=True)
-class ClientNoise:
-    """trust: local. Every message carries its client's own noise, so the server clips and adds nothing."""
-
-    count_std: float = 0.0
-
-    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
-        """A plain sum: a noised message is longer than the clip, and already private."""
-        return Accumulator(whole_vector(float("inf")), float("inf"), tensors, broadcast.shared.numel())
-
-    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """None: it is in the sum."""
-        return torch.zeros_like(aggregate.total)
-
-    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """Refused: the plan allows no adaptive clip under local trust."""
-        raise wrong("privacy.clip", "adaptive", "a constant clip with privacy.trust: local")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to wait
+    """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
+    wait
     for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients."""
 
     out: Path
@@ -175,7 +78,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         folder = _folder(task, job, settings.out)
         job.folder = folder
         job.key = _key(folder)
-        counts = Refusals(folder)
+        counts = Refusals(_operator_file(folder))
         dimension = job.parts.layout.dimension
         job.backend = Flower(
             grid, task.roster, task.pin, dimension, settings.answer_seconds, counts.note, poll=settings.poll
@@ -193,7 +96,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
 
 def job_of(task: Task, settings: Settings) -> Job:
     """The run's parts, built as the simulation builds them, with the public test set and nobody's examples."""
-    from fedflat.noising import trust_of
+    from fedflat.assembly.noising import trust_of
     from fedflat.simulation import algorithm_of, prepare
 
     method = algorithm_of(task.recipe)
@@ -230,8 +133,6 @@ def _only_server(out: Path) -> Iterator[None]:
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """The run's folder: new, or the one of the same recipe, data form and model."""
-    import secrets
-
     import yaml
 
     from fedflat.simulation import settled, versions
@@ -244,7 +145,8 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
             "run": secrets.token_hex(16),
             "pin": task.pin,
         }
-        write_whole(out / RECIPE, yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
+        write_whole(out / RECIPE, text)
         return folder
     if _versions(out).get("pin") != task.pin:
         raise wrong(
@@ -267,9 +169,9 @@ def _name(out: Path) -> str:
 def _key(folder: RunFolder) -> bytes:
     """The key of cohorts and noise: the stored one while no round is open, otherwise a fresh one.
 
-    A round is open if its ledger line is there and its checkpoint is not. Its release may have been seen, and the clients
-    that answer it again may be others: the same noise on two sums would give their difference away. So the round is drawn
-    again with a fresh key and charged again (``train`` sees that the key's name changed).
+    A round is open if its ledger line is there and its checkpoint is not. Its release may have been seen, and the
+    clients that answer it again may be others: the same noise on two sums would give their difference away. So the
+    round is drawn again with a fresh key and charged again (``train`` sees that the key's name changed).
     """
     keys.check_outside(folder.path)
     name = _name(folder.path)
@@ -283,31 +185,14 @@ def _key(folder: RunFolder) -> bytes:
     return keys.create(name)
 
 
-@dataclass
-class Refusals:
-    """Counts of replies that were not added: per round in the operator's own file, and what may be said in the log.
-
-    The file lies beside the noise key, not in the run's folder: who is missing, or whose training diverged, may depend on data.
-    """
-
-    folder: RunFolder
-    path: Path = field(init=False)
-    total: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        place = keys.folder().parent / "operator"
+def _operator_file(folder: RunFolder) -> Path:
+    """Where counts of missing and refused replies go: beside the noise keys, not in the run's folder."""
+    place = keys.folder().parent / "operator"
+    try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path = place / f"{_name(self.folder.path)}.jsonl"
-
-    def note(self, round: int, counts: Counter[str]) -> None:
-        """Write a round's counts to the operator's file; log those that no honest client causes."""
-        self.total += counts
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with open(descriptor, "a", encoding="utf-8") as file:
-            file.write(json.dumps(plain({"round": round, **{k: v for k, v in counts.items() if v}})) + "\n")
-        shown = loggable(counts)
-        if shown:
-            log.warning("round %d: refused %s", round, ", ".join(f"{v} ({k})" for k, v in shown.items()))
+    except OSError as error:
+        raise RunError(f"{place}: cannot be made ({error.strerror})") from error
+    return place / f"{_name(folder.path)}.jsonl"
 
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
@@ -327,13 +212,15 @@ def _announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
 
 
 def deployment_statement(task: Task, job: Job, outcome: Outcome) -> dict[str, Any]:
-    """The privacy statement of a deployment: no simulation, OS entropy, and what real check-ins mean for the sampling."""
-    from fedflat.noising import facts as noise_facts
+    """The privacy statement of a deployment: no simulation, OS entropy, and what real check-ins mean for the
+    sampling.
+    """
+    from fedflat.assembly.noising import facts as noise_facts
     from fedflat.privacy.statement import statement
-    from fedflat.simulation import _stated_facts, settled
+    from fedflat.simulation import settled, stated_facts
 
     plan = job.parts.plan
-    facts = settled(task.recipe, plan, job.parts.local, job.data.clients) | _stated_facts(task.recipe, job)
+    facts = settled(task.recipe, plan, job.parts.local, job.data.clients) | stated_facts(task.recipe, job)
     facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": CHECK_INS}
     return statement(
         plan,

@@ -16,7 +16,9 @@ HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
-    """Write ``inputs (n, …)`` and ``targets (n,)`` as the file that a client (or the server, its public test set) reads."""
+    """Write ``inputs (n, …)`` and ``targets (n,)`` as the file that a client (or the server, its public test set)
+    reads.
+    """
     from safetensors.torch import save
 
     whole = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}

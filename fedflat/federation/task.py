@@ -1,4 +1,6 @@
-"""What all parties of a deployment hold alike: the recipe, the public form of the data, and a hash over both (the pin)."""
+"""What all parties of a deployment hold alike: the recipe, the public form of the data, and a hash over both (the
+pin).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Form:
         own: tuple[Tensor, Tensor] | None = None,
         test: tuple[Tensor, Tensor] | None = None,
     ) -> Federated:
-        """What one party sees of the federation: its own examples if it is a client, the public test set if it has one."""
+        """What one party sees of the federation: its own examples if it is a client, the public test set if it has
+        one.
+        """
         inputs, targets = own if own is not None else (self.empty(), torch.zeros(0, dtype=torch.int64))
         nothing = np.empty(0, dtype=np.int64)
         parts = [nothing] * self.clients

@@ -1,7 +1,7 @@
 """What travels between server and clients: named arrays and a few public numbers, in Flower's records, without pickle.
 
-An array's bytes must be exactly a ``.npy`` of the expected type and shape: the header is compared, not interpreted, so a
-header that claims another size, or asks for a pickle, is refused before anything is allocated.
+An array's bytes must be exactly a ``.npy`` of the expected type and shape: the header is compared, not interpreted, so
+a header that claims another size, or asks for a pickle, is refused before anything is allocated.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""The texts of the files in a project that ``fedflat deploy`` makes."""
+
+from __future__ import annotations
+
+PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "fedflat-app"
+version = "1.0.0"
+description = "A fedflat recipe as a Flower app"
+license = "Apache-2.0"
+dependencies = ["fedflat[federation]=={version}"]
+
+[tool.setuptools]
+packages = ["{package}"]
+
+[tool.flwr.app]
+publisher = "fedflat"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server_app:app"
+clientapp = "{package}.client_app:app"
+
+[tool.flwr.app.config]
+# The server's side: the run's folder, the public test set, and how long it waits.
+out = "{out}"
+test = "{test}"
+answer-seconds = 600.0
+start-seconds = 600.0
+wait-for-nodes = {nodes}
+"""
+
+APP = '''\
+"""The {side}'s app: everything is in fedflat.federation."""
+
+from pathlib import Path
+
+from fedflat.federation import {side}_app
+
+app = {side}_app(Path(__file__).parent)
+'''
+
+README = """\
+# {name} on a Flower federation
+
+{method}, {rounds} rounds, {clients} clients, cohorts of {cohort} expected, trust: {trust}.
+Proven ε = {epsilon} at δ = {delta} for the whole run. Made by `fedflat deploy`; what is promised to whom is in
+`run/privacy.json` after a run, and docs/deploy.md of fedflat says how to run this on machines of one's own.
+
+## All of it on this machine
+
+    python -m fedflat.federation.local .
+
+starts the SuperLink, registers and starts {clients} SuperNodes, runs `flwr run`, waits for the end and stops
+everything.
+
+## Step by step (in this folder, each long-running program in a terminal of its own)
+
+    {exports}
+
+SuperLink (TLS, registered SuperNodes only):
+
+    {superlink}
+
+Register each client's public key (once; 00000 to {last:05d}):
+
+    flwr supernode register clients/00000/auth.pub fedflat
+
+One SuperNode for each client (another `client=`, folder and `--port` each):
+
+    {node}
+
+Start the run, and start it again after a failure (it goes on from its last round):
+
+    flwr run app fedflat --stream
+
+Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`, `fedflat audit run`.
+
+## What lies where
+
+| path | what | who may have it |
+|---|---|---|
+| app/ | the Flower app: recipe, form of the data, roster of public keys | everybody |
+| certificates/ | test authority and the SuperLink's certificate; ca.key signs new ones | operator; clients get ca.crt |
+| clients/NNNNN/ | key, examples and state of one client | that client only |
+| server/test.safetensors | public test set | everybody |
+| run/ | released metrics, ledger, checkpoints, statement | as the statement says |
+
+The clients' `pin` is the hash of recipe, data form and roster: a client with it refuses any other, whatever the
+server asks.
+"""

@@ -1,0 +1,130 @@
+"""A grid in memory: what a SuperLink does with messages, without processes, and small deployments to run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fedflat.federation.client import Client, Refused
+from fedflat.federation.project import PACKAGE, client_folder, write_project
+from fedflat.federation.server import Settings
+from fedflat.federation.store import Store
+from fedflat.federation.task import Task
+from fedflat.recipe import Recipe
+
+BASE: dict[str, Any] = {
+    "name": "small",
+    "rounds": 2,
+    "data": {"dataset": "digits", "clients": 4, "partition": "iid", "max_examples": 120, "max_test": 60},
+    "model": {"name": "mlp", "hidden": 4},
+    "algorithm": {"name": "dp-fedsam", "rho": 0.05},
+    "local": {"steps": 3, "batch_size": 8, "lr": 0.2},
+    "cohort": {"size": 4},
+    "privacy": {"clip": 0.1, "noise_multiplier": 0},
+}
+
+Handler = Callable[[Any], Any]
+
+
+def small(**changes: Any) -> Recipe:
+    """The base recipe with sections replaced or merged key by key."""
+    found = dict(BASE)
+    for key, value in changes.items():
+        merge = isinstance(value, dict) and key not in ("algorithm", "model")
+        found[key] = {**BASE.get(key, {}), **value} if merge else value
+    return Recipe.of(found)
+
+
+def deployed(folder: Path, recipe: Recipe) -> tuple[Task, list[Client]]:
+    """A project of the recipe, its task and its clients."""
+    write_project(recipe, folder)
+    task = Task.read(folder / "app" / PACKAGE)
+    return task, [client_at(folder, task, number) for number in range(task.form.clients)]
+
+
+def client_at(folder: Path, task: Task, number: int) -> Client:
+    """A client as its SuperNode would start it: nothing in memory, all from its folder."""
+    own = client_folder(folder, number)
+    return Client(task, number, own / "data.safetensors", Store(own / "state"), task.pin)
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    """Settings of a server that does not wait for long."""
+    usual = {"out": folder / "run", "test": folder / "server" / "test.safetensors", "answer_seconds": 0.2, "poll": 0.01}
+    return Settings(**{**usual, "start_seconds": 0.2, "nodes": 0, **changes})
+
+
+def pem(key: str) -> bytes:
+    """A node's key as Flower shows it."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+    return load_ssh_public_key(key.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+@dataclass
+class Grid:
+    """Nodes 1000, 1001, …, one for each key of the roster; a handler turns a message into a reply, replies or None."""
+
+    task: Task
+    handlers: dict[int, Handler]
+    pushed: list[Any] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
+    connected: set[int] | None = None
+
+    def __post_init__(self) -> None:
+        from flwr.supercore.task_identity import TaskIdentity  # what a ServerApp's process is told at its start
+
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+    def get_nodes(self) -> list[Any]:
+        numbers = self.handlers if self.connected is None else self.connected
+        return [SimpleNamespace(node_id=1000 + i, public_key=pem(self.task.roster.keys[i])) for i in sorted(numbers)]
+
+    def push_messages(self, messages: Iterable[Any]) -> list[str]:
+        numbers = []
+        for message in messages:
+            number = f"m{len(self.pushed)}"
+            message.metadata.__dict__["_message_id"] = number
+            self.pushed.append(message)
+            numbers.append(number)
+            found = self.handlers[message.metadata.dst_node_id - 1000](message)
+            self.waiting += found if isinstance(found, list) else [found] if found is not None else []
+        return numbers
+
+    def pull_messages(self, numbers: Iterable[str]) -> list[Any]:
+        wanted = set(numbers)
+        taken = [reply for reply in self.waiting if reply.metadata.reply_to_message_id in wanted]
+        self.waiting = [reply for reply in self.waiting if reply not in taken]
+        return taken
+
+
+def honest(client: Client) -> Handler:
+    """A client that answers as the app would, or with Flower's error."""
+
+    def handle(message: Any) -> Any:
+        from flwr.app import Error, Message
+
+        try:
+            return Message(client.answer(message.content), reply_to=message)
+        except Refused:
+            return Message(Error(code=0, reason="no answer"), reply_to=message)
+
+    return handle
+
+
+def grid_of(task: Task, clients: Iterable[Client]) -> Grid:
+    """A grid of honest clients."""
+    return Grid(task, {client.number: honest(client) for client in clients})
+
+
+def final_shared(folder: Path) -> torch.Tensor:
+    """w after the last checkpoint of a run."""
+    from fedflat.engine import checkpoint
+
+    found = checkpoint.newest(folder / "checkpoints")
+    return found[0].shared if found else torch.empty(0)

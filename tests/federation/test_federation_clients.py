@@ -1,0 +1,249 @@
+"""The client's own checks, its disk, the roster, and the project that deploy writes."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Error, Message
+
+from fedflat.core.checks import InputError
+from fedflat.core.types import Broadcast
+from fedflat.federation import client as client_module
+from fedflat.federation import wire
+from fedflat.federation.certificates import write_client_keys
+from fedflat.federation.client import Client, Refused, client_of, reply_to
+from fedflat.federation.project import PACKAGE, client_folder, write_project
+from fedflat.federation.roster import Roster
+from fedflat.federation.store import Store, read_examples, write_examples
+from fedflat.federation.task import Task
+from fedflat.federation.wire import Ask
+from stand_in import deployed, grid_of, pem, settings, small
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Task, list[Client]]:
+    folder = tmp_path_factory.mktemp("deployed") / "fed"
+    task, clients = deployed(folder, small())
+    return folder, task, clients
+
+
+def ask_of(client: Client, /, **changes: Any) -> Any:
+    shared = client.job.first[: client.job.parts.layout.dimension]
+    broadcast = {"round": 0, "shared": shared, "clip": client.job.threshold, "rate": 1.0}
+    facts = {"client": client.number, "nonce": b"n" * 16, "pin": client.task.pin}
+    broadcast |= {k: v for k, v in changes.items() if k in broadcast}
+    facts |= {k: v for k, v in changes.items() if k in facts}
+    return wire.write_ask(Ask(**facts, broadcast=Broadcast(**broadcast)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"client": 1}, "this is client 0"),
+        ({"pin": "another"}, "another recipe"),
+        ({"round": 2}, "round 2 of 2"),
+        ({"clip": 100.0}, "another clip"),
+        ({"clip": float("inf")}, "another clip"),
+        ({"shared": torch.zeros(3)}, "malformed: shape"),
+    ],
+)
+def test_what_a_client_does_not_take_the_servers_word_for(
+    project: tuple[Path, Task, list[Client]], changes: dict[str, Any], said: str
+) -> None:
+    client = project[2][0]
+    with pytest.raises(Refused, match=said):
+        client.answer(ask_of(client, **changes))
+    assert client.answer(ask_of(client)) is not None
+
+
+def test_what_leaves_a_client_is_clipped(project: tuple[Path, Task, list[Client]]) -> None:
+    client = project[2][0]
+    answer = wire.read_answer(client.answer(ask_of(client)), client.job.parts.layout.dimension)
+    assert 0.05 < float(torch.from_numpy(answer.update).norm()) <= 0.1 * (1 + 1e-6)
+    assert answer.examples == 0  # how much data it has is nobody's business
+
+
+def test_local_trust_a_client_counts_its_own_participations(tmp_path: Path) -> None:
+    privacy = {"trust": "local", "noise_multiplier": 2.0}
+    task, clients = deployed(tmp_path / "fed", small(privacy=privacy, cohort={"max_participations": 2}))
+    for _ in range(2):
+        clients[0].answer(ask_of(clients[0]))
+    again = Client(task, 0, clients[0].data, Store(clients[0].store.folder), task.pin)
+    with pytest.raises(Refused, match="2 times"):
+        again.answer(ask_of(again))
+
+
+def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
+    _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
+    size = clients[0].job.parts.layout.dimension
+    one, two = (wire.read_answer(clients[0].answer(ask_of(clients[0])), size).update for _ in range(2))
+    assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
+
+
+def test_the_reply_to_a_failure_says_nothing(
+    project: tuple[Path, Task, list[Client]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, task, clients = project
+    grid = grid_of(task, clients)
+    message = Message(ask_of(clients[0]), 1000, "train")
+    message.metadata.__dict__["_message_id"] = "m0"
+    own = client_folder(folder, 0)
+    config = {"client": 0, "data": str(own / "data.safetensors"), "state": str(own / "state"), "pin": task.pin}
+    app = folder / "app" / PACKAGE
+    assert reply_to(message, config, app).has_content()
+
+    def explode(self: Any, content: Any) -> Any:
+        raise ValueError("row 17 of patient 3")
+
+    monkeypatch.setattr(client_module.Client, "answer", explode)
+    for found in (reply_to(message, config, app), reply_to(message, {}, app)):
+        assert found.has_error() and found.error == Error(code=0, reason="no answer")
+    assert grid.task is task
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "node config"),
+        ({"client": "0", "data": "d", "state": "s"}, "node config: client"),
+        ({"client": 9, "data": "d", "state": "s"}, "0 to 3"),
+        ({"client": 0, "data": "d", "state": "s", "pin": "beef"}, "node config: pin"),
+    ],
+)
+def test_a_wrong_node_config_is_one_sentence(
+    project: tuple[Path, Task, list[Client]], tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    given = {**config, "state": str(tmp_path / "s")} if "state" in config else config
+    with pytest.raises(InputError, match=said) as found:
+        client_of(project[1], given)
+    assert "\n" not in str(found.value)
+
+
+def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "app"
+    shutil.copytree(project[0] / "app" / PACKAGE, copy)
+    recipe = copy / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("noise_multiplier: 0.0", "noise_multiplier: 0.01"))
+    assert Task.read(copy).pin != project[1].pin
+    (copy / "roster.json").write_text("{}")
+    with pytest.raises(InputError, match="roster"):
+        Task.read(copy)
+
+
+def test_examples_of_another_form_are_refused(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
+    folder, task, clients = project
+    inputs, targets = read_examples(client_folder(folder, 0) / "data.safetensors")
+    for name, bad in {
+        "shape": (inputs[..., :1], targets),
+        "int64": (inputs, targets.float()),
+        "0 to 9": (inputs, targets + 10),
+        "float32": (inputs.double(), targets),
+    }.items():
+        path = tmp_path / f"{name}.safetensors"
+        write_examples(path, *bad)
+        with pytest.raises(InputError, match=name):
+            _ = Client(task, 0, path, Store(tmp_path / "s")).job
+    (tmp_path / "none").write_bytes(b"not safetensors")
+    with pytest.raises(InputError, match="found no examples"):
+        read_examples(tmp_path / "none")
+
+
+def test_a_head_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    store, first = Store(tmp_path / "s"), torch.zeros(3)
+    assert torch.equal(store.head(first, 5), first)
+    store.keep_head(5, first, torch.ones(3))
+    assert torch.equal(store.head(first, 6), torch.ones(3))
+    assert torch.equal(store.head(first, 5), first)
+    store.keep_head(6, torch.ones(3), torch.full((3,), torch.nan))
+    assert torch.equal(store.head(first, 7), torch.ones(3))
+    assert stat.S_IMODE((tmp_path / "s" / "head.safetensors").stat().st_mode) == 0o600
+    (tmp_path / "s" / "head.safetensors").write_bytes(b"torn")
+    with pytest.raises(InputError, match="personal part"):
+        store.head(first, 7)
+
+
+def node(number: int, key: str) -> Any:
+    return SimpleNamespace(node_id=number, public_key=pem(key))
+
+
+def test_only_keys_of_the_roster_are_clients(tmp_path: Path) -> None:
+    keys = [write_client_keys(tmp_path / str(i)) for i in range(3)]
+    roster = Roster(tuple(keys[:2]))
+    assert roster.connected([node(7, keys[1]), node(8, keys[2]), SimpleNamespace(node_id=9, public_key=b"x")]) == {1: 7}
+    assert roster.connected([node(7, keys[1]), node(8, keys[1])]) == {}
+    with pytest.raises(InputError, match="same public key"):
+        Roster((keys[0], keys[0]))
+    path = tmp_path / "roster.json"
+    path.write_text(json.dumps({"clients": [{"client": 0, "public_key": "ssh-rsa AAAA"}]}))
+    with pytest.raises(InputError, match="elliptic-curve"):
+        Roster.read(path)
+
+
+def test_secrets_of_a_project_are_for_their_owner(project: tuple[Path, Task, list[Client]]) -> None:
+    folder = project[0]
+    for secret in [*folder.glob("clients/*/*"), *folder.glob("certificates/*.key")]:
+        if secret.suffix in (".key", ".safetensors"):
+            assert stat.S_IMODE(secret.stat().st_mode) == 0o600, secret
+    app = [path.name for path in (folder / "app").rglob("*") if path.is_file()]
+    assert not any(name.endswith((".key", ".safetensors", ".crt")) for name in app)
+
+
+def test_each_client_has_its_own_examples_only(project: tuple[Path, Task, list[Client]]) -> None:
+    from fedflat.data.sources import load
+
+    folder, task, _ = project
+    data = load(small().data, 0)
+    for number in range(4):
+        inputs, targets = read_examples(client_folder(folder, number) / "data.safetensors")
+        wanted = data.client(number)
+        assert torch.equal(inputs, wanted[0]) and torch.equal(targets, wanted[1])
+    assert task.form.federation().inputs.shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "said"),
+    [
+        ({"algorithm": {"name": "ae-dpfl", "queries": 10}}, None, "ae-dpfl"),
+        ({"privacy": {"trust": "distributed", "noise_multiplier": 1.0}}, None, "ddgauss"),
+        ({"privacy": {"noise_cohort": 100, "noise_multiplier": 1.0}}, None, "noise_cohort"),
+        ({"privacy": {"protocol": "published"}}, None, "published"),
+        ({}, 3, "--nodes"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_with_nothing_written(
+    tmp_path: Path, changes: dict[str, Any], nodes: int | None, said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        write_project(small(**changes), tmp_path / "fed", nodes)
+    assert not (tmp_path / "fed").exists()
+
+
+def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, Task, list[Client]]) -> None:
+    with pytest.raises(InputError, match="not empty"):
+        write_project(small(), project[0])
+
+
+def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
+    from fedflat.federation.server import serve
+
+    folder, task, clients = project
+    serve(grid_of(task, clients), task, settings(folder))
+    other, others = deployed(tmp_path / "other", small(rounds=3))
+    with pytest.raises(InputError, match="another deployment"):
+        serve(grid_of(other, others), other, settings(tmp_path / "other", out=folder / "run"))

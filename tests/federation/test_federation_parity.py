@@ -1,0 +1,134 @@
+"""Federation and simulation: the same numbers without noise, the same law and ledger with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from fedflat import simulation
+from fedflat.core.rng import simulation_key
+from fedflat.federation import server
+from fedflat.federation.server import serve
+from fedflat.privacy.ledger import read as read_ledger
+from stand_in import client_at, deployed, final_shared, grid_of, settings, small
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dp-fedsam": {},
+    "dp-fedpgn": {"algorithm": "dp-fedpgn", "server": {"lr": 0.7}},
+    "common mask": {"algorithm": {"name": "fed-smp-randk", "keep": 0.4}},
+    "lus and blur": {"algorithm": "dp-fedavg-blurs"},
+    "personal heads": {"algorithm": "dp2-fedsam", "rounds": 3},
+    "adaptive clip": {"privacy": {"clip": {"kind": "adaptive", "initial": 0.05}}, "rounds": 3},
+    "per-tensor clip": {"privacy": {"clip": {"kind": "per-tensor", "values": 0.03}}},
+    "sample weights": {
+        "algorithm": "fedavg",
+        "server": {"weights": "samples"},
+        "data": {"partition": {"kind": "dirichlet", "alpha": 0.5}},
+    },
+    "adam": {"server": {"optimizer": "adam", "lr": 0.1}},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and operator files of a test go to the test's folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
+    recipe = small(**METHODS[name])
+    task, clients = deployed(tmp_path / "fed", recipe)
+    serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    simulated = simulation.run(task.recipe, out=tmp_path / "sim")
+    found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
+    first = simulation.prepare(task.recipe).first[: wanted.numel()]
+    assert (wanted - first).norm() > 1e-3  # it moved at all
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    shown = records(tmp_path / "fed" / "run" / "metrics.jsonl")
+    for ours, theirs in zip(shown, simulated.history, strict=True):
+        assert (ours["clip"] or 0) == pytest.approx(theirs["clip"] or 0, rel=1e-6)
+        assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"privacy": {"noise_multiplier": 1.0, "secure": True}}], ids=["float", "grid"])
+def test_with_noise_the_same_key_draws_the_same(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cohorts and noise come from the same streams of the key, and the ledger has the same events."""
+    recipe = small(**{"cohort": {"size": 2}, "privacy": {"noise_multiplier": 1.0}, "rounds": 3, **changes})
+    task, clients = deployed(tmp_path / "fed", recipe)
+    key = simulation_key(recipe.seed)
+    monkeypatch.setattr(server, "_key", lambda folder: key)
+    monkeypatch.setattr(simulation, "_noise_key", lambda recipe, job: key)
+    serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    simulation.run(task.recipe, out=tmp_path / "sim")
+    found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    lines = [read_ledger(folder / "ledger.jsonl") for folder in (tmp_path / "fed" / "run", tmp_path / "sim")]
+    chain = ("previous", "checksum", "key_id")
+    plain = [[{k: v for k, v in line.items() if k not in chain} for line in found] for found in lines]
+    assert plain[0] == plain[1] and len(plain[0]) == 3
+
+
+def test_local_trust_the_clients_noise_is_the_sum(tmp_path: Path) -> None:
+    """Each message carries N(0, σ²C²) of its own; the server adds none: n clients, variance n·σ²C²."""
+    changes = {"local": {"lr": 1e-6}, "model": {"name": "mlp", "hidden": 32}, "rounds": 1}
+    task, clients = deployed(tmp_path / "fed", small(**changes, privacy={"trust": "local", "noise_multiplier": 2.0}))
+    serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    moved = final_shared(tmp_path / "fed" / "run") - simulation.prepare(task.recipe).first
+    std = 2.0 * 0.1 * np.sqrt(4) / 4  # σC·√n / m
+    assert moved.std().item() == pytest.approx(std, rel=0.1)
+
+
+def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
+    recipe = small(algorithm="dp2-fedsam", rounds=3)
+    task, clients = deployed(tmp_path / "fed", recipe)
+    grid = grid_of(task, clients)
+
+    def restarted(number: int) -> Any:
+        from stand_in import honest
+
+        return lambda message: honest(client_at(tmp_path / "fed", task, number))(message)
+
+    grid.handlers = {number: restarted(number) for number in grid.handlers}
+    sent: list[int] = []
+    push = grid.push_messages
+    grid.push_messages = lambda messages: push(messages)  # type: ignore[method-assign]
+    serve(grid, task, settings(tmp_path / "fed"))
+    simulated = simulation.run(task.recipe, out=tmp_path / "sim")
+    shared = clients[0].job.parts.layout.dimension
+    for client in clients:
+        head = client.store.head(client.job.first[shared:], recipe.rounds)
+        torch.testing.assert_close(head, simulated.heads[client.number], rtol=1e-5, atol=1e-6)
+    for message in grid.pushed:
+        sent += [array.shape[0] for array in message.content["arrays"].values()]
+    assert set(sent) == {shared}
+    from fedflat.engine import checkpoint
+
+    stored = checkpoint.newest(tmp_path / "fed" / "run" / "checkpoints")
+    assert stored is not None and stored[1].kept == {}
+
+
+def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
+    task, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
+    first = clients[0].job
+    start = first.first[first.parts.layout.dimension :]
+    from fedflat.core.types import Broadcast
+
+    ask = Broadcast(0, first.first[: first.parts.layout.dimension], first.threshold, 1.0)
+    once, _ = clients[0].update(ask)
+    twice, _ = clients[0].update(ask)
+    assert torch.equal(once, twice)
+    assert not torch.equal(clients[0].store.head(start, 1), start)

@@ -1,0 +1,299 @@
+"""What a client may send, and what becomes of it: every wrong reply is refused and counted, none moves the sum."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+
+from fedflat.core.types import Broadcast
+from fedflat.engine import keys
+from fedflat.federation import desk as desk_module
+from fedflat.federation import server, transport, wire
+from fedflat.federation.desk import DATA_FAULTS, PROTOCOL_FAULTS, Desk, loggable
+from fedflat.federation.server import serve
+from fedflat.federation.wire import Answer, Ask, Malformed
+from stand_in import deployed, final_shared, grid_of, honest, settings, small
+
+D = 5
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+def reply(answer: Any, to: str = "m0", node: int = 7) -> Any:
+    """What the desk reads of a Flower message."""
+    metadata = SimpleNamespace(reply_to_message_id=to, src_node_id=node)
+    return SimpleNamespace(metadata=metadata, content=answer, has_content=lambda: True, has_error=lambda: False)
+
+
+def desk_with_one(round: int = 3) -> tuple[Desk, desk_module.Slip]:
+    desk = Desk(round, D)
+    slip = desk.slip(client=2, node=7)
+    desk.sent("m0", slip)
+    return desk, slip
+
+
+def answer(slip: desk_module.Slip, **changes: Any) -> Any:
+    usual = {"round": 3, "nonce": slip.nonce, "update": np.ones(D, np.float32), "examples": 0}
+    return wire.write_answer(Answer(**{**usual, **changes}))
+
+
+def with_facts(content: Any, **changes: Any) -> Any:
+    facts = {k: v for k, v in {**content["facts"], **changes}.items() if v is not None}
+    return RecordDict({"arrays": content["arrays"], "facts": ConfigRecord(facts)})
+
+
+def with_array(content: Any, array: Any, name: str = "update") -> Any:
+    return RecordDict({"arrays": ArrayRecord({name: array}), "facts": content["facts"]})
+
+
+def lying(shape: tuple[int, ...], data: bytes, dtype: str = "float32", stype: str = "numpy.ndarray") -> Array:
+    return Array(dtype, shape, stype, data)
+
+
+ONES = np.ones(D, np.float32)
+BAD_CONTENT: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "wrong shape": ("shape", lambda c: with_array(c, wire.pack(np.ones(D + 1, np.float32)))),
+    "two axes": ("shape", lambda c: with_array(c, wire.pack(np.ones((1, D), np.float32)))),
+    "empty": ("shape", lambda c: with_array(c, wire.pack(np.ones(0, np.float32)))),
+    "wrong dtype": ("dtype", lambda c: with_array(c, wire.pack(np.ones(D, np.float64)))),
+    "whole numbers": ("dtype", lambda c: with_array(c, wire.pack(np.ones(D, np.int32)))),
+    "objects": ("dtype", lambda c: with_array(c, lying((D,), b"\x93NUMPY" + b"x" * 134, "object"))),
+    "other serialisation": ("dtype", lambda c: with_array(c, lying((D,), wire.pack(ONES).data, stype="pickle"))),
+    "header asks for a pickle": (
+        "dtype",
+        lambda c: with_array(c, lying((D,), wire.pack(ONES).data.replace(b"<f4", b"|O8"))),
+    ),
+    "header claims terabytes": (
+        "dtype",
+        lambda c: with_array(c, lying((D,), wire.pack(ONES).data.replace(b"(5,), }" + b" " * 8, b"(999999999,), }"))),
+    ),
+    "big-endian": ("dtype", lambda c: with_array(c, lying((D,), wire.pack(ONES).data.replace(b"<f4", b">f4")))),
+    "cut off": ("shape", lambda c: with_array(c, lying((D,), wire.pack(ONES).data[:-1]))),
+    "longer": ("shape", lambda c: with_array(c, lying((D,), wire.pack(ONES).data + b"more"))),
+    "NaN": ("not finite", lambda c: with_array(c, wire.pack(np.full(D, np.nan, np.float32)))),
+    "inf": ("not finite", lambda c: with_array(c, wire.pack(np.array([1, 2, np.inf, 3, 4], np.float32)))),
+    "other name": ("form", lambda c: with_array(c, wire.pack(ONES), "weights")),
+    "no facts": ("form", lambda c: RecordDict({"arrays": c["arrays"]})),
+    "no arrays": ("form", lambda c: RecordDict({"facts": c["facts"]})),
+    "another record": ("form", lambda c: RecordDict({**c, "extra": ConfigRecord({"x": 1})})),
+    "another protocol": ("protocol", lambda c: with_facts(c, protocol=2)),
+    "no nonce": ("form", lambda c: with_facts(c, nonce=None)),
+    "short nonce": ("form", lambda c: with_facts(c, nonce=b"x")),
+    "nonce as text": ("form", lambda c: with_facts(c, nonce="x" * 16)),
+    "another nonce": ("replayed", lambda c: with_facts(c, nonce=b"x" * 16)),
+    "earlier round": ("late", lambda c: with_facts(c, round=2)),
+    "later round": ("round", lambda c: with_facts(c, round=4)),
+    "negative round": ("form", lambda c: with_facts(c, round=-3)),
+    "round as float": ("form", lambda c: with_facts(c, round=3.0)),
+    "negative examples": ("form", lambda c: with_facts(c, examples=-1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTENT)
+def test_wrong_content_is_refused_and_uses_up_the_question(name: str) -> None:
+    reason, spoil = BAD_CONTENT[name]
+    desk, slip = desk_with_one()
+    good = answer(slip)
+    assert desk.take(reply(spoil(good))) is None
+    assert desk.refused == Counter({reason: 1})
+    assert desk.waiting == ()
+    assert desk.take(reply(good)) is None  # no second try
+    assert desk.refused["duplicate"] == 1
+
+
+def test_a_good_answer_counts_once() -> None:
+    desk, slip = desk_with_one()
+    found = desk.take(reply(answer(slip)))
+    assert found is not None and found[0] == 2 and np.array_equal(found[1].update, ONES)
+    assert desk.take(reply(answer(slip))) is None and desk.refused == Counter({"duplicate": 1})
+
+
+def test_unasked_and_foreign_replies_do_not_use_up_a_question() -> None:
+    desk, slip = desk_with_one()
+    assert desk.take(reply(answer(slip), to="m9")) is None
+    assert desk.take(reply(answer(slip), node=8)) is None
+    assert desk.refused == Counter({"unasked": 1, "sender": 1})
+    assert desk.take(reply(answer(slip))) is not None
+
+
+def test_missing_and_late_are_counted() -> None:
+    desk, slip = desk_with_one()
+    assert desk.close() == ("m0",)
+    assert desk.take(reply(answer(slip))) is None
+    assert desk.refused == Counter({"missing": 1, "duplicate": 1})
+
+
+def test_an_error_reply_is_a_failure_without_its_text() -> None:
+    desk, _ = desk_with_one()
+    failed = reply(None)
+    failed.has_error = lambda: True
+    assert desk.take(failed) is None and desk.refused == Counter({"failed": 1})
+
+
+def test_every_reason_is_either_loggable_or_private() -> None:
+    assert {reason for reason, _ in BAD_CONTENT.values()} <= {*PROTOCOL_FAULTS, *DATA_FAULTS}
+    counts = Counter({name: 1 for name in (*PROTOCOL_FAULTS, *DATA_FAULTS)})
+    assert set(loggable(counts)) == set(PROTOCOL_FAULTS)
+
+
+def test_broken_twin_without_nonces_accepts_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that finds a replay, without what it checks."""
+    monkeypatch.setattr(desk_module.hmac, "compare_digest", lambda a, b: True)
+    desk, slip = desk_with_one()
+    assert desk.take(reply(with_facts(answer(slip), nonce=b"x" * 16))) is not None
+
+
+def test_nonces_are_fresh() -> None:
+    desk = Desk(0, D)
+    assert len({desk.slip(i, i).nonce for i in range(1000)}) == 1000
+
+
+def hostile(kind: str, client: Any) -> Callable[[Any], Any]:
+    """A client that sends something else than it should, as Flower messages."""
+    remembered: list[Any] = []
+
+    def handle(message: Any) -> Any:
+        facts = message.content["facts"]
+        size = client.job.parts.layout.dimension
+        mine = lambda update: Message(  # noqa: E731
+            wire.write_answer(Answer(facts["round"], facts["nonce"], update)), reply_to=message
+        )
+        if kind == "silent":
+            return None
+        if kind == "huge":
+            return mine(np.full(size, 1e30, np.float32))
+        if kind == "nan":
+            return mine(np.full(size, np.nan, np.float32))
+        if kind == "failed":
+            return Message(Error(code=0, reason="secret 42"), reply_to=message)
+        if kind == "duplicate":
+            one = honest(client)(message)
+            return [one, one]
+        if kind == "replay":
+            remembered.append(honest(client)(message).content)
+            return Message(remembered[0], reply_to=message)
+        raise AssertionError(kind)
+
+    return handle
+
+
+def run_with(folder: Path, kind: str, rounds: int = 1) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """The movement of w with client 0 hostile, and the operator's counts."""
+    task, clients = deployed(folder, small(rounds=rounds))
+    grid = grid_of(task, clients)
+    if kind != "honest":
+        grid.handlers[0] = hostile(kind, clients[0])
+    serve(grid, task, settings(folder))
+    moved = final_shared(folder / "run") - clients[1].job.first
+    operator = next((keys.folder().parent / "operator").glob(f"{server._name(folder / 'run')}.jsonl"))
+    return moved, [json.loads(line) for line in operator.read_text().splitlines()]
+
+
+def test_a_missing_reply_is_a_zero_vector_and_the_denominator_stays(tmp_path: Path) -> None:
+    missing, counts = run_with(tmp_path / "a", "silent")
+    assert counts == [{"round": 0, "missing": 1}]
+    for kind, reason in {"nan": "not finite", "failed": "failed"}.items():
+        moved, counts = run_with(tmp_path / kind, kind)
+        assert torch.equal(moved, missing) and counts == [{"round": 0, reason: 1}]
+    task, clients = deployed(tmp_path / "b", small(rounds=1))
+    total = torch.zeros_like(missing, dtype=torch.float64)
+    first = clients[0].job.first
+    for client in clients[1:]:
+        total += client.update(Broadcast(0, first, 0.1, 1.0))[0].double()
+    torch.testing.assert_close(missing.double(), total / 4, rtol=1e-4, atol=1e-7)  # m = 4, though three answered
+
+
+def test_whatever_a_client_sends_moves_the_sum_by_no_more_than_the_clip(tmp_path: Path) -> None:
+    missing, _ = run_with(tmp_path / "a", "silent")
+    huge, counts = run_with(tmp_path / "b", "huge")
+    assert (huge - missing).norm() * 4 <= 0.1 * (1 + 1e-5)
+    assert counts == [{"round": 0}]
+
+
+def test_broken_twin_without_the_servers_clip_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, _ = run_with(tmp_path / "a", "silent")
+    noise = transport.ClientNoise()
+    job_of = server.job_of
+
+    def unclipped(task: Any, given: Any) -> Any:
+        from dataclasses import replace
+
+        job = job_of(task, given)
+        job.parts = replace(job.parts, mechanism=noise)
+        return job
+
+    monkeypatch.setattr(server, "job_of", unclipped)
+    huge, _ = run_with(tmp_path / "b", "huge")
+    assert not (huge - missing).norm() * 4 <= 0.1 * (1 + 1e-5)
+
+
+def test_duplicates_and_replays_add_nothing(tmp_path: Path) -> None:
+    honest_move, _ = run_with(tmp_path / "a", "honest")
+    twice, counts = run_with(tmp_path / "b", "duplicate")
+    torch.testing.assert_close(twice, honest_move)
+    assert counts == [{"round": 0, "duplicate": 1}]
+    _, counts = run_with(tmp_path / "c", "replay", rounds=2)
+    assert counts == [{"round": 0}, {"round": 1, "late": 1}]  # last round's content under this round's question
+
+
+def test_the_log_says_no_more_than_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fedflat")
+    for kind in ("nan", "failed", "silent"):
+        run_with(tmp_path / kind, kind)
+    assert "refused" not in caplog.text and "secret" not in caplog.text
+    run_with(tmp_path / "replay", "replay", rounds=2)
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert lines == ["round 1: refused 1 (late)"]
+
+
+def test_nothing_private_lies_in_the_runs_folder(tmp_path: Path) -> None:
+    run_with(tmp_path / "a", "silent")
+    folder = tmp_path / "a" / "run"
+    assert not (folder / "private.jsonl").exists()
+    shown = " ".join(path.read_text() for path in folder.glob("*.json*"))
+    assert "missing" not in json.dumps(
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    )
+    assert "train_loss" not in shown and "update_norm" not in shown
+    facts = json.loads((folder / "privacy.json").read_text())
+    assert facts["noise_source"].startswith("256 bits") and facts["facts"]["simulation"] is False
+    assert "roster" in facts["facts"]["check_ins"]
+    assert list(keys.folder().iterdir()) == []  # deleted at the end
+
+
+def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
+    shared = torch.arange(D, dtype=torch.float32)
+    mask = torch.tensor([True, False, True, True, False])
+    broadcast = Broadcast(3, shared, 0.1, 0.998**3, memory=shared * 2, mask=mask, draw=9)
+    ask = Ask(1, b"n" * 16, "pin", broadcast)
+    found = wire.read_ask(wire.write_ask(ask), D)
+    assert (found.client, found.nonce, found.pin) == (1, b"n" * 16, "pin")
+    for name in ("round", "clip", "rate", "draw"):
+        assert getattr(found.broadcast, name) == getattr(broadcast, name)
+    for name in ("shared", "memory", "mask"):
+        assert torch.equal(getattr(found.broadcast, name), getattr(broadcast, name))
+    infinite = wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared, float("inf"), 1.0)))
+    assert wire.read_ask(infinite, D).broadcast.clip == float("inf")
+    for bad in ("nan", "-0x1p+0", "zero", None):
+        with pytest.raises(Malformed):
+            wire.read_ask(with_facts(wire.write_ask(ask), clip=bad), D)
+    with pytest.raises(Malformed):
+        wire.read_ask(wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared * torch.nan, 0.1, 1.0))), D)
+    with pytest.raises(Malformed):
+        wire.read_ask(wire.write_ask(ask), D + 1)
