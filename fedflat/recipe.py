@@ -170,7 +170,9 @@ class Recipe(Section):
         return cls.of(read(source), overrides, where=str(source))
 
     @classmethod
-    def of(cls, value: Recipe | Mapping[str, Any] | str | Path, overrides: Iterable[str] = (), where: str = "recipe") -> Recipe:
+    def of(
+        cls, value: Recipe | Mapping[str, Any] | str | Path, overrides: Iterable[str] = (), where: str = "recipe"
+    ) -> Recipe:
         """A recipe from a Recipe, a dict, a packaged name or a path."""
         if isinstance(value, (str, Path)):
             return cls.load(value, overrides)
@@ -218,7 +220,12 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     if not path.is_file():
         packaged = FOLDER / f"{source}.yaml"
         if not packaged.is_file():
-            raise wrong("recipe", str(source), "a YAML file, or one of " + ", ".join(names()), hint=nearest(str(source), names()))
+            raise wrong(
+                "recipe",
+                str(source),
+                "a YAML file, or one of " + ", ".join(names()),
+                hint=nearest(str(source), names()),
+            )
         path = packaged
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())

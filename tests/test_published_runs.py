@@ -25,7 +25,7 @@ from fedflat.pieces.clipping import EachTensor, Median
 from fedflat.pieces.transforms import TopK, top_k
 from fedflat.privacy.published import Published
 from fedflat.privacy.verify import verify_run
-from fedflat.published import clip_of, facts
+from fedflat.assembly.published import clip_of, facts
 from fedflat.recipe import Recipe
 from fedflat.simulation import prepare, resolved
 

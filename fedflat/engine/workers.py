@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import queue
+import sys
 import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as multiprocessing
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
@@ -90,7 +92,7 @@ class _Pool:
         self.shared = torch.zeros(3, layout.dimension).share_memory_()
         self.free = list(range(slots))
         shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
-        with _one_thread_environment():
+        with _one_thread_environment(), _without_main():
             self.processes = [
                 context.Process(target=_work, args=(shared_inner, self.tasks, self.answers, self.slots, self.shared), daemon=True)
                 for _ in range(count)
@@ -172,6 +174,30 @@ def _portable(problem: ModuleProblem) -> ModuleProblem:
     import copy
 
     return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision)
+
+
+@contextlib.contextmanager
+def _without_main() -> Any:
+    """Children must not run the user's script again, as ``spawn`` would: they need nothing of it (see ``portable``)."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+def portable(module: nn.Module) -> bool:
+    """Whether worker processes can be handed the module: it is sent as a pickle (nothing is read back), and none of its
+    classes may live in the user's script, which the workers do not run."""
+    if any(type(layer).__module__ == "__main__" for layer in module.modules()):
+        return False
+    try:
+        pickle.dumps(module)
+    except Exception:  # any class may refuse in its own way
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -256,6 +256,11 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         found.append("The server itself, which sees every update under trust: central.")
     if plan.trust == "distributed":
         found.append("A server that breaks secure aggregation, or more colluding clients than were accounted for.")
+        if getattr(plan, "mechanism", None) is None:
+            found.append(
+                "Whether a client answers at all: the slot of a removed client is taken to send its noise share with a "
+                "zero update, since the total noise follows the number of shares (ddgauss tops it up to a constant)."
+            )
     return found
 
 

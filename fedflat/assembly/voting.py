@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from fedflat.assembly.noising import trust_of
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.types import Algorithm
@@ -16,7 +17,6 @@ from fedflat.data.clients import Federated
 from fedflat.data.public import HELD_OUT, TEST, public_examples
 from fedflat.engine.train import Job
 from fedflat.engine.votes import Student, VoteClip, VoteNoise, Voters, take
-from fedflat.noising import trust_of
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian
 from fedflat.privacy.accounting import default_delta
 from fedflat.privacy.plan import Plan

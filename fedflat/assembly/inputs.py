@@ -1,0 +1,44 @@
+"""The federation and the module of a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedflat.core.checks import wrong
+from fedflat.data.clients import Federated, from_pairs, hold_back
+from fedflat.recipe import Recipe
+
+
+def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federated:
+    """The federation: pairs given in Python, or the recipe's data section."""
+    if clients is not None:
+        given = from_pairs(clients, test)
+        parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
+        return replace(given, parts=parts, held_back=held)
+    if test is not None:
+        raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
+    from fedflat.data.sources import load
+
+    return load(recipe.data, recipe.seed)
+
+
+def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Module:
+    """A module of its own for this run, checked to hold nothing that would leave unclipped."""
+    from fedflat.models import build, refuse_unclipped_state
+
+    if given is not None:
+        module = copy.deepcopy(given)
+    else:
+        options = recipe.model.options
+        if data.vocabulary and recipe.model.name in ("bow",):
+            options.setdefault("vocabulary", data.vocabulary)
+        module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
+    example = data.inputs[:2] if len(data.inputs) else torch.zeros(2, *data.input_shape)
+    refuse_unclipped_state(module, torch.zeros_like(example))
+    return module

@@ -1,0 +1,105 @@
+"""Everything live that a run needs, checked, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedflat.algorithms import Factory
+from fedflat.assembly import noising, published, voting
+from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
+from fedflat.assembly.records import fingerprint, settled
+from fedflat.core.params import flatten, layout_of
+from fedflat.core.rng import simulation_key
+from fedflat.core.types import Algorithm, Broadcast, RoundState
+from fedflat.data.clients import Federated
+from fedflat.data.public import public_training
+from fedflat.engine.choose import backend_for
+from fedflat.engine.parts import Parts
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.resident import keep_freed_memory, resident
+from fedflat.engine.sequential import Sequential
+from fedflat.engine.train import Backend, Evaluation, Job
+from fedflat.pieces.server import optimizer
+from fedflat.recipe import Recipe
+
+
+def prepare(
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    *,
+    algorithm: Algorithm | Factory | None = None,
+    data: Federated | None = None,
+) -> Job:
+    """Everything live that a run of ``recipe`` needs, checked; no training is done."""
+    method = algorithm_of(recipe, algorithm)
+    if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
+        plan_of(recipe, method, recipe.data.clients)
+    data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
+    queries = None
+    if method.kind == "votes":
+        data, queries = voting.split(recipe, method, data, given)
+    public = None
+    if method.kind == "update" and method.options.get("public"):
+        name = None if given else recipe.data.dataset
+        data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
+    module = module_of(recipe, model, data)
+    data = resident(data, module)
+    layout = layout_of(module, method.head)
+    plan = plan_of(recipe, method, data.clients, layout.dimension)
+    local = local_of(recipe, method, data)
+    as_published = published.applies(recipe, method)
+    clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
+    parts = Parts(
+        algorithm=method,
+        plan=plan,
+        clip=clip,
+        mechanism=noising.mechanism_of(recipe, plan),
+        optimizer=optimizer(**optimizer_options(recipe)),
+        local=local,
+        layout=layout,
+        weighted=weighted(recipe, method),
+    )
+    if as_published:
+        parts = published.parts_of(parts)
+    problem = ModuleProblem(module, layout, "bf16" if recipe.engine.precision == "bf16" else "fp32")
+    job = Job(
+        parts=parts,
+        data=data,
+        problem=problem,
+        backend=_backend(recipe, parts, problem, data),
+        first=flatten(module, layout),
+        threshold=threshold,
+        seed=recipe.seed,
+        key=simulation_key(recipe.seed),
+        evaluation=Evaluation(**recipe.evaluation.model_dump()),
+        fingerprint=fingerprint(settled(recipe, plan, local, data.clients), data, layout),
+    )
+    if public is not None:
+        job.public_update = _public_update(job, resident(public, module))
+    return job if queries is None else voting.with_votes(job, recipe, queries)
+
+
+def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federated) -> Backend:
+    keep_freed_memory()
+    engine = recipe.engine
+    return backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
+
+
+def _public_update(job: Job, public: Federated) -> Callable[[RoundState], torch.Tensor]:
+    """w^t -> the update ``(d,)`` of the local loop on public data: what Fed-SMP's top_k mask is taken from."""
+    parts = job.parts
+    alone = Sequential(Algorithm("public data"), job.problem, parts.local, public, job.seed)
+
+    def update(state: RoundState) -> torch.Tensor:
+        broadcast = Broadcast(state.round, state.shared, math.inf, parts.local.rate(state.round))
+        return alone.one(0, broadcast, state.shared.clone()).message
+
+    return update

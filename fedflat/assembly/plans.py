@@ -1,0 +1,152 @@
+"""The method, the plan and the public numbers that a recipe asks for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+from fedflat.algorithms import ALGORITHMS, Factory
+from fedflat.assembly import noising, published, voting
+from fedflat.core.checks import nearest, wrong
+from fedflat.core.imports import imported
+from fedflat.core.params import Layout
+from fedflat.core.types import Algorithm, Clip, Local
+from fedflat.data.clients import Federated
+from fedflat.pieces import clipping
+from fedflat.privacy.plan import Plan, build_plan
+from fedflat.recipe import ClipSection, Recipe
+
+
+def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
+    """The algorithm a recipe names, with its options checked against the factory's signature."""
+    if isinstance(given, Algorithm):
+        return given
+    name, options = recipe.algorithm.name, recipe.algorithm.options
+    if given is not None:
+        factory = given
+    elif ":" in name:
+        factory = imported("algorithm.name", name)
+    elif name in ALGORITHMS:
+        factory = ALGORITHMS[name]
+    else:
+        raise wrong("algorithm.name", name, ", ".join(ALGORITHMS), hint=nearest(name, ALGORITHMS))
+    allowed = list(inspect.signature(factory).parameters)
+    for key in options:
+        if key not in allowed:
+            raise wrong(
+                f"algorithm.{key}", key, f"for {name}: {', '.join(allowed) or 'no key'}", hint=nearest(key, allowed)
+            )
+    method = factory(**options)
+    if not isinstance(method, Algorithm):
+        raise wrong(
+            "algorithm.name", f"{name}, which returned {type(method).__name__}", "a function that returns Algorithm"
+        )
+    return method
+
+
+def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:
+    """The privacy plan of a recipe with M = ``clients``; ``dimension`` d, where the model is known, is for ddgauss."""
+    noising.check(recipe, method)
+    if published.applies(recipe, method):
+        return published.plan_of(recipe, method, clients)
+    privacy, cohort = recipe.privacy, recipe.cohort
+    adaptive = isinstance(privacy.clip, ClipSection) and privacy.clip.kind == "adaptive"
+    count_noise = privacy.clip.count_noise if isinstance(privacy.clip, ClipSection) else None
+    votes = voting.votes_plan(recipe, method) if method.kind == "votes" else None
+    plan = build_plan(
+        clients=clients,
+        cohort_size=cohort.size,
+        sampling=cohort.sampling,
+        cohort_max=cohort.max,
+        cohort_min=cohort.min if votes is None else voting.minimum(recipe, method, clients),
+        max_participations=cohort.max_participations,
+        rounds=recipe.rounds,
+        noise_multiplier=privacy.noise_multiplier,
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        trust=noising.trust_of(recipe, method),
+        colluders=cohort.colluders,
+        accountant=privacy.accountant,
+        noise_cohort=privacy.noise_cohort,
+        count_noise=count_noise if votes is None else None,
+        adaptive=adaptive and votes is None,
+        private=method.private,
+        mechanism=votes or noising.account_of(recipe, method, dimension),
+    )
+    plan = noising.settle(plan)
+    if votes is not None:
+        plan = voting.with_draws(plan, votes, recipe)
+    if privacy.budget is not None:
+        plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
+    return plan
+
+
+def local_of(recipe: Recipe, method: Algorithm, data: Federated) -> Local:
+    """Local training's public numbers; epochs become K = E·⌈n̄/batch⌉ for every client."""
+    local = recipe.local
+    momentum = method.momentum if local.momentum is None else local.momentum
+    if method.fixed_momentum and momentum != method.momentum:
+        raise wrong(
+            "local.momentum",
+            momentum,
+            f"{method.momentum:g} for {method.name}",
+            hint=f"Reason: {method.fixed_momentum}.",
+        )
+    steps = local.steps
+    if steps is None:
+        steps = (local.epochs or 1) * math.ceil(data.examples_per_client / local.batch_size)
+    return Local(
+        steps=steps,
+        batch_size=local.batch_size,
+        lr=local.lr,
+        momentum=momentum,
+        lr_decay=local.lr_decay,
+        weight_decay=local.weight_decay,
+        max_grad_norm=local.max_grad_norm,
+        epochs=local.epochs if published.applies(recipe, method) else None,
+    )
+
+
+def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, float]:
+    """The clip and its first threshold C; non-private twins clip nothing."""
+    if not method.private:
+        return clipping.whole_vector(math.inf), math.inf
+    given = recipe.privacy.clip
+    if not isinstance(given, ClipSection):
+        return clipping.whole_vector(given), float(given)
+    if given.kind == "adaptive":
+        if given.initial is None:
+            raise wrong("privacy.clip.initial", "nothing", "a number > 0 to start from")
+        return clipping.adaptive(given.initial, given.quantile), given.initial
+    if given.kind == "per-tensor":
+        if given.values is None:
+            raise wrong(
+                "privacy.clip.values", "nothing", f"one number, or {layout.shared} (one for each shared tensor)"
+            )
+        per_tensor = clipping.per_tensor(given.values, layout.shared)
+        return per_tensor, per_tensor.threshold
+    if given.kind == "constant" and given.value is not None:
+        return clipping.whole_vector(given.value), given.value
+    raise wrong("privacy.clip", given.kind, "a number > 0, {kind: adaptive, …} or {kind: per-tensor, values: …}")
+
+
+def optimizer_options(recipe: Recipe) -> dict[str, Any]:
+    server = recipe.server
+    shared = {"name": server.optimizer, "lr": server.lr}
+    if server.optimizer == "sgd":
+        return {**shared, "momentum": server.momentum}
+    return {**shared, "beta1": server.beta1, "beta2": server.beta2, "tau": server.tau}
+
+
+def weighted(recipe: Recipe, method: Algorithm) -> bool:
+    """Sample weights make the sensitivity depend on data sizes: only non-private twins may use them."""
+    if recipe.server.weights == "samples" and method.private:
+        raise wrong(
+            "server.weights",
+            "samples",
+            "uniform for a private method",
+            hint="Weights n_i make the sensitivity depend on data sizes.",
+        )
+    return recipe.server.weights == "samples"

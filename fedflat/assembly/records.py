@@ -1,0 +1,100 @@
+"""What is written down of a run: the settled recipe, its fingerprint, the versions, the privacy statement."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedflat.assembly import noising, published, voting
+from fedflat.core.params import Layout
+from fedflat.core.types import Local
+from fedflat.data.clients import Federated
+from fedflat.engine.train import Job, Outcome
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.statement import rounds_charged, statement
+from fedflat.recipe import ClipSection, Recipe
+
+
+def fingerprint(recipe: Mapping[str, Any], data: Federated, layout: Layout) -> str:
+    """What must be the same for a resumed run: everything but where it runs. From the settled recipe, so that the
+    folder's own recipe.yaml resumes it."""
+    facts = {**recipe, "engine": None, "data set": data.fingerprint(), "layout": str(layout)}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str, Any]:
+    """The recipe as a dict with what depends on the data and on calibration filled in; settling it again changes nothing."""
+    dump = recipe.dump()
+    dump["data"]["clients"] = clients
+    dump["privacy"]["trust"] = plan.trust
+    dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
+    if plan.private:
+        dump["privacy"] |= {
+            "noise_multiplier": plan.noise_multiplier,
+            "delta": plan.delta,
+            "epsilon": None,
+            "budget": plan.budget,
+        }
+    if plan.protocol == "published":
+        for section, values in published.settled(plan, local.epochs).items():
+            dump[section] |= values
+    return dump
+
+
+def resolved(recipe: Recipe, job: Job) -> str:
+    """recipe.yaml of a run: every default resolved, and the versions of what runs it."""
+    import yaml
+
+    dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
+    # A secure run's key file is found by a random name, so that a moved folder still resumes.
+    name = {"run": secrets.token_hex(16)} if recipe.privacy.secure else {}
+    return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
+
+
+def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-accounting")) -> dict[str, str]:
+    """Versions of Python and of the libraries that decide a run's numbers."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
+    """The public facts that the statement puts into sentences of its own."""
+    method, clip = job.parts.algorithm, recipe.privacy.clip
+    shown = clip.model_dump(exclude_none=True) if isinstance(clip, ClipSection) else clip
+    return {
+        "clip": shown if method.private else None,
+        "secure": recipe.privacy.secure,
+        "personal": method.head is not None,
+        "finetuned": method.finetune is not None,
+        "public_data": job.data.test_inputs is not None,
+    }
+
+
+def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The privacy statement of a run so far."""
+    plan, asked = job.parts.plan, {}
+    facts = settled(recipe, plan, job.parts.local, job.data.clients) | stated_facts(recipe, job)
+    facts |= noising.facts(recipe, plan) | voting.facts(job)
+    if plan.protocol == "published":
+        asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
+        facts |= published.facts(plan)
+    return statement(
+        plan,
+        rounds_run=outcome.state.round,
+        algorithm=job.parts.algorithm.name,
+        facts=facts,
+        key_source="os-entropy" if recipe.privacy.secure else "seed",
+        entries=outcome.entries,
+        **asked,
+    )
