@@ -43,6 +43,10 @@ NUMBERS = {
     "norm": "norm of the weights",
 }
 """The scalars of a model, in the order in which tables show them."""
+CHANGED = (
+    "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
+    "accuracy is compared with the one found here."
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
             f"run folder {run.path}", "weights of another model", "a run whose recipe alone gives its model and data"
         )
     if facts.get("fingerprint") != job.fingerprint:
-        notes.append(f"{run.path}: data, model or fedflat changed since it ran (the checkpoint's fingerprint differs).")
+        notes.append(CHANGED)
     return job, state, heads
 
 

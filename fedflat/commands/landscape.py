@@ -110,22 +110,17 @@ COLUMNS = (
 
 def table(found: Mapping[str, Any]) -> str:
     """Means, below them the standard deviations over seeds, in 80 columns; then differences, notes and cost."""
-    from fedflat.report.flatness import cost_text, difference_notes, number_text
+    from fedflat.report.flatness import cost_text, difference_notes, pair_text
 
     settings, groups = found["settings"], found["groups"]
     several = len({group["model"] for group in groups}) > 1
-    lines = [f"{'':24}" + "".join(f"{heading:>9}" for _, heading, _ in COLUMNS).rstrip()]
+    lines = [f"{'':20}" + "".join(f"{heading:>10}" for _, heading, _ in COLUMNS).rstrip()]
     for group in groups:
         name = group["label"] if not several else f"{group['label']}, {group['model']}"
-        for part, label in (("mean", name), ("sd", f"  ± sd of {len(group['seeds'])} seeds")):
-            if part == "sd" and len(group["seeds"]) < 2:
-                continue
-            cells = []
-            for key, _, percent in COLUMNS:
-                value = group["numbers"][key]
-                shown = "–" if value is None else number_text((100 if percent else 1) * value[part], percent)
-                cells.append(f"{shown:>9}")
-            lines.append(f"{label:24.24}" + "".join(cells))
+        pairs = [pair_text(group["numbers"][key], percent) for key, _, percent in COLUMNS]
+        lines.append(f"{name:20.20}" + "".join(f"{mean:>10}" for mean, _ in pairs))
+        if len(group["seeds"]) > 1:
+            lines.append(f"  ± sd of {len(group['seeds'])} seeds".ljust(20) + "".join(f"{sd:>10}" for _, sd in pairs))
     size = settings["noise"][len(settings["noise"]) // 2]
     said = [
         f"sharpness: rise of the loss within ρ = {settings['rho']:g}; noisy %: accuracy under weight noise of "

@@ -22,7 +22,7 @@
   function projection(width, tall) {
     const cy = Math.cos(yaw), sy = Math.sin(yaw), cp = Math.cos(pitch), sp = Math.sin(pitch), size = Math.min(width / 1.85, tall / 1.35);
     return (x, y, z) => { // x, y in [-1/2, 1/2], z in [0, 1]
-      const right = x * cy - y * sy, away = x * sy + y * cy, up = (z - 0.45) * 0.62;
+      const right = x * cy - y * sy, away = x * sy + y * cy, up = (z - 0.45) * 0.72;
       return [width / 2 + right * size, tall / 2 - (away * sp + up * cp) * size, away * cp - up * sp];
     };
   }
@@ -85,7 +85,8 @@
     pen.textAlign = "right";
     [[0, info.low], [1, info.high]].forEach(([z, loss]) => {
       const [x, y] = at(left[0], left[1], z);
-      pen.fillText(String(Number(loss.toPrecision(3))), x - 4, y + 4);
+      const text = String(Number(loss.toPrecision(3)));
+      pen.fillText(text, Math.max(x - 4, pen.measureText(text).width + 1), y + 4);
     });
     const middle = (n - 1) / 2;
     if (Number.isInteger(middle)) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import metadata
@@ -91,9 +92,17 @@ def spread_text(value: Record | None, percent: bool = False) -> str:
     """``mean ± sd``, the mean alone for one seed, a dash for nothing."""
     if value is None:
         return "–"
+    mean, sd = pair_text(value, percent)
+    return mean if sd is None else f"{mean} ± {sd}"
+
+
+def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
+    """Mean and sd (None for one seed) with the same decimals: three significant digits of the mean."""
     factor = 100 if percent else 1
-    mean = number_text(factor * value["mean"], percent)
-    return mean if value["sd"] is None else f"{mean} ± {number_text(factor * value['sd'], percent)}"
+    mean, sd = factor * value["mean"], value["sd"]
+    size = abs(mean) if mean else 1.0
+    places = 2 if percent else min(6, max(0, 2 - math.floor(math.log10(size))))
+    return f"{mean:.{places}f}", None if sd is None else f"{factor * sd:.{places}f}"
 
 
 def number_text(value: float, percent: bool = False) -> str:

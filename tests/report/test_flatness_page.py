@@ -1,0 +1,154 @@
+"""Contours against a known surface; the page in a real browser: no console message, keys turn the surfaces."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_report_browser import CHROMIUM, browse
+
+from fedflat.report import contours
+from fedflat.report.flatness import difference_notes, pair_text, render, spread_text, write_page
+
+SIDE = 11
+
+
+def bowl(steepness: float) -> dict[str, Any]:
+    """A surface that rises with the squared distance from its middle."""
+    steps = np.linspace(-1, 1, SIDE)
+    loss = 0.1 + steepness * (steps[:, None] ** 2 + steps[None] ** 2)
+    return {"steps": steps.tolist(), "loss": loss.tolist(), "accuracy": (1 / (1 + loss)).tolist()} | {
+        "precision": "float32",
+        "deviation": None,
+    }
+
+
+def value(mean: float, sd: float | None = 0.1) -> dict[str, Any]:
+    return {"mean": mean, "sd": sd, "count": 2}
+
+
+def group(label: str, style: int, model: str = "global", surface: bool = True) -> dict[str, Any]:
+    grid = bowl(1.0 + style)
+    middle = [row[SIDE // 2] for row in grid["loss"]]
+    curve = {"loss": middle, "loss_sd": [0.1] * SIDE, "accuracy": [0.9] * SIDE, "accuracy_sd": [0.01] * SIDE}
+    names = ("loss", "accuracy", "eigenvalue", "trace", "one_step", "ascent", "noise_loss", "noise_accuracy", "norm")
+    gap = {"mean": -0.5, "low": -0.8, "high": -0.2, "pairs": 2}
+    return {
+        "label": label, "model": model, "style": style, "seeds": [0, 1],
+        "epsilon": value(8.0), "private": model != "global",
+        "numbers": {name: value(0.5) for name in names}, "differences": dict.fromkeys(names, gap) if style else {},
+        "line": {"steps": grid["steps"]} | curve, "noise": {"levels": grid["steps"]} | curve,
+        "surface": grid if surface else None,
+    }  # fmt: skip
+
+
+def found(*groups: dict[str, Any]) -> dict[str, Any]:
+    model = {"run": "a", "examples": 100, "curvature_examples": 50}
+    settings = {"on": "test", "seed": 0, "noise": [0.1, 0.2, 0.3], "rho": 0.05}
+    cost = {"seconds": 12.0, "cpu_seconds": 20.0, "threads": 2, "peak_memory_mib": 300.0}
+    return {"settings": settings, "groups": list(groups), "models": [model], "notes": ["<note>"], "cost": cost}
+
+
+def test_level_lines_of_a_bowl_are_circles() -> None:
+    values = bowl(1.0)["loss"]
+    level, middle = 0.6, (SIDE - 1) / 2
+    radius = math.sqrt(0.5) * middle
+    pieces = contours.segments(values, level)
+    distances = [math.dist(point, (middle, middle)) for piece in pieces for point in piece]
+    assert len(pieces) > 12 and max(abs(each - radius) for each in distances) < 0.06 * middle
+    ends = [tuple(round(each, 9) for each in point) for piece in pieces for point in piece]
+    assert all(ends.count(end) == 2 for end in ends)  # a closed curve
+
+
+def test_saddles_are_joined_by_their_mean() -> None:
+    saddle = [[1.0, 0.0], [0.0, 1.0]]
+    around_low, around_high = contours.segments(saddle, 0.4), contours.segments(saddle, 0.6)
+    assert len(around_low) == len(around_high) == 2
+    for piece in around_low:  # the mean is above the level: the high corners are connected
+        assert len({row > column for row, column in piece}) == 1
+    for piece in around_high:
+        assert {round(sum(point), 3) for point in piece} in ({0.4}, {1.6})
+    assert contours.segments([[1.0, 1.0], [1.0, 1.0]], 0.4) == []
+
+
+def test_levels_and_colours() -> None:
+    lines = contours.levels(0.1, 10.0)
+    assert lines == sorted(lines) and lines[0] > 0.1 and lines[-1] < 10.0 and len(lines) == 9
+    assert contours.levels(1.0, 1.0) == [] and contours.levels(0.0, 1.0) == []
+    assert len(contours.levels(1.0, 1.01)) >= 5
+    assert contours.colour(0.0) == "#440154" and contours.colour(1.0) == contours.colour(7.0) == "#fde725"
+
+
+def test_numbers_in_words() -> None:
+    assert pair_text({"mean": 2.8234, "sd": 0.2764}) == ("2.82", "0.28")
+    assert spread_text({"mean": 0.01583, "sd": 0.0028}) == "0.0158 ± 0.0028" and spread_text(None) == "–"
+    assert spread_text({"mean": 0.93871, "sd": None}, percent=True) == "93.87"
+    notes = difference_notes(found(group("a", 0), group("b", 1)))
+    assert notes[0].startswith("b − a: top eigenvalue −0.5 [−0.8, −0.2]") and "none is corrected" in notes[1]
+    assert difference_notes(found(group("a", 0))) == []
+
+
+def test_the_page_is_whole_escaped_and_small() -> None:
+    text = render(found(group("<a>", 0), group("b", 1), group("b", 1, "client 3")))
+    assert "<a>" not in text.replace("<a href", "") and "&lt;note&gt;" in text
+    assert not re.search(r"(src|href)=\"(?!#|data:)", text) and "http" not in re.sub(r"http-equiv", "", text)
+    assert len(text.encode()) < 500_000
+    assert text.count("<canvas") == 3 and "Private to the simulation" in text
+    assert "<canvas" not in render(found(group("a", 0, surface=False)))
+
+
+PROBE = """
+const at = {}, canvas = document.querySelector("canvas[data-surface]");
+const picture = () => canvas.toDataURL();
+const later = (next) => setTimeout(next, 60);
+const press = (name) => new KeyboardEvent("keydown", { key: name, bubbles: true, cancelable: true });
+const key = (name) => canvas.dispatchEvent(press(name));
+key("Home");
+later(() => {
+  at.start = picture();
+  key("ArrowLeft");
+  later(() => {
+    at.turned = picture(); key("Home");
+    later(() => {
+      at.home = picture();
+      document.querySelector('input[name="height"][value="linear"]').click();
+      later(() => {
+        at.linear = picture();
+        const out = document.createElement("pre"), pen = canvas.getContext("2d");
+        const seen = new Set();
+        const pixels = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+        for (let k = 0; k < pixels.length; k += 4) if (pixels[k + 3]) seen.add(pixels.slice(k, k + 3).join());
+        out.id = "probe";
+        out.textContent = JSON.stringify({
+          turned: at.turned !== at.start, home: at.home === at.start, linear: at.linear !== at.start,
+          colours: seen.size,
+          overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+        });
+        document.body.append(out);
+      });
+    });
+  });
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_in_a_browser(tmp_path: Path) -> None:
+    page = write_page(found(group("a", 0), group("b", 1), group("b", 1, "client 3")), tmp_path / "landscape.html")
+    picture = tmp_path / "page.png"
+    _, messages = browse(page, tmp_path, f"--screenshot={picture}")
+    assert messages == []  # under the page's own policy
+    text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))
+    copy = tmp_path / "probe.html"
+    copy.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"), encoding="utf-8")
+    dom, messages = browse(copy, tmp_path)
+    assert messages == []
+    seen = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert seen is not None
+    state = json.loads(seen[1])
+    assert state["turned"] and state["home"] and state["linear"] and state["colours"] > 100 and state["overflow"] <= 0
