@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ from fedflat.engine.stack import Linear, stack_of
 from fedflat.engine.train import Backend
 from fedflat.engine.trial import Choice, remember, remembered, seconds_per_client, shortened, situation
 from fedflat.engine.vectorized import Vectorized
-from fedflat.engine.workers import Workers
+from fedflat.engine.workers import Workers, portable
 
 BACKENDS = ("auto", "sequential", "vectorized", "lowrank", "workers")
 BLOCK_ENTRIES = 32_000_000
@@ -51,7 +50,7 @@ def backend_for(
     if name == "auto":
         choice = _fastest(makers)
         return makers.make(choice.backend, block or choice.block)
-    if name == "workers" and not _portable(problem.module):
+    if name == "workers" and not portable(problem.module):
         raise InputError(
             "engine.backend: found workers with a model that cannot be sent to another process; allowed: a model whose "
             "class is defined at the top of a module, or engine.backend=sequential."
@@ -133,7 +132,7 @@ def _measured(makers: _Makers) -> Choice:
     alone = factor * seconds_per_client(makers.make("sequential", None, short), short, data, first, 1)
     makers.problem.bind(first)
     found = {Choice("sequential"): alone}
-    if makers.cores > 1 and alone * parts.plan.sampler.size > LONG_ROUND and _portable(makers.problem.module):
+    if makers.cores > 1 and alone * parts.plan.sampler.size > LONG_ROUND and portable(makers.problem.module):
         found[Choice("workers")] = alone / makers.cores * 1.1
     if parts.local.epochs is None and not _random(makers.problem.module):
         _measure_blocks(makers, first, min(found.values()), found)
@@ -166,14 +165,6 @@ def _random(module: nn.Module) -> bool:
     """Whether training draws random numbers, which a block would draw in another order than one client."""
     return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
 
-
-def _portable(module: nn.Module) -> bool:
-    """Whether worker processes can be handed the module (it is sent as a pickle; nothing untrusted is read back)."""
-    try:
-        pickle.dumps(module)
-    except Exception:  # any class may refuse in its own way
-        return False
-    return True
 
 
 @contextmanager
