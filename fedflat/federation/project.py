@@ -23,7 +23,6 @@ from fedflat.recipe import Recipe
 
 PACKAGE = "fedflat_app"
 PORT = 8443
-NODE_PORT = 9100
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
     config = f'client={client} data="{own}/data.safetensors" state="{own}/state" pin="{pin}"'
     return [
         "flower-supernode", "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
-        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(NODE_PORT + client), "--node-config", config,
+        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(port + 1 + client), "--node-config", config,
         "--ssl-ca-certfile", f"{held}/ca.crt",
         "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
     ]  # fmt: skip

@@ -84,14 +84,26 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             grid, task.roster, task.pin, dimension, settings.answer_seconds, counts.note, poll=settings.poll
         )
         _wait_for_nodes(grid, task.roster, settings)
-        with one_thread():
-            outcome = train(job, resume=True, on_round=_announce)
+        outcome = _train(job)
         facts = deployment_statement(task, job, outcome)
         write_whole(folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
         if outcome.complete:
             keys.forget(_name(folder.path))
         log.info("run complete: %s", folder.path)
         return facts
+
+
+def _train(job: Job) -> Outcome:
+    """The simulation's loop; a disk that refuses a checkpoint stops it before the new model is broadcast."""
+    from safetensors import SafetensorError
+
+    try:
+        with one_thread():
+            return train(job, resume=True, on_round=_announce)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"the run stops ({error}); nothing more was released, start it again when it is mended"
+        ) from error
 
 
 def job_of(task: Task, settings: Settings) -> Job:
@@ -148,7 +160,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
         write_whole(out / RECIPE, text)
         return folder
-    if _versions(out).get("pin") != task.pin:
+    if _versions(out).get("task") != task.identity:
         raise wrong(
             "out", f"{out}, the folder of another deployment", "a new folder, or the one this task was started in"
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,12 +86,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Task:
-    """One deployment's recipe, data form and roster; ``pin`` is the same hash at every party."""
+    """One deployment's recipe, data form and roster.
+
+    pin: the same hash over all three at every party. identity: over recipe and form only, so that a run goes on when a
+    client's key was rotated.
+    """
 
     recipe: Recipe
     form: Form
     roster: Roster
     pin: str
+    identity: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Task:
@@ -110,7 +116,7 @@ class Task:
             )
         if roster.clients != form.clients:
             raise wrong(str(folder / ROSTER), f"{roster.clients} clients", f"{form.clients}, as in {TASK}")
-        return cls(Recipe.load(folder / RECIPE), form, roster, pin_of(texts))
+        return cls(Recipe.load(folder / RECIPE), form, roster, pin_of(texts), pin_of(texts[:2]))
 
     def write(self, folder: Path) -> None:
         """Write task.json and roster.json beside the recipe."""
@@ -146,3 +152,7 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
     if trust == "distributed" and method.kind != "ddgauss":
         hint = "Only whole-number messages can be added under masks."
         raise wrong("algorithm.name", f"{method.name} with trust: distributed", "ddgauss, or trust: central", hint=hint)
+
+
+if __name__ == "__main__":  # python -m fedflat.federation.task APP: the pin of an app, for a client's node config
+    print(Task.read(Path(sys.argv[1])).pin)

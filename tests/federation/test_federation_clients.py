@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Error, Message
+from stand_in import deployed, grid_of, pem, settings, small
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
@@ -26,7 +27,6 @@ from fedflat.federation.roster import Roster
 from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Ask
-from stand_in import deployed, grid_of, pem, settings, small
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client
 
 
 def test_examples_of_another_form_are_refused(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
-    folder, task, clients = project
+    folder, task, _ = project
     inputs, targets = read_examples(client_folder(folder, 0) / "data.safetensors")
     for name, bad in {
         "shape": (inputs[..., :1], targets),
@@ -247,3 +247,18 @@ def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task,
     other, others = deployed(tmp_path / "other", small(rounds=3))
     with pytest.raises(InputError, match="another deployment"):
         serve(grid_of(other, others), other, settings(tmp_path / "other", out=folder / "run"))
+
+
+def test_a_rotated_key_changes_the_pin_and_not_the_run(tmp_path: Path) -> None:
+    from fedflat.federation.server import serve
+
+    task, clients = deployed(tmp_path / "fed", small(rounds=1))
+    serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    app = tmp_path / "fed" / "app" / PACKAGE
+    keys = [*task.roster.keys[:-1], write_client_keys(tmp_path / "new")]
+    (app / "roster.json").write_text(json.dumps(Roster(tuple(keys)).dump()))
+    rotated = Task.read(app)
+    assert rotated.pin != task.pin and rotated.identity == task.identity
+    serve(grid_of(rotated, []), rotated, settings(tmp_path / "fed"))
+    with pytest.raises(InputError, match="pin"):
+        Client(rotated, 0, clients[0].data, clients[0].store, task.pin)

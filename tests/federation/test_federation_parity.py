@@ -12,12 +12,13 @@ import torch
 
 pytest.importorskip("flwr")
 
+from stand_in import client_at, deployed, final_shared, grid_of, settings, small
+
 from fedflat import simulation
 from fedflat.core.rng import simulation_key
 from fedflat.federation import server
 from fedflat.federation.server import serve
 from fedflat.privacy.ledger import read as read_ledger
-from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
 METHODS: dict[str, dict[str, Any]] = {
     "dp-fedsam": {},
@@ -122,7 +123,7 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
-    task, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
+    _, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
     first = clients[0].job
     start = first.first[first.parts.layout.dimension :]
     from fedflat.core.types import Broadcast

@@ -1,4 +1,4 @@
-"""SuperLink, SuperNodes and apps as real processes on this machine: the run, a client killed, the server killed, restarts."""
+"""SuperLink, SuperNodes and apps as real processes on this machine: a whole run; client and server killed; restarts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ pytest.importorskip("flwr")
 if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).parent / "flower-superlink").exists():  # type: ignore[attr-defined]
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
+from stand_in import final_shared, small
+
 from fedflat import simulation
 from fedflat.federation.local import Federation
 from fedflat.federation.project import write_project
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
-from stand_in import final_shared, small
 
 PATIENCE = 240.0
 
@@ -55,18 +56,16 @@ def wait_for(path: Path, seconds: float) -> None:
     assert path.exists()
 
 
-def children_named(name: str, below: int) -> list[int]:
-    """Processes of a group, by the name of their program."""
+def programs(name: str, port: int) -> list[int]:
+    """Flower's short-lived app processes that report to a port of this machine, by the name of their program."""
     found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if any(word.endswith(name.encode()) for word in words) and os.getpgid(int(entry.name)) == below:
-                found.append(int(entry.name))
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:
             continue
+        if any(word.endswith(name.encode()) for word in words) and f"127.0.0.1:{port}".encode() in words:
+            found.append(int(entry.name))
     return found
 
 
@@ -90,25 +89,24 @@ def test_a_federation_of_processes_gives_the_simulations_numbers(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_client_and_the_server_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    """A SuperNode is killed while it trains, then the ServerApp; `flwr run` again ends the run with every event charged."""
+    """A SuperNode is killed in training, a second `flwr run` refused, the ServerApp killed; a third ends the run."""
     changes = {"rounds": 3, "privacy": {"noise_multiplier": 1.0}}
     with made(tmp_path / "fed", 2, **changes) as federation:
         federation.start()
-        run = federation.run(config="answer-seconds=25.0")
-        state = federation.processes["client-1"].pid
+        federation.run(config="answer-seconds=20.0")
         until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and not children_named("flwr-clientapp", state):
+        while time.monotonic() < until and not programs("flwr-clientapp", federation.port + 2):
             time.sleep(0.05)
-        federation.kill("client-1")  # in the middle of its local training
+        federation.kill("client-1")  # in the middle of its local training; it stays away
         wait_for(tmp_path / "fed" / "run" / "checkpoints" / "round-000001.safetensors", PATIENCE)
-        federation.start_node(1)
-        for process in children_named("flwr-serverapp", federation.processes["superlink"].pid):
+        second = federation.run(config="wait-for-nodes=1")
+        assert federation.wait(second, PATIENCE) == "finished:failed"  # two servers on one run: the second is refused
+        for process in programs("flwr-serverapp", federation.port):
             os.kill(process, signal.SIGKILL)
         lines = len(read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl"))
-        assert lines >= 1 and not (tmp_path / "fed" / "run" / "privacy.json").exists()
-        again = federation.run(config="answer-seconds=60.0")
-        assert again != run
-        assert federation.wait(again, PATIENCE) == "finished:completed", logs(federation)
+        assert 1 <= lines < 3 and not (tmp_path / "fed" / "run" / "privacy.json").exists()
+        third = federation.run(config="answer-seconds=20.0 wait-for-nodes=1")
+        assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
     rounds = [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")]
     assert rounds[:lines] == list(range(lines)) and set(rounds) == {0, 1, 2}
     facts = json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from stand_in import deployed, final_shared, grid_of, honest, settings, small
 
 from fedflat.core.types import Broadcast
 from fedflat.engine import keys
@@ -25,7 +26,6 @@ from fedflat.federation import server, transport, wire
 from fedflat.federation.desk import DATA_FAULTS, PROTOCOL_FAULTS, Desk, loggable
 from fedflat.federation.server import serve
 from fedflat.federation.wire import Answer, Ask, Malformed
-from stand_in import deployed, final_shared, grid_of, honest, settings, small
 
 D = 5
 
@@ -148,7 +148,7 @@ def test_an_error_reply_is_a_failure_without_its_text() -> None:
 
 def test_every_reason_is_either_loggable_or_private() -> None:
     assert {reason for reason, _ in BAD_CONTENT.values()} <= {*PROTOCOL_FAULTS, *DATA_FAULTS}
-    counts = Counter({name: 1 for name in (*PROTOCOL_FAULTS, *DATA_FAULTS)})
+    counts = Counter(dict.fromkeys((*PROTOCOL_FAULTS, *DATA_FAULTS), 1))
     assert set(loggable(counts)) == set(PROTOCOL_FAULTS)
 
 
@@ -211,7 +211,7 @@ def test_a_missing_reply_is_a_zero_vector_and_the_denominator_stays(tmp_path: Pa
     for kind, reason in {"nan": "not finite", "failed": "failed"}.items():
         moved, counts = run_with(tmp_path / kind, kind)
         assert torch.equal(moved, missing) and counts == [{"round": 0, reason: 1}]
-    task, clients = deployed(tmp_path / "b", small(rounds=1))
+    _, clients = deployed(tmp_path / "b", small(rounds=1))
     total = torch.zeros_like(missing, dtype=torch.float64)
     first = clients[0].job.first
     for client in clients[1:]:

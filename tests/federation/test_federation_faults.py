@@ -1,0 +1,294 @@
+"""Servers killed at every stage of a round, full disks, two servers, slow clients: with real processes (forked).
+
+What left a server is written down by the grid, outside the run's folder: a hash of every model that was broadcast, with
+the ledger's lines at that moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from stand_in import client_at, deployed, grid_of, honest, settings, small
+
+from fedflat.core.checks import RunError
+from fedflat.engine import checkpoint, keys
+from fedflat.engine.folder import RunFolder
+from fedflat.federation.client import Client
+from fedflat.federation.server import serve
+from fedflat.federation.task import Task
+from fedflat.federation.transport import Flower
+from fedflat.privacy import ledger as ledger_module
+from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import read as read_ledger
+
+FORK = multiprocessing.get_context("fork")
+ROUNDS = 3
+
+
+@pytest.fixture
+def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Task]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    task, clients = deployed(tmp_path / "fed", small(rounds=ROUNDS, privacy={"noise_multiplier": 1.0}))
+    _ = [client.job for client in clients]
+    return tmp_path / "fed", task
+
+
+def watching(folder: Path, task: Task) -> Any:
+    """A grid that notes what leaves the server: round, hash of w, and the rounds that the ledger holds by then."""
+    grid = grid_of(task, [client_at(folder, task, number) for number in range(4)])
+    push = grid.push_messages
+
+    def noted(messages: Any) -> Any:
+        for message in messages[:1]:
+            held = hashlib.sha256(message.content["arrays"]["shared"].data).hexdigest()
+            path = folder / "run" / "ledger.jsonl"
+            lines = [entry["round"] for entry in read_ledger(path)] if path.exists() else []
+            with (folder / "left.jsonl").open("a") as file:
+                file.write(json.dumps({"round": message.content["facts"]["round"], "w": held, "ledger": lines}) + "\n")
+        return push(messages)
+
+    grid.push_messages = noted
+    return grid
+
+
+def serve_in_a_process(folder: Path, task: Task, spoil: Callable[[], None] = lambda: None) -> int | None:
+    """Serve in a forked process; its exit status (−9: it killed itself)."""
+
+    def work() -> None:
+        spoil()
+        try:
+            serve(watching(folder, task), task, settings(folder))
+        except (RunError, OSError):
+            os._exit(3)
+        os._exit(0)
+
+    process = FORK.Process(target=work)
+    process.start()
+    process.join(60)
+    assert not process.is_alive()
+    return process.exitcode
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around(owner: Any, name: str, *, before: bool = False, after: bool = False, when: int = 1) -> None:
+    """Die before or after the ``when``-th call (from 0) of a function."""
+    original, calls = getattr(owner, name), Counter[str]()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        if before and calls[name] == when + 1:
+            die()
+        found = original(*args, **kwargs)
+        if after and calls[name] == when + 1:
+            die()
+        return found
+
+    setattr(owner, name, wrapped)
+
+
+def torn_line() -> None:
+    """Die with half of the second ledger line on disk."""
+    original, calls = ledger_module._write_all, Counter[str]()
+
+    def half(descriptor: int, data: bytes) -> None:
+        calls["lines"] += data.startswith(b'{"line"')
+        if calls["lines"] == 2:
+            os.write(descriptor, data[: len(data) // 2])
+            os.fsync(descriptor)
+            die()
+        original(descriptor, data)
+
+    ledger_module._write_all = half
+
+
+STAGES: dict[str, Callable[[], None]] = {
+    "before the broadcast": lambda: around(Flower, "_ask", before=True),
+    "after the broadcast": lambda: around(Flower, "_ask", after=True),
+    "while answers come": lambda: around(Flower, "_collect", after=True),
+    "before the ledger line": lambda: around(Ledger, "append", before=True),
+    "in the ledger line": torn_line,
+    "after the ledger line": lambda: around(Ledger, "append", after=True),
+    "before the metrics": lambda: around(RunFolder, "append", before=True),
+    "before the checkpoint": lambda: around(checkpoint, "save", before=True),
+    "in the checkpoint": lambda: around(checkpoint, "_flush", after=True, when=2),
+    "after the checkpoint": lambda: around(checkpoint, "save", after=True),
+}  # fmt: skip
+
+
+def check_books(folder: Path, charged_again: int) -> None:
+    """Every model that left was in the ledger before, and each different one of a round was charged on its own."""
+    left = [json.loads(line) for line in (folder / "left.jsonl").read_text().splitlines()]
+    releases: dict[int, set[str]] = defaultdict(set)
+    for row in left:
+        if row["round"]:
+            assert row["round"] - 1 in row["ledger"]
+            releases[row["round"] - 1].add(row["w"])
+            assert Counter(row["ledger"])[row["round"] - 1] >= len(releases[row["round"] - 1])
+    charged = Counter(entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl"))
+    assert set(charged) == set(range(ROUNDS)) and sum(charged.values()) == ROUNDS + charged_again
+    facts = json.loads((folder / "run" / "privacy.json").read_text())
+    assert facts["rounds"] == ROUNDS and facts["rounds_charged"] == ROUNDS + charged_again
+    shown = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in shown] == list(range(ROUNDS))
+    assert shown[-1]["epsilon"] == pytest.approx(facts["epsilon"])
+    assert list(keys.folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_server_killed_at_any_stage_goes_on(stage: str, federation: tuple[Path, Task]) -> None:
+    folder, task = federation
+    assert serve_in_a_process(folder, task, STAGES[stage]) == -signal.SIGKILL
+    before = [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")]
+    finished = checkpoint.newest(folder / "run" / "checkpoints")
+    assert finished is not None
+    open_rounds = [round for round in before if round >= finished[0].round]
+    held = {path.name: path.read_bytes() for path in keys.folder().iterdir()}
+    assert serve_in_a_process(folder, task) == 0
+    check_books(folder, len(open_rounds))
+    assert len(open_rounds) == (stage not in _NOTHING_OPEN)
+    assert len(held) == 1
+    used = {entry["key_id"] for entry in read_ledger(folder / "run" / "ledger.jsonl")}
+    assert len(used) == 1 + len(open_rounds)  # the same noise never goes on two sums
+
+
+_NOTHING_OPEN = (
+    "before the broadcast", "after the broadcast", "while answers come", "before the ledger line", "in the ledger line",
+    "after the checkpoint",
+)  # fmt: skip
+
+
+def test_broken_twin_that_keeps_the_key_of_an_open_round_is_found(
+    federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the old key, an open round that other clients answer is a second release under the same noise, uncharged."""
+    from fedflat.federation import server
+
+    folder, task = federation
+    assert serve_in_a_process(folder, task, STAGES["before the checkpoint"]) == -signal.SIGKILL
+    monkeypatch.setattr(server, "_key", lambda run: keys.load(server._name(run.path)))
+    assert serve_in_a_process(folder, task) == 0
+    with pytest.raises(AssertionError):
+        check_books(folder, 1)
+
+
+def full_disk(owner: Any, name: str, room: Callable[[], int]) -> Callable[[], None]:
+    """From the second call of a function on, the kernel lets no file grow beyond ``room`` bytes."""
+
+    def spoil() -> None:
+        original, calls = getattr(owner, name), Counter[str]()
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            if calls[name] == 2:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room(), resource.RLIM_INFINITY))
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    return spoil
+
+
+@pytest.mark.parametrize("place", ["ledger", "checkpoint", "metrics"])
+def test_a_full_disk_releases_nothing_more(place: str, federation: tuple[Path, Task]) -> None:
+    folder, task = federation
+    ledger = folder / "run" / "ledger.jsonl"
+    spoil = {
+        "ledger": full_disk(Ledger, "append", lambda: ledger.stat().st_size + 100),
+        "checkpoint": full_disk(checkpoint, "save", lambda: 100),
+        "metrics": full_disk(RunFolder, "append", lambda: (folder / "run" / "metrics.jsonl").stat().st_size + 10),
+    }[place]
+    assert serve_in_a_process(folder, task, spoil) == 3
+    asked = [json.loads(line)["round"] for line in (folder / "left.jsonl").read_text().splitlines()]
+    assert asked == [0, 1]  # w² never left
+    assert serve_in_a_process(folder, task) == 0
+    check_books(folder, int(place != "ledger"))
+
+
+def test_two_servers_on_one_run(federation: tuple[Path, Task]) -> None:
+    """The second is refused before it touches key, ledger or clients; the first is not disturbed."""
+    folder, task = federation
+
+    def slow() -> None:
+        original = Flower._collect
+        Flower._collect = lambda self, *given: (time.sleep(0.5), original(self, *given))[1]  # type: ignore[method-assign]
+
+    first = FORK.Process(
+        target=lambda: (slow(), serve(watching(folder, task), task, settings(folder, answer_seconds=5)))
+    )
+    first.start()
+    until = time.monotonic() + 30
+    while not (folder / "left.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    held = {path.name: path.read_bytes() for path in keys.folder().iterdir()}
+    with pytest.raises(RunError, match="another server"):
+        serve(grid_of(task, []), task, settings(folder))
+    assert {path.name: path.read_bytes() for path in keys.folder().iterdir()} == held
+    first.join(60)
+    assert first.exitcode == 0
+    check_books(folder, 0)
+
+
+def test_slow_clients_are_zero_in_their_round_and_late_in_the_next(federation: tuple[Path, Task]) -> None:
+    folder, task = federation
+    clients = [client_at(folder, task, number) for number in range(4)]
+    grid = grid_of(task, clients)
+    kept: list[Any] = []
+
+    def slow(client: Client) -> Callable[[Any], Any]:
+        def handle(message: Any) -> Any:
+            ready, kept[:] = list(kept), [honest(client)(message)]
+            return ready  # the answer to the round before
+
+        return handle
+
+    grid.handlers[0] = slow(clients[0])
+    began = time.monotonic()
+    serve(grid, task, settings(folder, answer_seconds=0.3))
+    assert time.monotonic() - began < 20
+    operator = next((keys.folder().parent / "operator").iterdir())
+    counts = [json.loads(line) for line in operator.read_text().splitlines()]
+    assert counts == [
+        {"round": 0, "missing": 1},
+        {"round": 1, "missing": 1, "late": 1},
+        {"round": 2, "missing": 1, "late": 1},
+    ]
+
+
+def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path: Path) -> None:
+    """Killed between keeping its head and answering: asked again, it gives the same answer."""
+    task, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
+    from fedflat.core.types import Broadcast
+    from fedflat.federation.store import Store
+
+    job = clients[0].job
+    ask = Broadcast(0, job.first[: job.parts.layout.dimension], job.threshold, 1.0)
+
+    def work() -> None:
+        around(Store, "keep_head", after=True, when=0)
+        clients[0].update(ask)
+
+    process = FORK.Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL and (clients[0].store.folder / "head.safetensors").exists()
+    again = client_at(tmp_path / "fed", task, 0).update(ask)[0]
+    clean = Client(task, 0, clients[0].data, Store(tmp_path / "fresh"), task.pin).update(ask)[0]
+    assert (again == clean).all()
