@@ -186,7 +186,7 @@ def local_model(job: Job, state: RoundState, heads: Heads, client: int) -> Tenso
     weights = heads.whole(state.shared, client)
     if len(data.parts[client]) == 0:
         return weights
-    public = None if job.public_update is None else lambda: job.public_update(state.shared)  # type: ignore[misc]
+    public = None if job.public_update is None else lambda: job.public_update(state)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
     Sequential(parts.algorithm, job.problem, parts.local, data, job.seed).one(client, broadcast, weights)
     return weights

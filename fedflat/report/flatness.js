@@ -20,7 +20,7 @@
   };
 
   function projection(width, tall) {
-    const cy = Math.cos(yaw), sy = Math.sin(yaw), cp = Math.cos(pitch), sp = Math.sin(pitch), size = Math.min(width / 1.85, tall / 1.35);
+    const cy = Math.cos(yaw), sy = Math.sin(yaw), cp = Math.cos(pitch), sp = Math.sin(pitch), size = Math.min(width / 1.85, tall / 1.5);
     return (x, y, z) => { // x, y in [-1/2, 1/2], z in [0, 1]
       const right = x * cy - y * sy, away = x * sy + y * cy, up = (z - 0.45) * 0.72;
       return [width / 2 + right * size, tall / 2 - (away * sp + up * cp) * size, away * cp - up * sp];
