@@ -155,7 +155,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         marks = {
             **versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting")),
             "run": secrets.token_hex(16),
-            "pin": task.pin,
+            "task": task.identity,
         }
         text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
         write_whole(out / RECIPE, text)
