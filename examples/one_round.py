@@ -20,7 +20,15 @@ def gradient(model: nn.Module, w: torch.Tensor, x: torch.Tensor, y: torch.Tensor
 
 
 def local_training(
-    model: nn.Module, start: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, steps: int, lr: float, momentum: float, rho: float
+    model: nn.Module,
+    start: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    steps: int,
+    lr: float,
+    momentum: float,
+    rho: float,
 ) -> torch.Tensor:
     """K full-batch steps of SAM from the broadcast weights; returns the client's update Δ = w_K − w^t."""
     w, buffer = start.clone(), torch.zeros_like(start)
@@ -72,9 +80,9 @@ def main() -> None:
     for _ in range(200):
         y = torch.randint(3, (20,), generator=generator)
         clients.append((centres[y] + torch.randn(20, 5, generator=generator), y))
-    settings = {"q": 0.25, "noise_multiplier": 1.0, "threshold": 0.5, "steps": 5, "lr": 0.1, "momentum": 0.5, "rho": 0.05}
-    for round in range(30):
-        w = one_round(model, w, clients, **settings, generator=generator)
+    local = {"steps": 5, "lr": 0.1, "momentum": 0.5, "rho": 0.05}
+    for _ in range(30):
+        w = one_round(model, w, clients, q=0.25, noise_multiplier=1.0, threshold=0.5, generator=generator, **local)
     nn.utils.vector_to_parameters(w, model.parameters())
     x, y = (torch.cat(parts) for parts in zip(*clients))
     accuracy = float((model(x).argmax(1) == y).float().mean())

@@ -117,9 +117,7 @@ def dp_fedavg_ft(finetune_steps: int | None = None, finetune_lr: float | None = 
     return replace(dp_fedavg(), name="dp-fedavg-ft", finetune=_finetune(finetune_steps, finetune_lr))
 
 
-def dp_fedsam_ft(
-    rho: float = 0.5, finetune_steps: int | None = None, finetune_lr: float | None = None
-) -> Algorithm:
+def dp_fedsam_ft(rho: float = 0.5, finetune_steps: int | None = None, finetune_lr: float | None = None) -> Algorithm:
     """DP-FedSAM, each client fine-tuning the global model with SAM for evaluation only (001's baseline)."""
     tune = replace(_finetune(finetune_steps, finetune_lr), rule=sam(rho))
     return replace(dp_fedsam(rho), name="dp-fedsam-ft", finetune=tune)

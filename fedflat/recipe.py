@@ -1,4 +1,4 @@
-"""Recipes: YAML or a dict -> checked, frozen values. Every mistake is one line that says where, what, and what is allowed."""
+"""Recipes: YAML or a dict -> checked, frozen values. A mistake is one line: where, what, and what is allowed."""
 
 from __future__ import annotations
 

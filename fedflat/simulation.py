@@ -52,7 +52,7 @@ class Result:
     """What a run gives back.
 
     model: the module with the final shared weights (a personal head is w^0's). history: one record per round, the keys
-    of metrics.jsonl. private_history: the keys of private.jsonl. privacy: the statement. folder: where files are, or None.
+    of metrics.jsonl. private_history: the keys of private.jsonl. privacy: the statement. folder: the files', or None.
     """
 
     model: nn.Module

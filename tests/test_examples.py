@@ -36,7 +36,9 @@ def test_the_readable_twin_equals_the_engine() -> None:
     settings = {"steps": 3, "lr": 0.2, "momentum": 0.5, "rho": 0.1}
     w = start
     for _ in range(4):
-        w = twin.one_round(model, w, clients, q=1.0, noise_multiplier=0.0, threshold=0.05, generator=generator, **settings)
+        w = twin.one_round(
+            model, w, clients, q=1.0, noise_multiplier=0.0, threshold=0.05, generator=generator, **settings
+        )
     nn.utils.vector_to_parameters(start, model.parameters())
     result = fedflat.run(
         {

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fedflat
+from fedflat.assembly.published import clip_of, facts
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
 from fedflat.core.types import Broadcast, Local
@@ -25,7 +26,6 @@ from fedflat.pieces.clipping import EachTensor, Median
 from fedflat.pieces.transforms import TopK, top_k
 from fedflat.privacy.published import Published
 from fedflat.privacy.verify import verify_run
-from fedflat.assembly.published import clip_of, facts
 from fedflat.recipe import Recipe
 from fedflat.simulation import prepare, resolved
 

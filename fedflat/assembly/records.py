@@ -26,7 +26,7 @@ def fingerprint(recipe: Mapping[str, Any], data: Federated, layout: Layout) -> s
 
 
 def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str, Any]:
-    """The recipe as a dict with what depends on the data and on calibration filled in; settling it again changes nothing."""
+    """The recipe as a dict with what depends on data and calibration filled in; settling it again changes nothing."""
     dump = recipe.dump()
     dump["data"]["clients"] = clients
     dump["privacy"]["trust"] = plan.trust

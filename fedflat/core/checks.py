@@ -56,7 +56,7 @@ def in_range(
         right = f"{'<' if open_high else '≤'} {high:g}" if high < math.inf else ""
         limits = " and ".join(part for part in (left, right) if part)
         raise wrong(where, value, f"a number {limits}".strip())
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def whole(where: str, value: Any, low: int = 0, high: int | None = None) -> int:

@@ -69,9 +69,10 @@ def last_linear(module: nn.Module) -> str:
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise InputError(
-            "algorithm.head: found a model without a linear layer; allowed: parameter-name patterns. Name them in algorithm.head."
+            "algorithm.head: found a model without a linear layer; allowed: parameter-name patterns. "
+            "Name them in algorithm.head."
         )
-    return linear[-1]
+    return str(linear[-1])
 
 
 def _is_personal(name: str, patterns: tuple[str, ...]) -> bool:
@@ -86,7 +87,9 @@ def layout_of(module: nn.Module, head: tuple[str, ...] | None = None) -> Layout:
     """
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not named:
-        raise InputError("model: found no trainable parameter; allowed: a module with at least one parameter that requires a gradient.")
+        raise InputError(
+            "model: found no trainable parameter; allowed: a module with a parameter that requires a gradient."
+        )
     patterns = (last_linear(module),) if head == () else (head or ())
     names = [n for n, _ in named]
     for pattern in patterns:

@@ -261,4 +261,4 @@ def whole_gradient(gradient: GradientFn, view: LocalView) -> GradientFn:
 
 def l2(vector: Tensor) -> Tensor:
     """L2 norm over the last axis, in the vector's own precision: ``(…, n) -> (…, 1)``."""
-    return torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(vector, dim=-1, keepdim=True)  # type: ignore[no-any-return]

@@ -35,12 +35,10 @@ def public_examples(
     return _from_test(data, count, seed) if source == TEST else (data, _elsewhere(data, source, count, seed))
 
 
-def public_training(
-    data: Federated, source: str, seed: int, dataset: str | None = None
-) -> tuple[Federated, Federated]:
-    """The federation without the public examples, and those, labelled, as a federation of one client (Fed-SMP's top_k).
+def public_training(data: Federated, source: str, seed: int, dataset: str | None = None) -> tuple[Federated, Federated]:
+    """The federation without the public examples, and those, labelled, as one client (Fed-SMP's top_k).
 
-    source: ``held-out`` takes a twentieth of the training examples away from the clients before anything is trained; any
+    source: ``held-out`` takes a twentieth of the training examples away from the clients before training; any
     other name, hub id or path is a data set of its own. Raises InputError as ``public_examples`` does.
     """
     if source in (dataset, HELD_OUT):

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors: the server's state and the personal heads, written so that a kill leaves the old or the new."""
+"""Checkpoints in safetensors: server state and personal heads; a kill leaves the old one or the new one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def load(path: Path) -> tuple[RoundState, Heads, dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = json.loads(file.metadata()["state"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: found a checkpoint that cannot be read ({error}); allowed: one written by fedflat.") from error
+        raise InputError(
+            f"{path}: found a checkpoint that cannot be read ({error}); allowed: one written by fedflat."
+        ) from error
     slots = {name.removeprefix("slot."): t for name, t in tensors.items() if name.startswith("slot.")}
     state = RoundState(int(facts["round"]), tensors["shared"], float.fromhex(facts["clip"]), slots)
     heads = Heads(tensors["heads.first"])

@@ -1,4 +1,4 @@
-"""The files of a run: what was released, what is private to the simulation, checkpoints; all append-only or replaced whole."""
+"""The files of a run: what was released, what is private to the simulation; append-only or replaced whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunFolder:
         try:
             if (path / METRICS).exists() or (path / LEDGER).exists() or (path / RECIPE).exists():
                 raise InputError(
-                    f"--out: found {path}, which holds a run; allowed: a new folder, or --resume {path} to go on with it."
+                    f"--out: found {path}, which holds a run; allowed: a new folder, or --resume {path} to go on."
                 )
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -73,7 +73,9 @@ class RunFolder:
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(record)) + "\n")
         except OSError as error:
-            raise RunError(f"{self.path / name}: cannot be written ({error.strerror}); the run stops, resume it later.") from error
+            raise RunError(
+                f"{self.path / name}: cannot be written ({error.strerror}); the run stops, resume it later."
+            ) from error
 
     def keep_rounds(self, finished: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Drop metric lines of rounds the checkpoint has not seen (they will run again); return the kept ones."""

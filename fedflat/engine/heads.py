@@ -1,4 +1,4 @@
-"""Personal parts: each client's head stays with the client. Nothing here is covered by the guarantee for the shared part."""
+"""Personal parts: each client's head stays with the client, and outside the guarantee for the shared part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a round is made of, bundled once: the algorithm, its plan, the clip, the mechanism, the server optimiser."""
+"""Everything a round is made of, bundled once: algorithm, plan, clip, mechanism, server optimiser."""
 
 from __future__ import annotations
 
@@ -71,4 +71,3 @@ class Parts:
         for step in self.algorithm.server:
             slots.update(step.initial(shared))
         return RoundState(0, shared.clone(), threshold, slots)
-

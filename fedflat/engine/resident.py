@@ -15,7 +15,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD, _LARGE = -3, -1, 1 << 30
 
 
 def resident(data: Federated, module: nn.Module) -> Federated:
-    """The same federation with images channels-last for convolutional models: on CPUs contiguous max pooling is slow."""
+    """The same federation, images channels-last for convolutional models: contiguous max pooling is slow on CPUs."""
     if not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or data.inputs.dim() != 4:
         return data
     test = None if data.test_inputs is None else _channels_last(data.test_inputs)
@@ -27,7 +27,7 @@ def _channels_last(images: Tensor) -> Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory instead of giving it back: local training frees and takes the same sizes all the time.
+    """Tell glibc to keep freed memory: local training frees and takes the same sizes all the time.
 
     Elsewhere than on glibc this does nothing.
     """

@@ -31,7 +31,7 @@ QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "
 
 
 def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
-    """The secret cohort of a draw (``plan.draws``; usually the round's number): sorted client ids, from the noise key."""
+    """The secret cohort of a draw (usually the round's number): sorted client ids, from the noise key."""
     public = getattr(parts.plan.sampler, "public_generator", None)  # published procedures: algorithms.md, item 5
     return parts.plan.sampler.select(stream(key, "cohort", draw) if public is None else public(draw))
 
@@ -109,9 +109,8 @@ def finish_round(
     mean = noisy / (plan.divisor if divisor is None else divisor)
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
-    view = ServerView(
-        round, steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast), parts.layout.tensors("shared"), slots
-    )
+    steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
+    view = ServerView(round, steps, rate, parts.layout.tensors("shared"), slots)
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)

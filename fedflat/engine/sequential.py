@@ -1,4 +1,4 @@
-"""The sequential back end: one client after the other on one module. Readable, and what every other back end must equal."""
+"""The sequential back end: one client after the other on one module; what every other back end must equal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedflat.core.checks import RunError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
+from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.heads import Heads
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.round import Accumulator
 
 
 @dataclass
@@ -52,4 +52,3 @@ class Sequential:
                 return train_client(self.algorithm, self.problem, broadcast, self.local.of(len(rows)), feed, weights)
         except RuntimeError as error:
             raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
-

@@ -94,7 +94,9 @@ class _Pool:
         shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
         with _one_thread_environment(), _without_main():
             self.processes = [
-                context.Process(target=_work, args=(shared_inner, self.tasks, self.answers, self.slots, self.shared), daemon=True)
+                context.Process(
+                    target=_work, args=(shared_inner, self.tasks, self.answers, self.slots, self.shared), daemon=True
+                )
                 for _ in range(count)
             ]
             for process in self.processes:
@@ -144,7 +146,7 @@ class _Pool:
                 dead = [p.exitcode for p in self.processes if not p.is_alive()]
                 if dead:
                     raise RunError(
-                        f"a worker process ended with status {dead[0]}; resume the run, with engine.backend=sequential if "
+                        f"a worker process ended with status {dead[0]}; resume the run, engine.backend=sequential if "
                         "memory is short"
                     ) from None
 
@@ -185,7 +187,7 @@ def _without_main() -> Any:
     try:
         yield
     finally:
-        main.__dict__.update(hidden)
+        vars(main).update(**hidden)
 
 
 def portable(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ def _random_mask(size: int, count: int, generator: np.random.Generator) -> Tenso
 
 @dataclass(frozen=True)
 class RandomMask:
-    """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, drawn by the server from public randomness (Fed-SMP in 000)."""
+    """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, from public randomness (Fed-SMP in 000)."""
 
     keep: float
 
@@ -68,5 +68,5 @@ def random_mask(keep: float = 0.4) -> RandomMask:
 
 
 def top_mask(keep: float = 0.4, explore: float = 0.5) -> TopMask:
-    """Common top mask keeping the share ``keep`` in (0, 1]; ``explore`` in [0, 1] of it at random without public data."""
+    """Common top mask of the share ``keep`` in (0, 1]; ``explore`` in [0, 1] of it random without public data."""
     return TopMask(in_range("algorithm.keep", keep, 0, 1, open_low=True), in_range("algorithm.explore", explore, 0, 1))

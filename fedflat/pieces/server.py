@@ -1,4 +1,4 @@
-"""Server post-processing of the noisy mean, and server optimisers. None of it touches private data: it spends nothing."""
+"""Server post-processing of the noisy mean, and server optimisers: no private data, so nothing is spent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LaplacianSmoothing:
         n = v.shape[-1]
         wave = torch.arange(n // 2 + 1, dtype=torch.float64, device=v.device) * (2 * math.pi / n)
         divisor = 1 + 2 * self.smoothing * (1 - torch.cos(wave))
-        return torch.fft.irfft(torch.fft.rfft(v.double()) / divisor, n=n).to(v.dtype)
+        return torch.fft.irfft(torch.fft.rfft(v.double()) / divisor, n=n).to(v.dtype)  # type: ignore[no-any-return]
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         return self.smooth(mean, view.tensors), {}
