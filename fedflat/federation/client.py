@@ -19,6 +19,7 @@ from fedflat.engine.choose import one_thread
 from fedflat.engine.round import accumulator_of, noisy_sum
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Job
+from fedflat.federation.stages import stage_of
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Answer, Ask, Malformed, read_ask, write_answer
@@ -43,6 +44,7 @@ class Client:
     data: Path
     store: Store
     pin: str = ""
+    key: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.task.form.clients:
@@ -65,17 +67,23 @@ class Client:
         Raises:
             Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
         """
+        if stage_of(content) is not None:
+            from fedflat.federation.secure_client import answer_stage
+
+            return answer_stage(self, content)
+        if self.job.parts.plan.trust == "distributed":
+            raise Refused("the server asks for an update without secure aggregation")
         try:
             ask = read_ask(content, self.job.parts.layout.dimension)
         except Malformed as fault:
             raise Refused(f"the server's message is malformed: {fault.reason}") from fault
-        self._check(ask)
+        self.check(ask)
         update, examples = self.update(ask.broadcast)
         if self.job.parts.plan.trust == "local":
             self.store.note_participation(ask.broadcast.round)
         return write_answer(Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
 
-    def _check(self, ask: Ask) -> None:
+    def check(self, ask: Ask) -> None:
         """What a client must not take the server's word for."""
         plan, clip = self.job.parts.plan, self.job.parts.clip
         if ask.client != self.number:
@@ -132,8 +140,14 @@ def client_of(task: Task, config: Any) -> Client:
             raise wrong("node config", "nothing", f'{key}=…, for example --node-config \'client=0 data="…" state="…"\'')
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", config["client"], "the client's number in the roster")
+    key = str(config.get("key", ""))
     return Client(
-        task, config["client"], Path(str(config["data"])), Store(Path(str(config["state"]))), str(config.get("pin", ""))
+        task,
+        config["client"],
+        Path(str(config["data"])),
+        Store(Path(str(config["state"]))),
+        str(config.get("pin", "")),
+        Path(key) if key else None,
     )
 
 

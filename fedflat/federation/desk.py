@@ -11,11 +11,11 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedflat.federation.wire import NONCE_BYTES, Answer, Malformed, read_answer
+from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 PROTOCOL_FAULTS = ("unasked", "duplicate", "late", "replayed", "sender", "round", "form", "protocol", "shape", "dtype")
 """Refusals that no honest client causes, whatever its data: their counts may be logged."""
@@ -34,11 +34,10 @@ class Slip:
 
 @dataclass
 class Desk:
-    """The replies of one round. dimension: d. dtype: of an update. examples: whether a sample count is wanted."""
+    """The replies of one round. read: a message's content -> a checked answer with its round and nonce."""
 
     round: int
-    dimension: int
-    dtype: str = "float32"
+    read: Callable[[Any], Any]
     refused: Counter[str] = field(default_factory=Counter)
     _open: dict[str, Slip] = field(default_factory=dict)
     _closed: dict[str, Slip] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class Desk:
         """Ids of the questions that are not answered yet."""
         return tuple(self._open)
 
-    def take(self, reply: Any) -> tuple[int, Answer] | None:
+    def take(self, reply: Any) -> tuple[int, Any] | None:
         """Check in one Flower message: (client, answer), or None if it is refused (and counted)."""
         try:
             return self._checked(reply)
@@ -64,7 +63,7 @@ class Desk:
             self.refused[fault.reason] += 1
             return None
 
-    def _checked(self, reply: Any) -> tuple[int, Answer]:
+    def _checked(self, reply: Any) -> tuple[int, Any]:
         asked = reply.metadata.reply_to_message_id
         if asked in self._closed:
             raise Malformed("duplicate")
@@ -76,7 +75,7 @@ class Desk:
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
             raise Malformed("failed")
-        answer = read_answer(reply.content, self.dimension, self.dtype)
+        answer = self.read(reply.content)
         if answer.round != self.round:
             raise Malformed("late" if answer.round < self.round else "round")
         if not hmac.compare_digest(answer.nonce, slip.nonce):

@@ -179,7 +179,7 @@ def superlink_command(out: Path, host: str, port: int) -> list[str]:
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """The SuperNode of one client: TLS to the SuperLink, its own key, data and state."""
     held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
-    config = f'client={client} data="{own}/data.safetensors" state="{own}/state" pin="{pin}"'
+    config = f'client={client} data="{own}/data.safetensors" state="{own}/state" key="{own}/auth.key" pin="{pin}"'
     return [
         "flower-supernode", "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
         "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(port + 1 + client), "--node-config", config,

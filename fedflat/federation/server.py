@@ -25,9 +25,11 @@ from fedflat.engine.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.roster import Roster
+from fedflat.federation.secure_rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Task, check_deployable
 from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals
+from fedflat.pieces.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.ledger import read as read_ledger
 
 log = logging.getLogger("fedflat.server")
@@ -79,10 +81,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         job.folder = folder
         job.key = _key(folder)
         counts = Refusals(_operator_file(folder))
-        dimension = job.parts.layout.dimension
-        job.backend = Flower(
-            grid, task.roster, task.pin, dimension, settings.answer_seconds, counts.note, poll=settings.poll
-        )
+        job.backend = _backend(grid, task, job, settings, counts)
         _wait_for_nodes(grid, task.roster, settings)
         outcome = _train(job)
         facts = deployment_statement(task, job, outcome)
@@ -91,6 +90,16 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             keys.forget(_name(folder.path))
         log.info("run complete: %s", folder.path)
         return facts
+
+
+def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusals) -> Flower:
+    """What asks the clients: one exchange a round, or four under secure aggregation."""
+    dimension, seconds = job.parts.layout.dimension, settings.answer_seconds
+    common = (grid, task.roster, task.pin, dimension, seconds, counts.note)
+    if not isinstance(job.parts.mechanism, ClientShares):
+        return Flower(*common, poll=settings.poll)
+    mechanism = job.parts.mechanism.inner.mechanism
+    return SecureFlower(*common, poll=settings.poll, task=task, plan=job.parts.plan, mechanism=mechanism)
 
 
 def _train(job: Job) -> Outcome:
@@ -120,6 +129,8 @@ def job_of(task: Task, settings: Settings) -> Job:
     job = prepare(task.recipe, data=task.form.federation(test=test))
     if job.parts.plan.trust == "local" and job.parts.plan.private:
         job.parts = replace(job.parts, mechanism=ClientNoise())
+    if isinstance(job.parts.mechanism, SharedDiscreteNoise):
+        job.parts = replace(job.parts, mechanism=ClientShares(job.parts.mechanism))
     return job
 
 

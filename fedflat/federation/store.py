@@ -6,13 +6,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, wrong
 
-HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
+HEAD, ROUNDS, SESSION = "head.safetensors", "rounds.jsonl", "session.json"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -86,6 +87,25 @@ class Store:
         """How many answers have left this client, or may have."""
         path = self.folder / ROUNDS
         return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def took_part(self, round: int) -> bool:
+        """Whether an answer to this round has left, or may have."""
+        path = self.folder / ROUNDS
+        return path.exists() and json.dumps({"round": round}) in path.read_text(encoding="utf-8").splitlines()
+
+    def keep_session(self, session: dict[str, Any]) -> None:
+        """Keep the secrets of one secure aggregation until its end; there is one at a time."""
+        replace_file(self.folder / SESSION, json.dumps(session).encode())
+
+    def session(self) -> dict[str, Any]:
+        """The session that is open, or an empty one."""
+        path = self.folder / SESSION
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return found
+
+    def end_session(self) -> None:
+        """Forget a session's secrets."""
+        (self.folder / SESSION).unlink(missing_ok=True)
 
     def note_participation(self, round: int) -> None:
         """Count an answer, durably, before it leaves."""

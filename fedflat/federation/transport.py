@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.folder import plain
 from fedflat.engine.heads import Heads
 from fedflat.federation import wire
-from fedflat.federation.desk import Desk, loggable
+from fedflat.federation.desk import Desk, Slip, loggable
 from fedflat.federation.roster import Roster
 from fedflat.pieces.clipping import whole_vector
 
@@ -59,39 +59,50 @@ class Flower:
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: Heads) -> None:
         """Ask the connected clients of the cohort; add what they answer. Nothing of a client is kept but the sum."""
-        desk = Desk(broadcast.round, self.dimension)
-        self._ask(desk, cohort, broadcast)
+        common = wire.write_broadcast(broadcast)
+
+        def content(slip: Slip) -> Any:
+            return wire.write_ask(wire.Ask(slip.client, slip.nonce, self.pin, broadcast), common)
+
+        def add(client: int, answer: wire.Answer) -> None:
+            accumulator.add(wire.tensor_of(answer)[None], [max(answer.examples, 1)])
+
+        desk = Desk(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
+        self.exchange(desk, cohort.tolist(), content, add)
+        self.refusals(broadcast.round, desk.refused)
+
+    def exchange(
+        self, desk: Desk, clients: Iterable[int], content: Callable[[Slip], Any], add: Callable[[int, Any], None]
+    ) -> None:
+        """One question to each client, one answer from each in time: ``add`` gets the checked ones as they come."""
+        self._ask(desk, list(clients), content)
         until = time.monotonic() + self.answer_seconds
         while desk.waiting and time.monotonic() < until:
-            if not self._collect(desk, accumulator):
+            if not self._collect(desk, add):
                 time.sleep(self.poll)
         if self._late:
             desk.late(self.grid.pull_messages(list(self._late)))
         self._late = desk.close()
-        self.refusals(broadcast.round, desk.refused)
 
-    def _ask(self, desk: Desk, cohort: np.ndarray, broadcast: Broadcast) -> None:
+    def _ask(self, desk: Desk, clients: list[int], content: Callable[[Slip], Any]) -> None:
         connected = self.roster.connected(self.grid.get_nodes())
-        common = wire.write_broadcast(broadcast)
-        asked = [client for client in cohort.tolist() if client in connected]
-        desk.refused["missing"] += len(cohort) - len(asked)
+        asked = [client for client in clients if client in connected]
+        desk.refused["missing"] += len(clients) - len(asked)
         for start in range(0, len(asked), AT_ONCE):
             slips = [desk.slip(client, connected[client]) for client in asked[start : start + AT_ONCE]]
-            asks = [wire.Ask(slip.client, slip.nonce, self.pin, broadcast) for slip in slips]
-            messages = [self._message(ask, slip.node, common) for ask, slip in zip(asks, slips)]
+            messages = [self._message(content(slip), slip.node, desk.round) for slip in slips]
             for number, slip in zip(self.grid.push_messages(messages), slips):
                 if number:
                     desk.sent(number, slip)
                 else:
                     desk.refused["missing"] += 1
 
-    def _message(self, ask: wire.Ask, node: int, common: Any) -> Any:
+    def _message(self, content: Any, node: int, round: int) -> Any:
         from flwr.app import Message
 
-        content = wire.write_ask(ask, common)
-        return Message(content, node, TRAIN, ttl=self.ttl, group_id=str(ask.broadcast.round))
+        return Message(content, node, TRAIN, ttl=self.ttl, group_id=str(round))
 
-    def _collect(self, desk: Desk, accumulator: Any) -> int:
+    def _collect(self, desk: Desk, add: Callable[[int, Any], None]) -> int:
         """Pull what is there, a few at a time, in the order asked; how many replies came."""
         came = 0
         waiting = desk.waiting
@@ -100,8 +111,7 @@ class Flower:
                 came += 1
                 taken = desk.take(reply)
                 if taken is not None:
-                    _, answer = taken
-                    accumulator.add(wire.tensor_of(answer)[None], [max(answer.examples, 1)])
+                    add(*taken)
         return came
 
 

@@ -50,7 +50,7 @@ def deployed(folder: Path, recipe: Recipe) -> tuple[Task, list[Client]]:
 def client_at(folder: Path, task: Task, number: int) -> Client:
     """A client as its SuperNode would start it: nothing in memory, all from its folder."""
     own = client_folder(folder, number)
-    return Client(task, number, own / "data.safetensors", Store(own / "state"), task.pin)
+    return Client(task, number, own / "data.safetensors", Store(own / "state"), task.pin, own / "auth.key")
 
 
 def settings(folder: Path, **changes: Any) -> Settings:

@@ -1,0 +1,183 @@
+"""The client's side of secure aggregation: four answers a round, its secrets between them on its own disk.
+
+A step is answered once, in order, in one session; at most one masked vector leaves a client in a round, so that a
+server that starts a round again learns no second sum of it. The client counts for itself: it reveals shares only for
+sums with at least n_min honest vectors in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+
+from fedflat.core.checks import InputError, wrong
+from fedflat.core.discrete import SecureBits
+from fedflat.core.rng import fresh_key, stream
+from fedflat.federation import secagg, stages
+from fedflat.federation.client import Client, Refused
+from fedflat.federation.secagg import PublicKeys, Secrets, Shares
+from fedflat.federation.task import Task
+from fedflat.federation.wire import FACTS, Malformed, nonce_of, number, read_ask
+from fedflat.pieces.ddgauss import DistributedDiscreteGaussian
+from fedflat.privacy.plan import Plan
+
+ORDER = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.REVEAL)
+
+
+def threshold_of(plan: Plan, clients: int) -> int:
+    """How many clients must be there at every step: a majority of those who began, and n_min honest ones."""
+    return max(clients // 2 + 1, (plan.cohort_min or 1) + plan.colluders)
+
+
+def context_of(round: int, session: bytes) -> bytes:
+    """What signatures and common secrets are bound to."""
+    return round.to_bytes(8, "big") + session
+
+
+def known_keys(task: Task) -> dict[int, EllipticCurvePublicKey]:
+    """The roster's keys, which sign."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    return {i: load_ssh_public_key(key.encode()) for i, key in enumerate(task.roster.keys)}  # type: ignore[misc]
+
+
+def signing_key(path: Path) -> EllipticCurvePrivateKey:
+    """The client's authentication key, which signs its session keys."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        found = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise InputError(f"node config: key: found {path} ({error}); allowed: the client's auth.key.") from error
+    if not isinstance(found, EllipticCurvePrivateKey):
+        raise wrong("node config: key", str(path), "an elliptic-curve private key in OpenSSH form")
+    return found
+
+
+def answer_stage(client: Client, content: Any) -> Any:
+    """The reply's content to one step; raises Refused."""
+    facts = content[FACTS]
+    try:
+        stage, round, nonce, session = (
+            facts.get("stage"),
+            number(facts, "round"),
+            nonce_of(facts),
+            stages.session_of(facts),
+        )
+        if stage not in ORDER:
+            raise Malformed("form")
+        _check(client, facts, round)
+        state = _opened(client, str(stage), round, session)
+        done, vector = _STEPS[str(stage)](client, content, state)
+    except Malformed as fault:
+        raise Refused(f"the server's message is malformed: {fault.reason}") from fault
+    except secagg.Aborted as fault:
+        raise Refused(f"secure aggregation: {fault}") from fault
+    return stages.write_reply(round, nonce, done, vector)
+
+
+def _check(client: Client, facts: Any, round: int) -> None:
+    if facts.get("client") != client.number or facts.get("pin") != client.task.pin:
+        raise Refused("the server asks another client, or runs another recipe, task or roster")
+    if round >= client.job.parts.plan.rounds:
+        raise Refused(f"the server asks for round {round} of {client.job.parts.plan.rounds}")
+    if client.job.parts.plan.trust != "distributed":
+        raise Refused("the recipe's trust model is not distributed")
+
+
+def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str, Any]:
+    """The session so far, if this step is its next; step 0 opens a new one and forgets any other."""
+    if stage == stages.KEYS:
+        if client.store.took_part(round):
+            raise Refused(f"this client's vector of round {round} has left already")
+        client.store.end_session()
+        return {"session": session.hex(), "round": round}
+    state = client.store.session()
+    if state.get("session") != session.hex() or state.get("round") != round:
+        raise Refused("a step of a session that is not open")
+    if state.get("stage") != ORDER[ORDER.index(stage) - 1]:
+        raise Refused(f"step {stage} after step {state.get('stage')}")
+    return state
+
+
+def _own(client: Client, state: Mapping[str, Any]) -> Secrets:
+    context = context_of(state["round"], bytes.fromhex(state["session"]))
+    return Secrets(client.number, context, *(bytes.fromhex(state[name]) for name in ("seal", "mask", "seed")))
+
+
+def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
+    return stages.read_keys(bytes.fromhex(state["keys"]))
+
+
+def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+    if client.key is None:
+        raise wrong("node config", "no key", 'key="…/auth.key" under trust: distributed')
+    own = Secrets.fresh(client.number, context_of(state["round"], bytes.fromhex(state["session"])))
+    public = own.public(signing_key(client.key))
+    secret = {"seal": own.seal.hex(), "mask": own.mask.hex(), "seed": own.seed.hex()}
+    client.store.keep_session({**state, "stage": stages.KEYS, **secret})
+    return {"keys": stages.write_keys({client.number: public})}, None
+
+
+def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+    own, keys = _own(client, state), stages.read_keys(content[FACTS].get("keys"))
+    secagg.verify(keys, known_keys(client.task), own.context)
+    threshold = threshold_of(client.job.parts.plan, len(keys))
+    boxes, kept = secagg.seal_shares(own, keys, threshold)
+    held = stages.write_keys(keys).hex()
+    client.store.keep_session(
+        {**state, "stage": stages.SHARES, "keys": held, "threshold": threshold, "own": [str(kept.seed), str(kept.mask)]}
+    )
+    return {"boxes": stages.write_map(boxes)}, None
+
+
+def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], np.ndarray]:
+    own, keys = _own(client, state), _keys(state)
+    boxes = stages.read_map(content[FACTS].get("boxes"), stages.BOX_BYTES)
+    if not set(boxes) <= set(keys) - {client.number} or len(boxes) + 1 < state["threshold"]:
+        raise secagg.Aborted("too few clients")
+    shares = {sender: secagg.open_box(own, keys, sender, box) for sender, box in boxes.items()}
+    shares[client.number] = Shares(*(int(text) for text in state["own"]))
+    ask = read_ask(content, client.job.parts.layout.dimension)
+    client.check(ask)
+    held = {str(i): [str(found.seed), str(found.mask)] for i, found in shares.items()}
+    vector = _encoded(client, ask.broadcast)
+    client.store.note_participation(state["round"])
+    client.store.keep_session({**state, "stage": stages.VECTOR, "shares": held})
+    return {}, secagg.masked(own, keys, shares, vector, _mechanism(client).bits)
+
+
+def _mechanism(client: Client) -> DistributedDiscreteGaussian:
+    found: DistributedDiscreteGaussian = client.job.parts.mechanism.mechanism  # type: ignore[attr-defined]
+    return found
+
+
+def _encoded(client: Client, broadcast: Any) -> np.ndarray:
+    """The clipped update as whole numbers with this client's own share of the noise; its bits are never used again."""
+    update, _ = client.update(broadcast)
+    mechanism, key = _mechanism(client), fresh_key()
+    signs = mechanism.signs(stream(client.job.seed, "rotation", broadcast.round))
+    return mechanism.encode(
+        update.to(torch.float64), signs, SecureBits(key, "rounding"), SecureBits(key, "noise share")
+    )
+
+
+def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+    survivors = set(stages.read_map(content[FACTS].get("survivors"), 0))
+    shares = {int(i): Shares(*(int(text) for text in found)) for i, found in state["shares"].items()}
+    seeds, masks = secagg.reveal(shares, survivors, set(shares), state["threshold"])
+    client.store.end_session()  # before the answer leaves: it is given once
+    return {"seeds": stages.write_numbers(seeds), "masks": stages.write_numbers(masks)}, None
+
+
+_STEPS: dict[str, Any] = {
+    stages.KEYS: _give_keys,
+    stages.SHARES: _give_shares,
+    stages.VECTOR: _give_vector,
+    stages.REVEAL: _reveal,
+}
