@@ -311,7 +311,9 @@ def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
 
 def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon: bool) -> Figure | None:
     most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
-    series = [_mean_series(group, place, points, by_epsilon, most) for place, group in enumerate(groups)]
+    series = [
+        _mean_series(group, place, points, by_epsilon, most, figure.percent) for place, group in enumerate(groups)
+    ]
     changes: dict[str, Any] = {"overlay": True}
     absent = [each.label for each in series if each.y and "epsilon" not in each.x]
     if by_epsilon and absent and len(absent) < len(series):
@@ -320,7 +322,9 @@ def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon
     return _with(figure, series, **changes)
 
 
-def _mean_series(group: Group, style: int, points: Points, by_epsilon: bool, most: int) -> Series:
+def _mean_series(
+    group: Group, style: int, points: Points, by_epsilon: bool, most: int, percent: bool = False
+) -> Series:
     by_round: dict[int, list[float]] = {}
     for run in group.runs:
         for turn, value in points(run):
@@ -339,11 +343,12 @@ def _mean_series(group: Group, style: int, points: Points, by_epsilon: bool, mos
     if by_epsilon and rounds and all(turn in spent for turn in rounds):
         x["epsilon"] = tuple(spent[turn] for turn in rounds)
     banded = any(sds)
+    least, highest = (0.0, 1.0) if percent else (-math.inf, math.inf)  # no share is below 0 or above 100 %
     return Series(
         label=group.label,
         x=x,
         y=tuple(each.mean for each in spreads),
-        low=tuple(each.mean - sd for each, sd in zip(spreads, sds, strict=True)) if banded else (),
-        high=tuple(each.mean + sd for each, sd in zip(spreads, sds, strict=True)) if banded else (),
+        low=tuple(max(least, each.mean - sd) for each, sd in zip(spreads, sds, strict=True)) if banded else (),
+        high=tuple(min(highest, each.mean + sd) for each, sd in zip(spreads, sds, strict=True)) if banded else (),
         style=style,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fedflat.report import metrics, svg, tables
+from fedflat.report import audited, metrics, svg, tables
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, section
@@ -103,6 +103,7 @@ def _run_sections(run: Run) -> list[tuple[str, str, str]]:
         ("curves", "Curves", _cards([figure for figure in figures if not figure.private])),
         ("simulation", "Inside the simulation", _private_cards(figures)),
         ("privacy", "Privacy statement", statement_html(run)),
+        ("audit", "Audit", _audit(run)),
         ("recipe", "Recipe", _recipe(run)),
         ("reproduce", "Reproduce", _reproduce(run)),
     ]
@@ -147,6 +148,8 @@ def _epsilon_tile(run: Run) -> str:
     below = [f"δ = {delta:g}"] if delta is not None and (proven or claimed) is not None else []
     if claimed is not None:
         below.append(f"claimed by the formula: {tables.epsilon_text(claimed)}")
+    if found := audited.short(run):
+        below.append(f"audited: {found}")
     if proven is None and claimed is None:
         below.append((metrics.reasons(run) or ["no finite ε is proven"])[0])
     return _tile("Proven ε", tables.epsilon_text(proven), "; ".join(below))
@@ -155,11 +158,28 @@ def _epsilon_tile(run: Run) -> str:
 def _warning(run: Run) -> str:
     claimed = metrics.claimed_epsilon(run)
     if claimed is None:
-        return ""
+        return _audit_warning(run)
     proven = tables.epsilon_text(metrics.proven_epsilon(run))
     listed = "".join(f"<li>{escape(reason)}</li>" for reason in metrics.reasons(run))
     head = f"Proven ε is {proven}; the formula claims {tables.epsilon_text(claimed)}, which does not cover what ran."
-    return f'<aside class="notice"><p><strong>{escape(head)}</strong></p><ul>{listed}</ul></aside>'
+    return f'<aside class="notice"><p><strong>{escape(head)}</strong></p><ul>{listed}</ul></aside>{_audit_warning(run)}'
+
+
+def _audit_warning(run: Run) -> str:
+    over = [audit for audit in run.audits if audited.exceeded(audit)]
+    listed = "".join(
+        f"<li>{escape(str(audit.get('kind')))}: {escape(audited.audited_text(audit))}, {audited.verdict(audit)}</li>"
+        for audit in over
+    )
+    head = "An audit found more than is proven: the proof or the code is wrong."
+    return f'<aside class="notice"><p><strong>{head}</strong></p><ul>{listed}</ul></aside>' if over else ""
+
+
+def _audit(run: Run) -> str:
+    if not run.audits:
+        return ""
+    rows = [audited.cells(audit) for audit in run.audits]
+    return _table("Audits of this run", audited.HEADS, rows) + audited.notes_html(run.audits)
 
 
 def _recipe(run: Run) -> str:
@@ -300,6 +320,7 @@ def _differences(groups: Sequence[Group]) -> str:
 
 
 def _runs_table(groups: Sequence[Group]) -> str:
+    audits = any(audited.short(run) for group in groups for run in group.runs)
     rows = []
     for group in groups:
         for run in group.runs:
@@ -313,8 +334,19 @@ def _runs_table(groups: Sequence[Group]) -> str:
                     tables.percent(found["final_accuracy"]),
                     tables.percent(found["best_accuracy"]),
                     tables.epsilon_text(found["proven_epsilon"]),
+                    *([audited.short(run) or "–"] if audits else []),
                     tables.duration(found["seconds"]),
                 ]
             )
-    heads = ["Run", "Method", "seed", "rounds", "final %", "best %", "ε proven", "time"]
+    heads = [
+        "Run",
+        "Method",
+        "seed",
+        "rounds",
+        "final %",
+        "best %",
+        "ε proven",
+        *(["ε audited"] if audits else []),
+        "time",
+    ]
     return _table("Every run; best is chosen on test data", heads, rows, left=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Run:
         private: one record per round of what is private to the simulation; empty for a deployment.
         privacy: the privacy statement; empty where there is none.
         ledger_lines: complete lines in ``ledger.jsonl``.
+        audits: what ``fedflat audit`` found, from ``audit.json``; empty where nobody audited the run.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Run:
     private: list[Record]
     privacy: Record
     ledger_lines: int
+    audits: list[Record] = field(default_factory=list)
 
     @property
     def algorithm(self) -> str:
@@ -137,6 +139,7 @@ def read_run(folder: Path | str) -> Run:
         private=_by_round(read_records(path / "private.jsonl")),
         privacy=_read_json(path / "privacy.json"),
         ledger_lines=len(read_records(path / "ledger.jsonl")),
+        audits=_audits(path / "audit.json"),
     )
 
 
@@ -180,12 +183,20 @@ def _read_yaml(path: Path) -> Record:
     return plain(found) if isinstance(found, dict) else {}
 
 
-def _read_json(path: Path) -> Record:
+def _read_json(path: Path, allowed: str = "the privacy statement written by the run") -> Record:
     if not path.is_file():
         return {}
     found = _parsed(path.read_bytes())
     if found is None:
-        raise wrong(str(path), "not a JSON object", "the privacy statement written by the run")
+        raise wrong(str(path), "not a JSON object", allowed)
+    return found
+
+
+def _audits(path: Path) -> list[Record]:
+    allowed = "the file written by fedflat audit"
+    found = _read_json(path, allowed).get("audits", [])
+    if not isinstance(found, list) or not all(isinstance(audit, dict) for audit in found):
+        raise wrong(f"{path}: audits", "something else", f"a list of audits, as in {allowed}")
     return found
 
 

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedflat.core.checks import in_range, wrong
+from fedflat.core.checks import wrong
 from fedflat.report import metrics
+from fedflat.report.equal import Targets, accuracy_at_epsilon, targets
+from fedflat.report.equal import epsilon_at_accuracy as epsilon_at_accuracy
 from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
 from fedflat.report.metrics import Run
 
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NO_EPSILON = "∞ (none)"
+EQUAL = ("epsilon_at_accuracy", "accuracy_at_epsilon")
 PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none."""
+    """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
+
+    ``epsilon_at_accuracy`` and ``accuracy_at_epsilon`` are read at the comparison's ``equal`` targets.
+    """
 
     method: str
     seeds: int
@@ -41,13 +47,17 @@ class Row:
     difference: Difference | None
     personal_difference: Difference | None
     reasons: tuple[str, ...]
+    epsilon_at_accuracy: Spread | None = None
+    accuracy_at_epsilon: Spread | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of a comparison; differences are against the first."""
+    """The rows of a comparison; differences are against the first. ``equal``: the accuracy and the ε that the private
+    settings are compared at, ``None`` where fewer than two are private."""
 
     rows: tuple[Row, ...]
+    equal: Targets | None = None
 
 
 def comparison_table(groups: Sequence[Group]) -> Comparison:
@@ -58,10 +68,11 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
     """
     if not groups:
         raise wrong("comparison", "no run", "one or more runs")
-    return Comparison(tuple(_row(group, groups[0]) for group in groups))
+    equal = targets(groups)
+    return Comparison(tuple(_row(group, groups[0], equal) for group in groups), equal)
 
 
-def _row(group: Group, first: Group) -> Row:
+def _row(group: Group, first: Group, equal: Targets | None) -> Row:
     def over(measure: Callable[[Run], float | None]) -> Spread | None:
         return spread(measure(run) for run in group.runs)
 
@@ -84,21 +95,9 @@ def _row(group: Group, first: Group) -> Row:
         difference=against(metrics.final_accuracy),
         personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(shown)),
+        epsilon_at_accuracy=over(lambda run: epsilon_at_accuracy(run, equal.accuracy)) if equal else None,
+        accuracy_at_epsilon=over(lambda run: accuracy_at_epsilon(run, equal.epsilon)) if equal else None,
     )
-
-
-def epsilon_at_accuracy(run: Run, target: float) -> float | None:
-    """The ε spent when the test accuracy first reached ``target`` (0 to 1): methods compared at equal accuracy.
-
-    ``None`` where the target was not reached or no ε is proven. It is read off the run's own test curve, so stopping
-    there would be a choice made on test data.
-
-    Raises:
-        InputError: a target outside 0 to 1.
-    """
-    in_range("accuracy target", target, 0.0, 1.0)
-    reached = next((turn for turn, value in metrics.column(run.metrics, "test_accuracy") if value >= target), None)
-    return dict(metrics.spent(run)).get(reached) if reached is not None else None
 
 
 # ---------------------------------------------------------------------------------------------------------- wording
@@ -121,6 +120,14 @@ def epsilon_text(value: float | None) -> str:
     if value is None:
         return NO_EPSILON
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
+
+
+def epsilon_spread(value: Spread | None) -> str:
+    """``3.41 ± 0.12``; a dash where no ε was read."""
+    if value is None:
+        return "–"
+    sd = "" if value.sd is None else f" ± {value.sd:.3g}" if value.mean < 1 else f" ± {value.sd:.2f}"
+    return epsilon_text(value.mean) + sd
 
 
 def duration(value: float | None) -> str:
@@ -168,9 +175,21 @@ def columns(table: Comparison) -> list[Column]:
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
         (True, Column("proven_epsilon", "ε proven", lambda row: epsilon_text(row.proven_epsilon))),
         (claimed, Column("claimed_epsilon", "ε claimed", _claimed_text)),
+        *_equal_columns(table),
         (True, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
     ]
     return [column for wanted, column in found if wanted]
+
+
+def _equal_columns(table: Comparison) -> list[tuple[bool, Column]]:
+    """ε at equal accuracy; accuracy at equal ε only where the settings end at different ε."""
+    if table.equal is None:
+        return []
+    reached, limit = f"ε at {percent(table.equal.accuracy)} %", f"% at ε {epsilon_text(table.equal.epsilon)}"
+    return [
+        (True, Column(EQUAL[0], reached, lambda row: epsilon_spread(row.epsilon_at_accuracy))),
+        (not table.equal.one_epsilon, Column(EQUAL[1], limit, lambda row: percent_spread(row.accuracy_at_epsilon))),
+    ]
 
 
 def _claimed_text(row: Row) -> str:
@@ -183,6 +202,10 @@ def notes(table: Comparison) -> list[str]:
     found = ["Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds."]
     if any(row.difference for row in rows):
         found.append(f"Differences (Δ) from {rows[0].method}: paired over common seeds, points, 95 % t interval.")
+    deltas = sorted({row.delta for row in rows if row.proven_epsilon is not None and row.delta is not None})
+    if len(deltas) > 1:
+        found.append(f"ε is stated at different δ ({', '.join(f'{delta:g}' for delta in deltas)}): not one scale.")
+    found += _equal_notes(table.equal)
     if any(row.personal for row in rows):
         found.append(PRIVATE_NOTE)
     for row in rows:
@@ -191,6 +214,21 @@ def notes(table: Comparison) -> list[str]:
         elif row.claimed_epsilon is not None:
             found.append(f"{row.method}: claimed is the paper's formula. {' '.join(row.reasons[:1])}".strip())
     return found
+
+
+def _equal_notes(equal: Targets | None) -> list[str]:
+    """The rule behind the targets, and why nobody may stop by them."""
+    if equal is None:
+        return []
+    accuracy, limit = percent(equal.accuracy), epsilon_text(equal.epsilon)
+    found = [
+        f"Equal accuracy: ε spent when the shared model's test accuracy first reached {accuracy} %, the lowest final "
+        "accuracy of any private run. Read off the test curve, so a comparison and no rule to stop by."
+    ]
+    if equal.one_epsilon:
+        return [*found, f"Equal ε: every private run ends at ε = {limit}, so the accuracy column compares at equal ε."]
+    rule = f"Equal ε: the shared model's test accuracy at ε = {limit}, the smallest final ε of any private run."
+    return [*found, rule]
 
 
 # -------------------------------------------------------------------------------------------------------- renderers
@@ -206,7 +244,7 @@ def clock(value: float | None) -> str:
 
 def to_rich(table: Comparison) -> Table:
     """The main terminal table, at most 80 columns wide; long method names fold."""
-    shown = [column for column in columns(table) if column.key != "difference"]
+    shown = [column for column in columns(table) if column.key not in ("difference", *EQUAL)]
     full = len(shown) == 7  # every optional column is there: method names get what is left of 80
     made = _rich_table()
     for column in shown:
@@ -236,6 +274,21 @@ def to_rich_differences(table: Comparison) -> Table | None:
     return made
 
 
+def to_rich_equal(table: Comparison) -> Table | None:
+    """The private settings at equal accuracy and at equal ε; ``None`` where fewer than two are private."""
+    shown = [column for column in columns(table) if column.key in EQUAL]
+    if not shown:
+        return None
+    made = _rich_table()
+    made.add_column("compared at equal", overflow="fold", max_width=28)
+    for column in shown:
+        made.add_column(column.heading, justify="right", no_wrap=True)
+    for row in table.rows:
+        if row.epsilon_at_accuracy or row.accuracy_at_epsilon:
+            made.add_row(*_texts([row.method, *(column.text(row) for column in shown)]))
+    return made
+
+
 def _rich_table() -> Table:
     from rich import box
     from rich.table import Table
@@ -256,10 +309,10 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False)
     console.print(to_rich(table))
-    differences = to_rich_differences(table)
-    if differences is not None:
-        console.print()
-        console.print(differences)
+    for more in (to_rich_differences(table), to_rich_equal(table)):
+        if more is not None:
+            console.print()
+            console.print(more)
     console.print()
     for note in _texts(notes(table)):
         console.print(note)
@@ -286,8 +339,14 @@ def to_records(table: Comparison) -> list[dict[str, Any]]:
 
 
 def to_json(table: Comparison) -> str:
-    """The rows with full precision."""
-    return json.dumps({"rows": to_records(table), "notes": notes(table)}, indent=2, ensure_ascii=False) + "\n"
+    """The rows with full precision, and what the private ones are compared at."""
+    found = {"rows": to_records(table), "equal": equal_record(table), "notes": notes(table)}
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def equal_record(table: Comparison) -> dict[str, Any] | None:
+    """The targets of the equal columns as a plain dictionary."""
+    return None if table.equal is None else metrics.plain(asdict(table.equal))
 
 
 def to_csv(table: Comparison) -> str:
@@ -305,7 +364,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     parts = {
         "difference": ("mean", "low", "high", "pairs"),
         "personal_difference": ("mean", "low", "high", "pairs"),
-        **dict.fromkeys(("final", "best", "personal", "seconds"), ("mean", "sd")),
+        **dict.fromkeys(("final", "best", "personal", "seconds", *EQUAL), ("mean", "sd")),
     }
     flat: dict[str, Any] = {}
     for key, value in record.items():

@@ -1,0 +1,97 @@
+"""What an audit found, on the run's page beside the claimed and the proven ε."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_runs import write_run
+
+from fedflat.audit.result import AuditResult
+from fedflat.core.checks import InputError
+from fedflat.report import audited, html, metrics
+
+
+def result(**changes: Any) -> AuditResult:
+    facts: dict[str, Any] = {
+        "kind": "one-run", "method": "dp-fedsam", "claimed": 9.37, "proven": 9.37, "lower_bound": 1.234,
+        "confidence": 0.95, "canary": "sphere", "statistic": "dot product", "runs": 500, "seconds": 3.0,
+        "assumptions": ("Canaries join <independently>.",),
+    }  # fmt: skip
+    return AuditResult(**(facts | changes))
+
+
+ESTIMATE = {"kind": "canaries", "lower_bound": None, "confidence": None, "estimate": 2.5}
+
+
+def run_with(folder: Path, *results: AuditResult, **statement: Any) -> metrics.Run:
+    path = write_run(folder, rounds=3, statement=statement)
+    text = json.dumps({"audits": [each.as_dict() for each in results]})
+    (path / "audit.json").write_text(text)
+    return metrics.read_run(path)
+
+
+def test_bounds_and_estimates_stand_beside_claimed_and_proven(tmp_path: Path) -> None:
+    page = html.render([run_with(tmp_path / "a", result(), result(**ESTIMATE))])
+    assert '<section id="audit">' in page
+    for cell in ("≥ 1.23", "95 %", "within the proof", "≈ 2.50", "none (estimate)", "an estimate, no bound"):
+        assert f"<td>{cell}</td>" in page, cell
+    assert page.count("<td>9.37</td>") == 4  # claimed and proven, of both
+    assert "Canaries join &lt;independently&gt;." in page
+    assert "audited: ≥ 1.23 at 95 % confidence" in page  # in the ε tile
+    assert "An audit found more" not in page
+
+
+def test_without_an_audit_the_page_has_no_such_section(tmp_path: Path) -> None:
+    page = html.render([metrics.read_run(write_run(tmp_path / "a", rounds=3))])
+    assert 'id="audit"' not in page and "audited" not in page
+
+
+def test_an_estimate_is_never_worded_as_a_bound(tmp_path: Path) -> None:
+    assert audited.short(run_with(tmp_path / "a", result(**ESTIMATE))) == "≈ 2.50 (estimate)"
+
+
+def test_a_bound_for_one_round_is_not_the_runs(tmp_path: Path) -> None:
+    assert audited.short(run_with(tmp_path / "a", result(kind="mechanism", lower_bound=3.0))) == ""
+
+
+def test_the_largest_bound_of_the_whole_run_counts(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "a", result(), result(lower_bound=2.0), result(kind="mechanism", lower_bound=7.0))
+    assert audited.short(run).startswith("≥ 2.00")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lower_bound": 12.0}, "over the proven ε"),
+        ({"violations": ("slot 3 moved the sum by 2.0 C",)}, "contract 2b broken"),
+    ],
+)
+def test_more_than_proven_is_a_notice(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    page = html.render([run_with(tmp_path / "a", result(**changes))])
+    assert "An audit found more than is proven" in page and f"{words}</li>" in page
+    assert all(text in page for text in changes.get("violations", ()))
+
+
+def test_a_published_procedure_with_nothing_proven(tmp_path: Path) -> None:
+    """Infinite ε is null in the file: the page says none, and the bound is within no proof."""
+    found = result(proven=float("inf"), claimed=2.0, lower_bound=4.0)
+    page = html.render([run_with(tmp_path / "a", found, proven_epsilon=None, epsilon=None, claimed_epsilon=2.0)])
+    assert "nothing is proven</td>" in page and "An audit found more" not in page
+
+
+def test_comparisons_show_it_run_by_run(tmp_path: Path) -> None:
+    runs = [run_with(tmp_path / "a", result()), metrics.read_run(write_run(tmp_path / "b", "dp-fedavg", rounds=3))]
+    page = html.render(runs)
+    assert "ε audited" in page and "≥ 1.23 at 95 % confidence" in page
+    assert "ε audited" not in html.render(runs[1:] * 2)
+
+
+@pytest.mark.parametrize("text", ["{", '{"audits": 3}', '{"audits": ["x"]}'])
+def test_a_broken_file_is_one_line(tmp_path: Path, text: str) -> None:
+    path = write_run(tmp_path / "a", rounds=3)
+    (path / "audit.json").write_text(text)
+    with pytest.raises(InputError, match="fedflat audit"):
+        metrics.read_run(path)
