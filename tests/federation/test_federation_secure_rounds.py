@@ -1,0 +1,272 @@
+"""``trust: distributed`` end to end on the stand-in grid: ddgauss sums under secure aggregation, dropouts, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message
+from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
+
+from fedflat import simulation
+from fedflat.core.types import Broadcast
+from fedflat.engine import keys
+from fedflat.federation import secagg, stages
+from fedflat.federation.client import Client, Refused
+from fedflat.federation.desk import Slip
+from fedflat.federation.secure_client import threshold_of
+from fedflat.federation.server import serve
+from fedflat.federation.task import Task
+from fedflat.privacy.ledger import read as read_ledger
+
+STEPS = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.REVEAL)
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+def ddgauss(noise: float = 1.0, rounds: int = 1, minimum: int = 2, **changes: Any) -> Any:
+    return small(
+        algorithm="ddgauss", rounds=rounds, cohort={"min": minimum}, privacy={"noise_multiplier": noise}, **changes
+    )
+
+
+def silent_from(client: Client, stage: str) -> Callable[[Any], Any]:
+    """A client that drops out before a step."""
+
+    def handle(message: Any) -> Any:
+        late = STEPS.index(stages.stage_of(message.content)) >= STEPS.index(stage)
+        return None if late else honest(client)(message)
+
+    return handle
+
+
+def run(folder: Path, recipe: Any, gone: dict[int, str] | None = None) -> tuple[Task, list[Client], Any]:
+    task, clients = deployed(folder, recipe)
+    grid = grid_of(task, clients)
+    for number, stage in (gone or {}).items():
+        grid.handlers[number] = silent_from(clients[number], stage)
+    serve(grid, task, settings(folder))
+    return task, clients, grid
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> None:
+    """Little noise, a fine grid: the movement of w agrees with the simulation's to a few noise stds."""
+    recipe = ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5})
+    task, clients, _ = run(tmp_path / "fed", recipe)
+    simulated = simulation.run(task.recipe, out=tmp_path / "sim")
+    first = clients[0].job.first
+    found, wanted = final_shared(tmp_path / "fed" / "run") - first, final_shared(tmp_path / "sim") - first
+    mechanism = clients[0].job.parts.mechanism.mechanism
+    n_max = clients[0].job.parts.mechanism.shares
+    std = mechanism.pitch * math.sqrt(float(mechanism.share_variance) * n_max + 4 / 4) / 4
+    assert float((found - wanted).std()) < 3 * std < float(wanted.norm())
+    assert (
+        simulated.privacy["epsilon"] == json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())["epsilon"]
+    )
+    lines = [read_ledger(tmp_path / name / "ledger.jsonl") for name in ("fed/run", "sim")]
+    chain = ("previous", "checksum", "key_id")
+    plain = [[{k: v for k, v in line.items() if k not in chain} for line in found] for found in lines]
+    assert plain[0] == plain[1]
+
+
+def test_the_noise_in_a_sum_is_n_max_shares(tmp_path: Path) -> None:
+    """Clients' own shares and the server's top-up together, measured; also with a client gone."""
+    recipe = ddgauss(noise=2.0, local={"lr": 1e-7}, model={"name": "mlp", "hidden": 30})
+    for name, gone in (("all", {}), ("three", {2: stages.VECTOR})):
+        _, clients, _ = run(tmp_path / name, recipe, gone)
+        moved = final_shared(tmp_path / name / "run") - clients[0].job.first
+        mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
+        std = mechanism.pitch * math.sqrt(float(mechanism.share_variance) * n_max) / 4
+        assert float(moved.std()) == pytest.approx(std, rel=0.08)
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None:
+    recipe = ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5})
+    _, clients, _ = run(tmp_path / "fed", recipe, {1: stage})
+    assert rows(tmp_path / "fed" / "run" / "metrics.jsonl")[0]["aborted"] is False
+    first = clients[0].job.first
+    moved = (final_shared(tmp_path / "fed" / "run") - first) * 4
+    there = [c for c in range(4) if c != 1 or stage == stages.REVEAL]
+    fresh = {c: client_at(tmp_path / "fed", clients[0].task, c) for c in there}
+    wanted = torch.stack([fresh[c].update(Broadcast(0, first, 0.1, 1.0))[0] for c in there]).sum(0)
+    mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
+    variance = float(mechanism.share_variance) * n_max + len(there) / 6  # of rounding: f(1 − f) on average
+    noise = mechanism.pitch * math.sqrt(variance * first.numel())
+    assert float((moved - wanted).norm()) == pytest.approx(noise, rel=0.15)  # one client more or less is 0.1 away
+    assert noise < 0.15
+    operator = next((keys.folder().parent / "operator").iterdir())
+    assert rows(operator) == [{"round": 0, "missing": 1}]
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_too_few_clients_at_any_step_release_nothing_and_stay_charged(stage: str, tmp_path: Path) -> None:
+    _, clients, _ = run(tmp_path / "fed", ddgauss(rounds=2), {0: stage, 1: stage})  # of 4, 3 are needed
+    shown = rows(tmp_path / "fed" / "run" / "metrics.jsonl")
+    few = stage != stages.KEYS  # two that never began are a small cohort, enough for n_min = 2
+    assert [row["aborted"] for row in shown] == [few, few]
+    if few:
+        assert torch.equal(final_shared(tmp_path / "fed" / "run"), clients[0].job.first)
+    assert [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")] == [0, 1]
+
+
+def test_what_the_server_gets_is_masked(tmp_path: Path) -> None:
+    """No vector that arrives is the client's own: each is uniform, and two of one client's input differ."""
+    task, clients = deployed(tmp_path / "fed", ddgauss(noise=0.05, rounds=2))
+    grid = grid_of(task, clients)
+    arrived: list[np.ndarray] = []
+    pull = grid.pull_messages
+
+    def noted(numbers: Any) -> Any:
+        found = pull(numbers)
+        arrived.extend(m.content["arrays"]["update"].numpy() for m in found if "update" in m.content["arrays"])
+        return found
+
+    grid.pull_messages = noted  # type: ignore[method-assign]
+    serve(grid, task, settings(tmp_path / "fed"))
+    mechanism = clients[0].job.parts.mechanism.mechanism
+    assert len(arrived) == 8
+    for vector in arrived:
+        spread = np.abs(((vector + (1 << 15)) % (1 << 16)) - (1 << 15)).mean()
+        assert spread == pytest.approx(1 << 14, rel=0.15)  # uniform modulo 2^16; an update alone is far smaller
+    assert math.sqrt(mechanism.norm_limit / mechanism.padded) < (1 << 12)
+
+
+def question(client: Client, /, stage: str, session: bytes = b"s" * 16, round: int = 0, **changes: Any) -> Any:
+    facts = changes.pop("facts", {})
+    broadcast = None
+    if stage == stages.VECTOR:
+        broadcast = Broadcast(round, client.job.first, client.job.threshold, 1.0)
+    slip = Slip(changes.get("client", client.number), 7, b"n" * 16)
+    return stages.write_question(stage, slip, round, session, changes.get("pin", client.task.pin), facts, broadcast)
+
+
+def through_shares(clients: list[Client], session: bytes = b"s" * 16, round: int = 0) -> dict[int, dict[str, bytes]]:
+    """Steps 0 and 1 of all clients; what each is sent in step 2."""
+    found = {}
+    for client in clients:
+        found |= stages.read_keys(client.answer(question(client, stages.KEYS, session, round))["facts"]["keys"])
+    held, boxes = {"keys": stages.write_keys(found)}, {}
+    for client in clients:
+        reply = client.answer(question(client, stages.SHARES, session, round, facts=held))
+        boxes[client.number] = stages.read_map(reply["facts"]["boxes"])
+    return {
+        to.number: {"boxes": stages.write_map({c: boxes[c][to.number] for c in boxes if c != to.number})}
+        for to in clients
+    }
+
+
+def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None:
+    _, clients = deployed(tmp_path / "fed", ddgauss(rounds=3))
+    one = clients[0]
+    with pytest.raises(Refused, match="not open"):
+        one.answer(question(one, stages.REVEAL))
+    facts = through_shares(clients)
+    with pytest.raises(Refused, match="step shares after step shares"):
+        one.answer(question(one, stages.SHARES))
+    with pytest.raises(Refused, match="not open"):
+        one.answer(question(one, stages.VECTOR, b"t" * 16, facts=facts[0]))
+    with pytest.raises(Refused, match="step reveal after step shares"):
+        one.answer(question(one, stages.REVEAL, facts={"survivors": b""}))
+    one.answer(question(one, stages.VECTOR, facts=facts[0]))
+    with pytest.raises(Refused, match="step vector after step vector"):
+        one.answer(question(one, stages.VECTOR, facts=facts[0]))
+    with pytest.raises(Refused, match="survivors that cannot be"):
+        one.answer(question(one, stages.REVEAL, facts={"survivors": stages.write_map({0: b"", 1: b""})}))
+    survivors = stages.write_map(dict.fromkeys((0, 1, 2), b""))
+    reply = one.answer(question(one, stages.REVEAL, facts={"survivors": survivors}))
+    assert set(stages.read_numbers(reply["facts"]["seeds"])) == {0, 1, 2}
+    assert set(stages.read_numbers(reply["facts"]["masks"])) == {3}
+    with pytest.raises(Refused, match="not open"):
+        one.answer(question(one, stages.REVEAL, facts={"survivors": survivors}))
+    with pytest.raises(Refused, match="has left already"):  # a restarted server learns no second sum of the round
+        one.answer(question(one, stages.KEYS, b"u" * 16))
+    again = client_at(tmp_path / "fed", one.task, 0)
+    with pytest.raises(Refused, match="has left already"):
+        again.answer(question(again, stages.KEYS, b"u" * 16))
+    assert one.store.session() == {}
+
+
+def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
+    _, clients = deployed(tmp_path / "fed", ddgauss())
+    one = clients[0]
+    from test_federation_clients import ask_of
+
+    with pytest.raises(Refused, match="without secure aggregation"):
+        one.answer(ask_of(one))
+    for changes in ({"client": 1}, {"pin": "another"}, {"round": 9}):
+        with pytest.raises(Refused):
+            one.answer(question(one, stages.KEYS, **changes))
+    own = stages.read_keys(one.answer(question(one, stages.KEYS))["facts"]["keys"])
+    servers = secagg.Secrets.fresh(1, b"").public(__import__("test_federation_secagg").SIGNERS[1])
+    with pytest.raises(Refused, match="signature"):
+        one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys({**own, 1: servers})}))
+    with pytest.raises(Refused, match="too few"):
+        one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys(own)}))
+    for bad in (b"", b"x" * 9, stages.write_map({0: b"x" * 64})):
+        with pytest.raises(Refused):
+            one.answer(question(one, stages.SHARES, facts={"keys": bad}))
+    plain = small()
+    _, others = deployed(tmp_path / "plain", plain)
+    with pytest.raises(Refused, match="not distributed"):
+        others[0].answer(question(others[0], stages.KEYS))
+
+
+def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Path) -> None:
+    def spoil(stage: str, facts: dict[str, bytes], vector: np.ndarray | None = None) -> Any:
+        def of(client: Client) -> Callable[[Any], Any]:
+            def handle(message: Any) -> Any:
+                if stages.stage_of(message.content) != stage:
+                    return honest(client)(message)
+                asked = message.content["facts"]
+                content = stages.write_reply(asked["round"], asked["nonce"], facts, vector)
+                return Message(content, reply_to=message)
+
+            return handle
+
+        return of
+
+    cases = {
+        "keys of another": (stages.KEYS, {"keys": stages.write_map({1: b"x" * 100})}),
+        "no keys": (stages.KEYS, {}),
+        "unsigned keys": (stages.KEYS, {"keys": stages.write_map({0: b"x" * 100})}),
+        "no boxes": (stages.SHARES, {"boxes": b""}),
+        "cut boxes": (stages.SHARES, {"boxes": b"x" * 30}),
+        "float vector": (stages.VECTOR, {}, np.ones(512, np.float32)),
+        "short vector": (stages.VECTOR, {}, np.ones(3, np.int64)),
+    }
+    for name, (stage, facts, *vector) in cases.items():
+        task, clients = deployed(tmp_path / name, ddgauss())
+        grid = grid_of(task, clients)
+        grid.handlers[0] = spoil(stage, facts, *vector)(clients[0])
+        serve(grid, task, settings(tmp_path / name))
+        assert rows(tmp_path / name / "run" / "metrics.jsonl")[0]["aborted"] is False, name
+    task, clients = deployed(tmp_path / "false shares", ddgauss())
+    grid = grid_of(task, clients)
+    for i in (0, 1, 2):
+        grid.handlers[i] = spoil(stages.REVEAL, {"seeds": b"", "masks": b""})(clients[i])
+    serve(grid, task, settings(tmp_path / "false shares"))
+    assert rows(tmp_path / "false shares" / "run" / "metrics.jsonl")[0]["aborted"] is True
+
+
+def test_the_threshold_is_a_majority_and_n_min_honest_clients(tmp_path: Path) -> None:
+    _, clients = deployed(tmp_path / "fed", ddgauss())
+    plan = clients[0].job.parts.plan
+    assert plan.cohort_min == 2
+    assert [threshold_of(plan, n) for n in (1, 2, 3, 4, 10)] == [2, 2, 2, 3, 6]
