@@ -89,7 +89,7 @@ def _extras(report: dict[str, Any]) -> list[str]:
     if "start_up" in report:
         lines += [
             "",
-            f"Start-up to the first finished round of the quick start: {report['start_up']['median']:.1f} s (target 5).",
+            f"Command to first finished round of the quick start: {report['start_up']['median']:.1f} s (target: 5).",
         ]
     if "server" in report:
         lines += [

@@ -1,0 +1,189 @@
+"""Every back end on every method; what a short trial decides, and what happens when memory is short."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.algorithms import ALGORITHMS
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.rng import Streams, stream
+from fedflat.data.clients import from_pairs
+from fedflat.engine import trial
+from fedflat.engine.feed import BlockFeed, Order
+from fedflat.engine.trial import Choice, cache_file, remember, remembered
+from fedflat.recipe import Recipe
+from fedflat.simulation import prepare
+
+METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
+PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]
+SIZES = (7, 3, 0, 12, 1, 5, 12)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def clients() -> list[tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(2)
+    return [
+        (torch.tensor(rng.normal(size=(n, 6)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n))) for n in SIZES
+    ]
+
+
+def module() -> nn.Module:
+    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return network
+
+
+def recipe(method: str, **engine: Any) -> dict[str, Any]:
+    return {
+        "rounds": 2,
+        "algorithm": {"name": method},
+        "local": {"steps": 3, "batch_size": 4, "lr": 0.3, "weight_decay": 0.01, "max_grad_norm": 2.0},
+        "cohort": {"size": 5},
+        "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
+        "engine": engine,
+    }
+
+
+def final(method: str, **engine: Any) -> Tensor:
+    found = fedflat.run(recipe(method, **engine), model=module(), clients=clients())
+    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_back_end_agrees_on_every_method(method: str) -> None:
+    expected = final(method, backend="sequential")
+    others: list[dict[str, Any]] = [
+        {"backend": "vectorized"},
+        {"backend": "vectorized", "block": 2},
+        {"backend": "auto"},
+    ]
+    if method not in PERSONAL:
+        others += [{"backend": "lowrank"}, {"backend": "lowrank", "block": 2}]
+    for engine in others:
+        torch.testing.assert_close(final(method, **engine), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_the_low_rank_form_says_why_it_does_not_apply(method: str) -> None:
+    with pytest.raises(InputError, match=r"engine\.backend: found lowrank with a personal part"):
+        final(method, backend="lowrank")
+
+
+def test_a_rule_that_leaves_the_span_is_trained_on_weights_written_out() -> None:
+    """A user's own rule may do anything to a gradient; the block is trained again without factors."""
+    sign = fedflat.core.types.Algorithm(
+        "sign", phases=(fedflat.core.types.Phase(rule=lambda gradient, view: lambda w: torch.sign(gradient(w))),)
+    )
+    found = []
+    for backend in "sequential", "lowrank":
+        result = fedflat.run(recipe("dp-fedavg", backend=backend), model=module(), clients=clients(), algorithm=sign)
+        found.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-6)
+
+
+def test_a_block_out_of_memory_is_halved_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(Recipe.of(recipe("dp-fedavg", backend="vectorized")), module(), clients())
+    real, seen = type(job.backend)._run, []
+
+    def short(self: Any, problem: Any, some: np.ndarray, *rest: Any) -> Any:
+        seen.append(len(some))
+        if len(some) > 2:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")
+        return real(self, problem, some, *rest)
+
+    expected = final("dp-fedavg", backend="vectorized", block=2)
+    monkeypatch.setattr(type(job.backend), "_run", short)
+    with pytest.warns(UserWarning, match=r"engine\.block: .* did not fit into memory; going on with"):
+        found = final("dp-fedavg", backend="vectorized")
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+    assert max(seen) > 2 and seen[-1] <= 2
+
+
+def test_one_client_that_does_not_fit_and_other_errors_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(Recipe.of(recipe("dp-fedavg", backend="vectorized")), module(), clients())
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(type(job.backend), "_run", fails)
+    for text in ("not enough memory", "shapes cannot be multiplied"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RunError, match=text):
+                final("dp-fedavg", backend="vectorized")
+
+
+def test_a_trial_leaves_nothing_behind_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(Recipe.of(recipe("dp-fedsam", backend="auto")), module(), clients())
+    stored = json.loads(cache_file().read_text())
+    assert list(stored.values()) == [{"backend": first.backend.name, "block": getattr(first.backend, "block", None)}]
+
+    def again(*_: Any) -> float:
+        raise AssertionError("measured twice")
+
+    monkeypatch.setattr("fedflat.engine.choose.seconds_per_client", again)
+    second = prepare(Recipe.of(recipe("dp-fedsam", backend="auto")), module(), clients())
+    assert second.backend.name == first.backend.name
+    assert torch.equal(first.first, torch.cat([p.detach().reshape(-1) for p in module().parameters()]))
+
+
+def test_a_broken_cache_is_no_error(tmp_path: Path) -> None:
+    cache_file().parent.mkdir(parents=True)
+    for text in ("{", "[]", '{"key": 3}', '{"key": {"backend": "x", "block": "many"}}'):
+        cache_file().write_text(text)
+        assert remembered("key") is None
+    remember("key", Choice("workers"))
+    assert remembered("key") == Choice("workers")
+
+
+def test_the_situation_knows_model_method_and_shapes() -> None:
+    job = prepare(Recipe.of(recipe("dp-fedavg", backend="sequential")), module(), clients())
+    other = prepare(Recipe.of(recipe("dp-fedsam", backend="sequential")), module(), clients())
+    keys = {trial.situation(j.parts, j.problem, j.data, cores) for j in (job, other) for cores in (1, 2)}
+    assert len(keys) == 4
+
+
+def test_streams_and_plans_of_a_block_are_those_of_its_clients() -> None:
+    draws = Streams(5, "batches", 2)
+    for index in range(50):
+        ours, theirs = draws.at(index, 1), stream(5, "batches", 2, index, 1)
+        assert (ours.permutation(9) == theirs.permutation(9)).all() and ours.random() == theirs.random()
+    present = [pair for pair in clients() if len(pair[0])]
+    data = from_pairs(present)
+    for batch in (1, 4, 5, 12, 30):
+        for steps in (1, 3, 7):
+            order = Order(5, 2, batch)
+            plan = BlockFeed(data, range(len(present)), order, data.parts)._plan(1, steps)
+            for client, rows in enumerate(data.parts):
+                alone = order.indices(client, len(rows), 1, steps)
+                assert (plan[client][:, : alone.shape[1]] == alone).all()
+                assert (plan[client][:, alone.shape[1] :] == -1).all()
+
+
+def test_padding_never_shows_a_client_another_ones_data() -> None:
+    """Client 0 is hostile: infinite inputs. The others, padded to its length, must not notice."""
+    federation = clients()
+    found = []
+    for value in (1.0, float("3e38")):
+        federation[0] = (torch.full((7, 6), value), federation[0][1])
+        changed = recipe("dp-fedavg", backend="vectorized") | {"cohort": {"size": len(SIZES)}}
+        changed["privacy"] = {"clip": 0.2, "noise_multiplier": 0.0}
+        result = fedflat.run(changed | {"rounds": 1}, model=module(), clients=federation)
+        found.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
+    assert float((found[1] - found[0]).norm()) <= 2 * 0.2 / len(SIZES) + 1e-6

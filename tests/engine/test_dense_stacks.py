@@ -1,0 +1,86 @@
+"""Stacks of linear layers: what is read off a module, and the written-out arithmetic against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.params import flatten, layout_of
+from fedflat.core.rng import seeded_torch
+from fedflat.engine.dense import DenseProblem
+from fedflat.engine.problem import Batch, BlockProblem
+from fedflat.engine.stack import stack_of
+from fedflat.models.vision import linear, mlp
+
+
+class Hooked(nn.Module):
+    """Lists plain layers, but computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def stack(self) -> list[nn.Module]:
+        return [self.layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.layer(x)
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    module[0].bias.requires_grad_(False)
+    return module
+
+
+def shared() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+READ = {
+    "linear": lambda: linear((2, 3), 3),
+    "mlp": lambda: mlp((6,), 3, hidden=[5, 4]),
+    "tanh": lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Identity(), nn.Linear(5, 3)),
+    "no bias": lambda: nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 3, bias=False)),
+    "no activation": lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)),
+}
+DECLINED = {
+    "another activation": lambda: nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)),
+    "a norm": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)),
+    "dropout": lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),
+    "an activation first": lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)),
+    "an activation last": lambda: nn.Sequential(nn.Linear(6, 3), nn.ReLU()),
+    "a frozen parameter": frozen,
+    "a layer used twice": shared,
+    "a forward of its own": Hooked,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("head", [None, ()])
+def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
+    with seeded_torch(0, "test"):
+        module = READ[name]()
+        if head == () and sum(isinstance(m, nn.Linear) for m in module.modules()) == 1:
+            return
+        layout = layout_of(module, head)
+        stack = stack_of(module, layout)
+        assert stack is not None
+        weights = flatten(module, layout) + 0.3 * torch.randn(4, layout.size)
+        inputs = torch.randn(4, 5, *((2, 3) if name == "linear" else (6,)))
+        batch = Batch(inputs, torch.randint(0, 3, (4, 5)), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2] * 2))
+    for part in ("all",) if head is None else ("shared", "personal"):
+        for given in batch, Batch(batch.inputs, batch.targets):
+            ours = DenseProblem(layout, stack).gradient(weights, part, given)
+            theirs = BlockProblem(module, layout).gradient(weights, part, given)
+            torch.testing.assert_close(ours.vector, theirs.vector, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours.loss, theirs.loss)
+            assert torch.equal(ours.accuracy, theirs.accuracy)
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_anything_else_is_declined(name: str) -> None:
+    module = DECLINED[name]()
+    assert stack_of(module, layout_of(module)) is None

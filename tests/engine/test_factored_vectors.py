@@ -1,0 +1,124 @@
+"""Vectors kept as factors: their arithmetic, norms and sums against the vectors written out, hostile cases included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.params import flatten, layout_of
+from fedflat.core.rng import seeded_torch
+from fedflat.core.types import LocalView
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.dense import DenseProblem
+from fedflat.engine.factored import Declined, Factored
+from fedflat.engine.lowrank import LowRankProblem
+from fedflat.engine.problem import Batch
+from fedflat.engine.stack import stack_of
+from fedflat.pieces.clipping import norms_of, per_tensor, whole_vector
+from fedflat.pieces.gradients import blur, compose, pgn, sam
+
+CLIENTS = 4
+
+
+def problems() -> tuple[LowRankProblem, DenseProblem, Tensor]:
+    with seeded_torch(3, "test"):
+        module = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+    layout = layout_of(module)
+    stack = stack_of(module, layout)
+    assert stack is not None
+    return LowRankProblem(layout, stack), DenseProblem(layout, stack), flatten(module, layout)
+
+
+def batch(seed: int, scale: float = 1.0) -> Batch:
+    with seeded_torch(seed, "test batch"):
+        return Batch(scale * torch.randn(CLIENTS, 5, 7), torch.randint(0, 3, (CLIENTS, 5)))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [sam(0.5), blur(0.7), compose(sam(0.3), blur(0.7)), pgn(0.2, 0.3), compose(sam(0.3), pgn(0.2, 0.3))],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_every_rule_is_the_same_on_factors(rule: object) -> None:
+    low, dense, first = problems()
+    memory = torch.linspace(-1, 1, len(first))
+    w, v = low.start(first, CLIENTS), first.repeat(CLIENTS, 1)
+    starts = w.clone(), v.clone()
+    for seed in range(3):
+        minibatch = batch(seed)
+        for at, problem, start in (w, low, starts[0]), (v, dense, starts[1]):
+            view = LocalView(start=start, clip=0.05, memory=memory)
+
+            def gradient(x: object, problem: object = problem, minibatch: Batch = minibatch) -> object:
+                return problem.gradient(x, "all", minibatch).vector  # type: ignore[attr-defined]
+
+            step = rule(gradient, view)(at)  # type: ignore[operator]
+            at.sub_(step.mul(1.0).add(at, alpha=0.01), alpha=0.3)
+    torch.testing.assert_close(w.dense(), v, rtol=1e-5, atol=1e-6)
+    update = w - first
+    assert isinstance(update, Factored)
+    torch.testing.assert_close(update.norms(), norms_of(v - first), rtol=1e-5, atol=1e-7)
+    factors = torch.tensor([1.0, 0.5, 0.0, 0.25], dtype=torch.float64)
+    torch.testing.assert_close(update.weighted_sum(factors), factors @ (v - first).double(), rtol=1e-4, atol=1e-6)
+
+
+def test_norms_of_parts_that_cancel_are_those_of_the_vector() -> None:
+    """Big gradients that cancel: Gram matrices alone would give a norm of 0 or worse, and the clip would be fooled."""
+    low, _, first = problems()
+    w = low.start(first, CLIENTS)
+    g, h = (low.gradient(w, "all", batch(5, 1 + 1e-5 * i)).vector for i in range(2))
+    update = (g - h) * 1e3
+    assert isinstance(update, Factored)
+    true = norms_of(update.dense())
+    torch.testing.assert_close(update.norms(), true, rtol=1e-9, atol=0.0)
+    assert float(true.min()) > 0
+
+
+@pytest.mark.parametrize("scale", [1e10, 1e19, 1e25, 1e38, math.inf, math.nan])
+def test_a_hostile_client_adds_at_most_the_clip(scale: float) -> None:
+    low, _, first = problems()
+    minibatch = batch(1)
+    inputs = minibatch.inputs.clone()
+    inputs[2] *= scale
+    totals = []
+    for given in minibatch.inputs, inputs:
+        w = low.start(first, CLIENTS)
+        for _ in range(2):
+            w.sub_(low.gradient(w, "all", Batch(given, minibatch.targets)).vector, alpha=0.5)
+        sink = Accumulator(whole_vector(0.1), 0.1, low.layout.tensors("shared"), low.layout.size)
+        sink.add(w - first, [5] * CLIENTS)
+        totals.append(sink.result())
+    assert bool(torch.isfinite(totals[1].total).all())
+    assert float((totals[1].total - totals[0].total).norm()) <= 0.2 * (1 + 1e-5)
+    others = [0, 1, 3]
+    torch.testing.assert_close(totals[1].norms[others], totals[0].norms[others])
+
+
+def test_a_clip_or_transform_that_needs_coordinates_gets_them() -> None:
+    low, _, first = problems()
+    w = low.start(first, CLIENTS)
+    w.sub_(low.gradient(w, "all", batch(1)).vector)
+    update = w - first
+    tensors = low.layout.tensors("shared")
+    clip = per_tensor([0.1, 0.2, 0.3, 0.4], 4)
+    sinks = [Accumulator(clip, clip.threshold, tensors, low.layout.size) for _ in range(2)]
+    sinks[0].add(update, [5] * CLIENTS)
+    sinks[1].add(update.dense(), [5] * CLIENTS)
+    torch.testing.assert_close(sinks[0].result().total, sinks[1].result().total)
+    assert torch.equal(update.abs(), update.dense().abs())
+    assert torch.equal(torch.sign(update), torch.sign(update.dense()))
+    assert torch.equal(update * torch.ones(low.layout.size, dtype=torch.bool), update.dense())
+
+
+def test_what_factors_cannot_hold_is_declined() -> None:
+    low, _, first = problems()
+    w = low.start(first, CLIENTS)
+    with pytest.raises(Declined):
+        w.sub_(torch.ones(CLIENTS, low.layout.size))
+    with pytest.raises(Declined):
+        w.clamp_(0.0, 1.0)
+    with pytest.raises(Declined):
+        low.gradient(w.dense(), "all", batch(0))  # type: ignore[arg-type]
