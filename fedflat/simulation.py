@@ -89,6 +89,8 @@ def run(
     Raises InputError for anything wrong in what was given, before any work is done.
     """
     parsed = Recipe.of(recipe)
+    if resume and out is not None:
+        parsed = _on_the_same_engine(parsed, Path(out))
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
     if out is not None:
         job.folder = _folder(Path(out), resume, parsed, job)
@@ -115,6 +117,13 @@ def run(
         heads=dict(outcome.heads.kept),
         stages=dict(job.stages),
     )
+
+
+def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
+    """The recipe with the back end that the run in ``path`` was started on, unless one is asked for."""
+    if recipe.engine.backend != "auto" or not (path / RECIPE).is_file():
+        return recipe
+    return recipe.model_copy(update={"engine": Recipe.load(path).engine})
 
 
 def _folder(path: Path, resume: bool, recipe: Recipe, job: Job) -> RunFolder:

@@ -49,6 +49,8 @@ def resolved(recipe: Recipe, job: Job) -> str:
     import yaml
 
     dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
+    # The back end that was chosen, so that a resumed run adds in the same order, bit for bit.
+    dump["engine"] |= {"backend": job.backend.name, "block": getattr(job.backend, "block", None)}
     # A secure run's key file is found by a random name, so that a moved folder still resumes.
     name = {"run": secrets.token_hex(16)} if recipe.privacy.secure else {}
     return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
@@ -85,6 +87,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
     facts = settled(recipe, plan, job.parts.local, job.data.clients) | stated_facts(recipe, job)
+    del facts["engine"]  # where it ran changes nothing that is guaranteed
     facts |= noising.facts(recipe, plan) | voting.facts(job)
     if plan.protocol == "published":
         asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
