@@ -22,13 +22,14 @@ app = typer.Typer(
 
 
 def _assemble() -> None:
-    from fedflat.commands import audit, catalogue, deploy, landscape, privacy, training
+    from fedflat.commands import audit, catalogue, deploy, landscape, privacy, reproduce, training
 
     training.add_to(app)
     privacy.add_to(app)
     audit.add_to(app)
     deploy.add_to(app)
     landscape.add_to(app)
+    reproduce.add_to(app)
     catalogue.add_to(app)
 
 
