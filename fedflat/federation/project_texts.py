@@ -77,7 +77,7 @@ Start the run, and start it again after a failure (it goes on from its last roun
 
     flwr run app fedflat --stream
 
-Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`, `fedflat audit run`.
+Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`.
 
 ## What lies where
 

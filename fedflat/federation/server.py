@@ -28,7 +28,7 @@ from fedflat.federation.roster import Roster
 from fedflat.federation.secure_rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Task, check_deployable
-from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals
+from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals, return_large_blocks
 from fedflat.pieces.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -76,6 +76,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             server has the run.
     """
     job = job_of(task, settings)
+    return_large_blocks()
     with _only_server(settings.out):
         folder = _folder(task, job, settings.out)
         job.folder = folder
@@ -243,8 +244,10 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome) -> dict[str, An
     from fedflat.simulation import settled, stated_facts
 
     plan = job.parts.plan
+    known = cohort_known_epsilon(job, outcome)
     facts = settled(task.recipe, plan, job.parts.local, job.data.clients) | stated_facts(task.recipe, job)
     facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": CHECK_INS}
+    facts["epsilon_cohort_known"] = known
     return statement(
         plan,
         rounds_run=outcome.state.round,
@@ -252,5 +255,29 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome) -> dict[str, An
         facts=facts,
         key_source="os-entropy",
         entries=outcome.entries,
-        warnings=[CHECK_INS] if plan.private else (),
+        warnings=[CHECK_INS + _towards_observers(known, plan.delta)] if plan.private else (),
+    )
+
+
+def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
+    """ε of the models towards somebody who also learns every cohort: exact Gaussian over Bin(T, q) participations.
+
+    None where the plan's own figure holds towards them already (local, distributed), or nothing is proven.
+    """
+    from fedflat.privacy.gaussian import schedule_epsilon
+    from fedflat.privacy.statement import rounds_charged
+
+    plan = job.parts.plan
+    if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
+        return None
+    rounds = rounds_charged(outcome.state.round, outcome.entries)
+    multiplier = plan.event_multiplier / plan.terms.factor
+    return schedule_epsilon(rounds, plan.sampler.q, multiplier, plan.delta) if rounds else 0.0
+
+
+def _towards_observers(epsilon: float | None, delta: float) -> str:
+    return (
+        ""
+        if epsilon is None
+        else f" Towards them, if they are not the trusted server: ε = {epsilon:.4g} at δ = {delta:g}."
     )

@@ -81,6 +81,9 @@ def test_with_noise_the_same_key_draws_the_same(
     chain = ("previous", "checksum", "key_id")
     plain = [[{k: v for k, v in line.items() if k not in chain} for line in found] for found in lines]
     assert plain[0] == plain[1] and len(plain[0]) == 3
+    facts = json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())
+    assert facts["facts"]["epsilon_cohort_known"] > facts["epsilon"] > 0  # who learns the cohorts gets no amplification
+    assert f"ε = {facts['facts']['epsilon_cohort_known']:.4g}" in " ".join(facts["warnings"])
 
 
 def test_local_trust_the_clients_noise_is_the_sum(tmp_path: Path) -> None:

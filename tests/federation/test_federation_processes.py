@@ -23,7 +23,6 @@ from stand_in import final_shared, small
 from fedflat import simulation
 from fedflat.federation.local import Federation
 from fedflat.federation.project import write_project
-from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
 PATIENCE = 240.0
@@ -69,46 +68,40 @@ def programs(name: str, port: int) -> list[int]:
     return found
 
 
-def test_a_federation_of_processes_gives_the_simulations_numbers(tmp_path: Path) -> None:
-    """`fedflat deploy`, SuperLink, two SuperNodes, `flwr run`; personal heads; an unregistered key is turned away."""
+def check_numbers(federation: Federation, folder: Path) -> None:
+    """The run in ``folder/fed/run`` is the simulation's, and left nothing where it should not be."""
+    simulated = simulation.run(federation.task.recipe, out=folder / "sim")
+    run = folder / "fed" / "run"
+    torch.testing.assert_close(final_shared(run), final_shared(folder / "sim"), rtol=1e-5, atol=1e-6)
+    shown = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["test_accuracy"] for row in shown] == [row["test_accuracy"] for row in simulated.history]
+    assert (folder / "fed" / "clients" / "00000" / "state" / "head.safetensors").exists()
+    assert json.loads((run / "privacy.json").read_text())["noise_source"].startswith("256 bits")
+    assert list((folder / "state-home" / "fedflat" / "keys").iterdir()) == []
+
+
+def test_a_federation_of_processes(tmp_path: Path) -> None:
+    """SuperLink, two SuperNodes, `flwr run`: the simulation's numbers. Then a run in which a client is killed while it
+    trains, a second server is refused, the server is killed, and a third goes on to the end."""
+    run = tmp_path / "fed" / "faults"
     with made(tmp_path / "fed", 2, algorithm="dp2-fedsam") as federation:
         federation.start()
-        run = federation.run()
-        assert federation.wait(run, PATIENCE) == "finished:completed", logs(federation)
-    simulated = simulation.run(federation.task.recipe, out=tmp_path / "sim")
-    torch.testing.assert_close(
-        final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim"), rtol=1e-5, atol=1e-6
-    )
-    shown = [json.loads(line) for line in (tmp_path / "fed" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["test_accuracy"] for row in shown] == [row["test_accuracy"] for row in simulated.history]
-    assert (tmp_path / "fed" / "clients" / "00000" / "state" / "head.safetensors").exists()
-    facts = json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())
-    assert facts["noise_source"].startswith("256 bits")
-    assert list((tmp_path / "state-home" / "fedflat" / "keys").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_client_and_the_server_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    """A SuperNode is killed in training, a second `flwr run` refused, the ServerApp killed; a third ends the run."""
-    changes = {"rounds": 3, "privacy": {"noise_multiplier": 1.0}}
-    with made(tmp_path / "fed", 2, **changes) as federation:
-        federation.start()
-        federation.run(config="answer-seconds=20.0")
+        assert federation.wait(federation.run(), PATIENCE) == "finished:completed", logs(federation)
+        check_numbers(federation, tmp_path)
+        federation.run(config=f'out="{run}" answer-seconds=15.0')
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not programs("flwr-clientapp", federation.port + 2):
             time.sleep(0.05)
-        federation.kill("client-1")  # in the middle of its local training; it stays away
-        wait_for(tmp_path / "fed" / "run" / "checkpoints" / "round-000001.safetensors", PATIENCE)
-        second = federation.run(config="wait-for-nodes=1")
-        assert federation.wait(second, PATIENCE) == "finished:failed"  # two servers on one run: the second is refused
+        federation.kill("client-1")  # it stays away
+        wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
+        assert federation.wait(federation.run(config=f'out="{run}"'), PATIENCE) == "finished:failed"
         for process in programs("flwr-serverapp", federation.port):
             os.kill(process, signal.SIGKILL)
-        lines = len(read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl"))
-        assert 1 <= lines < 3 and not (tmp_path / "fed" / "run" / "privacy.json").exists()
-        third = federation.run(config="answer-seconds=20.0 wait-for-nodes=1")
+        lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
+        assert lines == [0] and not (run / "privacy.json").exists()
+        third = federation.run(config=f'out="{run}" answer-seconds=15.0 wait-for-nodes=1')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
-    rounds = [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")]
-    assert rounds[:lines] == list(range(lines)) and set(rounds) == {0, 1, 2}
-    facts = json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())
-    assert facts["rounds"] == 3 and facts["rounds_charged"] == len(rounds)
-    assert Task.read(tmp_path / "fed" / "app" / "fedflat_app").form.clients == 2
+    charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
+    assert charged == [0, 1]
+    facts = json.loads((run / "privacy.json").read_text())
+    assert facts["rounds"] == facts["rounds_charged"] == 2
