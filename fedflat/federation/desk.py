@@ -82,6 +82,12 @@ class Desk:
             raise Malformed("replayed")
         return slip.client, answer
 
+    def spoilt(self, message: str) -> None:
+        """The reply to this question cannot be decoded: it is refused, and uses up the question."""
+        if message in self._open:
+            self._closed[message] = self._open.pop(message)
+            self.refused["form"] += 1
+
     def close(self) -> tuple[str, ...]:
         """The round is over: whoever has not answered is missing. Returns the ids that are still open."""
         left = self.waiting

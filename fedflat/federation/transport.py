@@ -125,12 +125,24 @@ class Flower:
         came = 0
         waiting = desk.waiting
         for start in range(0, len(waiting), AT_ONCE):
-            for reply in self.grid.pull_messages(list(waiting[start : start + AT_ONCE])):
+            for reply in self._pulled(desk, waiting[start : start + AT_ONCE]):
                 came += 1
                 taken = desk.take(reply)
                 if taken is not None:
                     add(*taken)
         return came
+
+    def _pulled(self, desk: Desk, numbers: tuple[str, ...]) -> list[Any]:
+        """The replies to some questions. One that Flower cannot even decode is refused, and its neighbours are not."""
+        try:
+            return list(self.grid.pull_messages(list(numbers)))
+        except Exception as error:  # whatever a decoder raises on bytes that a client chose
+            if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore"):
+                raise
+            if len(numbers) == 1:
+                desk.spoilt(numbers[0])
+                return []
+            return [reply for number in numbers for reply in self._pulled(desk, (number,))]
 
 
 @dataclass(frozen=True)

@@ -262,3 +262,40 @@ def test_a_rotated_key_changes_the_pin_and_not_the_run(tmp_path: Path) -> None:
     serve(grid_of(rotated, []), rotated, settings(tmp_path / "fed"))
     with pytest.raises(InputError, match="pin"):
         Client(rotated, 0, clients[0].data, clients[0].store, task.pin)
+
+
+def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedflat.commands.deploy import deploy
+
+    changes = ["cohort.size=2", "rounds=3", "model.hidden=4"]
+    deploy("quick-start", tmp_path / "fed", 3, changes, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["clients"] == 3 and 0 < found["epsilon"] <= 8
+    deploy("quick-start", tmp_path / "two", 3, [*changes, "algorithm.name=fedavg", "privacy={}"])
+    assert "no finite ε" in capsys.readouterr().out
+    readme = (tmp_path / "fed" / "README.md").read_text()
+    for command in ("flower-superlink", "flwr supernode register", "flower-supernode", "flwr run", "flwr stop"):
+        assert command in readme
+    assert Task.read(tmp_path / "fed" / "app" / PACKAGE).pin in readme
+    flower = (tmp_path / "fed" / "app" / "pyproject.toml").read_text()
+    import tomllib
+
+    assert tomllib.loads(flower)["tool"]["flwr"]["app"]["components"]["serverapp"] == "fedflat_app.server_app:app"
+
+
+def test_flower_builds_the_app_and_loads_both_sides(project: tuple[Path, Task, list[Client]], monkeypatch: Any) -> None:
+    """What `flwr run` packs holds recipe, task and roster and no secret; its modules give Flower's app objects."""
+    import importlib
+    import io
+    import zipfile
+
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+
+    names = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(project[0] / "app"))).namelist()
+    assert {f"{PACKAGE}/{name}" for name in ("recipe.yaml", "task.json", "roster.json", "server_app.py")} <= set(names)
+    assert not any(name.endswith((".key", ".safetensors", ".crt")) for name in names)
+    monkeypatch.syspath_prepend(str(project[0] / "app"))
+    assert isinstance(importlib.import_module(f"{PACKAGE}.server_app").app, ServerApp)
+    assert isinstance(importlib.import_module(f"{PACKAGE}.client_app").app, ClientApp)

@@ -54,6 +54,8 @@ def watching(folder: Path, task: Task) -> Any:
 
     def noted(messages: Any) -> Any:
         for message in messages[:1]:
+            if "shared" not in message.content["arrays"]:
+                continue  # a step of secure aggregation that carries no model
             held = hashlib.sha256(message.content["arrays"]["shared"].data).hexdigest()
             path = folder / "run" / "ledger.jsonl"
             lines = [entry["round"] for entry in read_ledger(path)] if path.exists() else []
@@ -292,3 +294,21 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
     again = client_at(tmp_path / "fed", task, 0).update(ask)[0]
     clean = Client(task, 0, clients[0].data, Store(tmp_path / "fresh"), task.pin).update(ask)[0]
     assert (again == clean).all()
+
+
+def test_a_server_killed_with_masked_vectors_in_hand_learns_no_second_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients refuse the round that they answered already; it is aborted and charged, and the run goes on."""
+    from fedflat.federation.secure_rounds import SecureFlower
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    recipe = small(algorithm="ddgauss", rounds=2, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
+    task, clients = deployed(tmp_path / "fed", recipe)
+    _ = [client.job for client in clients]
+    killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, "_reveals", before=True, when=0))
+    assert killed == -signal.SIGKILL and not (tmp_path / "fed" / "run" / "ledger.jsonl").read_text()
+    assert serve_in_a_process(tmp_path / "fed", task) == 0
+    shown = [json.loads(line) for line in (tmp_path / "fed" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["aborted"] for row in shown] == [True, False]
+    assert [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")] == [0, 1]

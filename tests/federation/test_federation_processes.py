@@ -80,6 +80,7 @@ def check_numbers(federation: Federation, folder: Path) -> None:
     assert list((folder / "state-home" / "fedflat" / "keys").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_federation_of_processes(tmp_path: Path) -> None:
     """SuperLink, two SuperNodes, `flwr run`: the simulation's numbers. Then a run in which a client is killed while it
     trains, a second server is refused, the server is killed, and a third goes on to the end."""
@@ -88,18 +89,19 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         federation.start()
         assert federation.wait(federation.run(), PATIENCE) == "finished:completed", logs(federation)
         check_numbers(federation, tmp_path)
-        federation.run(config=f'out="{run}" answer-seconds=15.0')
+        federation.run(config=f'out="{run}" answer-seconds=25.0')
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not programs("flwr-clientapp", federation.port + 2):
             time.sleep(0.05)
         federation.kill("client-1")  # it stays away
+        second = federation.run(config=f'out="{run}" wait-for-nodes=1')  # while the first waits for client 1
+        assert federation.wait(second, PATIENCE) == "finished:failed"
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
-        assert federation.wait(federation.run(config=f'out="{run}"'), PATIENCE) == "finished:failed"
         for process in programs("flwr-serverapp", federation.port):
             os.kill(process, signal.SIGKILL)
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
-        third = federation.run(config=f'out="{run}" answer-seconds=15.0 wait-for-nodes=1')
+        third = federation.run(config=f'out="{run}" answer-seconds=3.0 wait-for-nodes=1')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
     charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
     assert charged == [0, 1]

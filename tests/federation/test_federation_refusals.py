@@ -17,8 +17,12 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from hypothesis import HealthCheck, given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
 from stand_in import deployed, final_shared, grid_of, honest, settings, small
 
+from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
 from fedflat.engine import keys
 from fedflat.federation import desk as desk_module
@@ -297,3 +301,53 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
         wire.read_ask(wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared * torch.nan, 0.1, 1.0))), D)
     with pytest.raises(Malformed):
         wire.read_ask(wire.write_ask(ask), D + 1)
+
+
+def test_a_reply_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path) -> None:
+    """Flower's decoder raises on what client 0 sent; the others' answers in the same pull still count."""
+    task, clients = deployed(tmp_path / "fed", small(rounds=1))
+    grid = grid_of(task, clients)
+    pull = grid.pull_messages
+
+    def raising(numbers: Any) -> Any:
+        if grid.pushed and grid.pushed[0].metadata.message_id in numbers:
+            raise KeyError("arraychunk_ids")
+        return pull(numbers)
+
+    grid.pull_messages = raising  # type: ignore[method-assign]
+    serve(grid, task, settings(tmp_path / "fed"))
+    missing, _ = run_with(tmp_path / "silent", "silent")
+    assert torch.equal(final_shared(tmp_path / "fed" / "run") - clients[0].job.first, missing)
+
+    def offline(numbers: Any) -> Any:
+        raise ConnectionError("the SuperLink is gone")
+
+    grid.pull_messages = offline  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="SuperLink is gone"):
+        serve(grid, task, settings(tmp_path / "fed", out=tmp_path / "other"))
+
+
+@limits(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    facts=st.dictionaries(
+        st.sampled_from(["protocol", "round", "nonce", "examples", "other"]),
+        st.one_of(
+            st.integers(-(2**40), 2**40),
+            st.floats(),
+            st.sampled_from(["", "x" * 16]),
+            st.binary(max_size=20),
+            st.booleans(),
+        ),
+    ),
+    dtype=st.sampled_from(["float32", "float64", "object", "", "<f4"]),
+    shape=st.lists(st.integers(-3, 10**12), max_size=3),
+    stype=st.sampled_from(["numpy.ndarray", "pickle", ""]),
+    data=st.one_of(st.binary(max_size=300), st.just(wire.pack(ONES).data)),
+)
+def test_whatever_is_sent_the_desk_only_refuses(
+    facts: dict[str, Any], dtype: str, shape: list[int], stype: str, data: bytes
+) -> None:
+    desk, slip = desk_with_one()
+    content = with_array(answer(slip), lying(tuple(shape), data, dtype, stype))
+    assert desk.take(reply(with_facts(content, **facts))) is None or shape == [D]
+    assert sum(desk.refused.values()) <= 1
