@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def backend_for(
     makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads())
     if name == "auto":
         choice = _fastest(makers)
-        return makers.make(choice.backend, block or choice.block)
+        return makers.make(choice.backend, block or choice.block, threads=choice.threads)
     if name == "workers" and not portable(problem.module):
         raise InputError(
             "engine.backend: found workers with a model that cannot be sent to another process; allowed: a model whose "
@@ -61,7 +62,7 @@ def backend_for(
             raise InputError(
                 f"engine.backend: found lowrank with {reason}; allowed: vectorized, sequential, workers or auto."
             )
-    return makers.make(name, block)
+    return makers.make(name, block, threads=processes or 1)
 
 
 class _Makers:
@@ -72,8 +73,8 @@ class _Makers:
         plain = data.targets.dim() == 1 and data.inputs.is_floating_point()
         self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
 
-    def make(self, name: str, block: int | None, parts: Parts | None = None) -> Backend:
-        """A back end by name; ``parts`` with fewer steps for a trial."""
+    def make(self, name: str, block: int | None, parts: Parts | None = None, threads: int = 1) -> Backend:
+        """A back end by name; ``parts`` with fewer steps for a trial. threads: of a block."""
         parts, layout = parts or self.parts, self.parts.layout
         alone = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
         if name == "sequential":
@@ -86,7 +87,7 @@ class _Makers:
             written = DenseProblem(layout, self.stack)
             factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
         size = block or self.block(name == "lowrank", BLOCK_ENTRIES)
-        return Vectorized(parts.algorithm, written, parts.local, self.data, self.seed, size, factors, name)
+        return Vectorized(parts.algorithm, written, parts.local, self.data, self.seed, size, factors, threads, name)
 
     def block(self, factors: bool, entries: int) -> int:
         """Clients per block; as factors a client holds its rows, otherwise all its weights."""
@@ -137,7 +138,18 @@ def _measured(makers: _Makers) -> Choice:
     if parts.local.epochs is None and not _random(makers.problem.module):
         _measure_blocks(makers, first, min(found.values()), found)
     makers.problem.bind(first)
-    return min(found, key=lambda choice: found[choice])
+    best = min(found, key=lambda choice: found[choice])
+    return _with_threads(makers, first, best, found[best]) if best.block is not None and makers.cores > 1 else best
+
+
+def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: float) -> Choice:
+    """The same blocks with all cores on one block, if that is clearly faster."""
+    whole = best.backend == "lowrank"
+    parts, factor = (makers.parts, 1.0) if whole else shortened(makers.parts)
+    backend = makers.make(best.backend, best.block, parts, makers.cores)
+    clients = min(best.block or 1, 256 if whole else 64)
+    together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
+    return replace(best, threads=makers.cores) if together < 0.9 * seconds else best
 
 
 def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: dict[Choice, float]) -> None:
@@ -164,7 +176,6 @@ def _weights(problem: ModuleProblem) -> torch.Tensor:
 def _random(module: nn.Module) -> bool:
     """Whether training draws random numbers, which a block would draw in another order than one client."""
     return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
-
 
 
 @contextmanager

@@ -262,6 +262,9 @@ class Factored:
         shared, others = self.common()
         if others:
             return _dense_norms(self.dense())
+        if shared is None and len(self.steps) == 1:  # nothing that could cancel
+            [(s, c)] = self.steps.items()
+            return self._checked(self.trace.square(s) * (c[:, 0].double() if isinstance(c, Tensor) else c) ** 2)
         square = self.trace.squares(self.steps)
         parts = torch.zeros_like(square)
         for s, c in self.steps.items():
@@ -270,7 +273,11 @@ class Factored:
             length = torch.linalg.vector_norm(shared, dtype=torch.float64)
             square = square + length**2 + 2 * self._along(shared)
             parts += length
-        safe = torch.isfinite(square) & (square >= CANCELLED * parts**2)
+        return self._checked(square, CANCELLED * parts**2)
+
+    def _checked(self, square: Tensor, least: Tensor | float = 0.0) -> Tensor:
+        """Norms from their squares; from the vectors written out where the square is not finite or below ``least``."""
+        safe = torch.isfinite(square) & (square >= least)
         norms = square.clamp_min(0).sqrt()
         if not bool(safe.all()):
             rows = torch.nonzero(~safe)[:, 0]

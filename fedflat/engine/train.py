@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +31,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.plan import Plan
 
 Record = dict[str, Any]
 
@@ -182,6 +185,7 @@ def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tup
     public = None if job.public_update is None else lambda: job.public_update(start)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
     accumulator = accumulator_of(parts, broadcast, job.key)
+    spent = _AfterRound(parts.plan, state.round + 1 + job.charged_again)
     for draw in parts.plan.draws(state.round):
         cohort, state = within_cap(parts, state, select_cohort(parts, job.key, draw))
         clock("cohort and broadcast")
@@ -192,7 +196,7 @@ def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tup
     clock("noise, ledger and server")
     released, hidden = dict(info.released), {"round": state.round, **info.private}
     plan = parts.plan
-    released["epsilon"] = plan.epsilon(new.round + job.charged_again) if plan.private else math.inf
+    released["epsilon"] = spent.epsilon()
     claimed = getattr(plan.mechanism, "claimed", None)  # published procedures: never without the proven ε beside it
     if claimed is not None:
         released["claimed_epsilon"] = claimed(plan, new.round + job.charged_again)
@@ -205,6 +209,28 @@ def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tup
         order.insert(2, "claimed_epsilon")
     released = {k: released.get(k) for k in order} | {k: v for k, v in released.items() if k not in order}
     return new, released, hidden | private_facts
+
+
+class _AfterRound:
+    """ε after a round, worked out by a thread while the clients train: it depends on the plan and the round only."""
+
+    def __init__(self, plan: Plan, rounds: int) -> None:
+        self._found: list[float] = []
+        self._plan, self._rounds = plan, rounds
+        self._thread = threading.Thread(target=self._run, daemon=True) if plan.private else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # tried again, and reported, where it is asked for
+            self._found.append(self._plan.epsilon(self._rounds))
+
+    def epsilon(self) -> float:
+        """The value; waits if it is not there yet."""
+        if self._thread is None:
+            return math.inf
+        self._thread.join()
+        return self._found[-1] if self._found else self._plan.epsilon(self._rounds)
 
 
 @dataclass

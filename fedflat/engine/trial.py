@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """A back end by name, and its block size where it has one."""
+    """A back end by name, its block size where it has one, and the threads that work on one block."""
 
     backend: str
     block: int | None = None
+    threads: int = 1
 
 
 def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: torch.Tensor, clients: int) -> float:
@@ -103,7 +104,8 @@ def remembered(key: str) -> Choice | None:
     """The outcome of an earlier trial; None if there is none, or the file cannot be read."""
     found: Any = _read().get(key)
     try:
-        return Choice(str(found["backend"]), None if found["block"] is None else int(found["block"]))
+        block = None if found["block"] is None else int(found["block"])
+        return Choice(str(found["backend"]), block, int(found["threads"]))
     except (TypeError, KeyError, ValueError):
         return None
 
@@ -113,7 +115,7 @@ def remember(key: str, choice: Choice) -> None:
     path = cache_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {**_read(), key: {"backend": choice.backend, "block": choice.block}}
+        whole = {**_read(), key: asdict(choice)}
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         fresh.write_text(json.dumps(whole, indent=1), encoding="utf-8")
         fresh.replace(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +26,24 @@ from fedflat.engine.problem import Problem
 OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory")
 
 
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """``count`` intra-op threads inside the block, put back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass
 class Vectorized:
     """Trains a cohort block by block; memory is O(block), not O(cohort).
 
     problem: works on weights written out. factors: the low-rank form, or None; a block that it declines, and those
     after it, are trained on weights written out. A block that does not fit into memory is halved and tried again.
+    threads: cores that work on one block together; another number may round differently.
     """
 
     algorithm: Algorithm
@@ -39,11 +53,16 @@ class Vectorized:
     seed: int
     block: int
     factors: LowRankProblem | None = None
+    threads: int = 1
     name: str = "vectorized"
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train the cohort in blocks of neighbours and add the messages to the accumulator."""
-        sizes = np.fromiter((len(self.data.parts[c]) for c in cohort), np.int64, len(cohort))
+        with using_threads(self.threads):
+            self._train(cohort, broadcast, accumulator, heads)
+
+    def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+        sizes = self.data.sizes[cohort]
         empty = int((sizes == 0).sum())
         if empty:
             accumulator.add(torch.zeros(empty, broadcast.shared.numel()), [0] * empty)
@@ -92,5 +111,5 @@ class Vectorized:
         if heads.first.numel():
             for client, head in zip(clients, result.personal):
                 heads.keep(int(client), head)
-        sizes = [len(self.data.parts[c]) for c in clients]
+        sizes = self.data.sizes[clients].tolist()
         accumulator.add(result.message, sizes, {"train_loss": result.loss, "train_accuracy": result.accuracy})

@@ -132,7 +132,9 @@ def test_one_client_that_does_not_fit_and_other_errors_end_the_run(monkeypatch: 
 def test_a_trial_leaves_nothing_behind_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(Recipe.of(recipe("dp-fedsam", backend="auto")), module(), clients())
     stored = json.loads(cache_file().read_text())
-    assert list(stored.values()) == [{"backend": first.backend.name, "block": getattr(first.backend, "block", None)}]
+    [kept] = stored.values()
+    assert (kept["backend"], kept["block"]) == (first.backend.name, getattr(first.backend, "block", None))
+    assert kept["threads"] == getattr(first.backend, "threads", 1)
 
     def again(*_: Any) -> float:
         raise AssertionError("measured twice")
