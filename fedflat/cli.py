@@ -17,7 +17,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Federated learning under client-level differential privacy, with methods that look for flat minima.",
+    help="Federated learning under client-level differential privacy, with methods that look for flat minima.\n\n"
+    "Start with: fedflat run. Then: fedflat list algorithms, and fedflat compare quick-start "
+    "-o algorithm.name=dp-fedavg,dp-fedsam. What a guarantee costs: fedflat budget. "
+    "Each command's --help has examples.",
 )
 
 
@@ -61,7 +64,13 @@ def _usage(error: Exception) -> None:
         sys.exit(getattr(error, "exit_code", 1))
     if message is None:
         raise error
-    _complain(message().replace("\n", " "), 2)
+    _complain(_once(message().replace("\n", " ")), 2)
+
+
+def _once(text: str) -> str:
+    """``text`` without a last sentence that says the same as the one before it, as some parsers write it."""
+    head, _, last = text.rpartition(" Did you mean ")
+    return head if last and head.endswith(f"Did you mean {last}") else text
 
 
 def _complain(text: str, status: int) -> None:

@@ -50,6 +50,7 @@ class DataSection(Section):
     max_test: Annotated[int, Field(ge=1)] | None = None
     tokenizer: str | None = None
     max_length: Annotated[int, Field(ge=1)] | None = None
+    vocabulary: Annotated[int, Field(ge=3)] | None = None
 
 
 class NamedSection(Section):
@@ -220,12 +221,7 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     if not path.is_file():
         packaged = FOLDER / f"{source}.yaml"
         if not packaged.is_file():
-            raise wrong(
-                "recipe",
-                str(source),
-                "a YAML file, or one of " + ", ".join(names()),
-                hint=nearest(str(source), names()),
-            )
+            raise _not_found(path, str(source))
         path = packaged
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
@@ -236,8 +232,19 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
     if not isinstance(mapping, dict):
-        raise wrong(str(path), type(mapping).__name__, "a mapping of recipe keys")
+        found = "an empty file" if mapping is None else "no mapping"
+        raise wrong(str(path), found, "recipe keys with values, for example rounds: 60")
     return _extended(mapping, path, depth)
+
+
+def _not_found(path: Path, source: str) -> InputError:
+    if path.parent.is_dir() and path.name == "recipe.yaml" and path.parent == Path(source):
+        return wrong("recipe", f"the folder {source} without a recipe.yaml", "a YAML file, or the folder of a run")
+    beside = [str(found) for ending in ("*.yaml", "*.yml") for found in path.parent.glob(ending)]
+    allowed = "a YAML file, or a packaged recipe (fedflat list recipes)"
+    return wrong(
+        "recipe", f"no file and no packaged recipe {source}", allowed, hint=nearest(source, [*names(), *beside])
+    )
 
 
 def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]:
@@ -336,7 +343,20 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, found, ", ".join(choices), hint=nearest(str(found), choices))
-    return wrong(place, found, re.sub(r"^Input should be ", "", first["msg"]))
+    return wrong(place, found, _allowed(first["msg"]))
+
+
+def _allowed(message: str) -> str:
+    """Pydantic's ``Input should be greater than or equal to 1`` as ``a number ≥ 1``."""
+    text = re.sub(r"^Input should be ", "", message)
+    for words, mark in (
+        ("greater than or equal to", "≥"),
+        ("less than or equal to", "≤"),
+        ("greater than", ">"),
+        ("less than", "<"),
+    ):
+        text = re.sub(rf"^{words} ", f"a number {mark} ", text)
+    return text.split(", unable to")[0]
 
 
 def _fields(path: list[str]) -> list[str]:

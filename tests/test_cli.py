@@ -211,4 +211,48 @@ def test_the_real_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedflat", "run", "nowhere.yaml", "--out", str(tmp_path / "x")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.startswith("fedflat: recipe: found nowhere.yaml") and found.stderr.count("\n") == 1
+    assert (
+        found.stderr.startswith("fedflat: recipe: found no file and no packaged recipe nowhere.yaml")
+        and found.stderr.count("\n") == 1
+    )
+
+
+def test_help_and_mistakes_answer_without_torch() -> None:
+    """Assembling the commands and reading a recipe must not wait for torch, SciPy or the accountants."""
+    code = (
+        "import sys; from fedflat import cli; cli._assemble(); from fedflat.recipe import Recipe; "
+        "Recipe.load('quick-start'); print([m for m in ('torch', 'scipy', 'dp_accounting') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("run", "nosuch.yaml"), "no file and no packaged recipe nosuch.yaml"),
+        (("run", "quick-strat"), "Did you mean quick-start?"),
+        (("run", "tny.yaml"), "Did you mean tiny.yaml?"),
+        (("run", "folder"), "the folder folder without a recipe.yaml"),
+        (("run", "empty.yaml"), "an empty file"),
+        (("run", "bad.yaml"), "bad.yaml line 2"),
+        (("run", "--resume", "folder"), "--resume: found folder, which has no recipe.yaml"),
+        (("run", "--resume", "nowhere"), "--resume: found nowhere, which is no folder"),
+        (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
+        (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
+        (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),
+        (("list",), "algorithms, datasets, models, recipes, accountants"),
+    ],
+)
+def test_first_mistakes(fedflat: Any, recipe: str, tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "bad.yaml").write_text("rounds: [3\nlocal: {a\n")
+    said = fedflat(*words)
+    assert said.status == 2 and said.out == ""
+    assert sentence in said.err and said.err.count("\n") == 1 and len(said.err) < 400
+
+
+def test_a_misspelt_command_is_corrected_once(fedflat: Any) -> None:
+    said = fedflat("comprae")
+    assert said.status == 2 and said.err.count("compare") == 1

@@ -57,20 +57,28 @@ def audit(
     if defects:
         results += room.audit_defects(runs=runs)
     print(json.dumps([r.as_dict() for r in results], ensure_ascii=False, indent=2) if as_json else table(results))
+    if target is not None and _is_run(target, override) and not as_json:
+        print(f"\nReport: {Path(target) / 'report.html'}")
     if any(_failed(result) for result in results):
         raise typer.Exit(1)
 
 
 def _of_target(target: str, override: list[str], kind: str, canaries: int, runs: int) -> list[AuditResult]:
-    """Audit a recipe or a run's folder; in the folder, ``audit.json`` keeps the result."""
+    """Audit a recipe or a run's folder; in the folder, ``audit.json`` and the report keep the result."""
     from fedflat.audit import audit_run
     from fedflat.audit.whole_run import write_audit
     from fedflat.recipe import Recipe
+    from fedflat.report.html import write_report
 
     results = audit_run(Recipe.load(target, override), kind=kind, canaries=canaries, runs=runs)
-    if Path(target).is_dir() and not override:
+    if _is_run(target, override):
         write_audit(Path(target), results)
+        write_report([target], Path(target) / "report.html")
     return results
+
+
+def _is_run(target: str, override: list[str] | None) -> bool:
+    return Path(target).is_dir() and not override
 
 
 def _failed(result: AuditResult) -> bool:

@@ -21,10 +21,12 @@ ABOUT_ACCOUNTANTS = {
 
 
 def list_names(
-    kind: Annotated[str, typer.Argument(help="algorithms, datasets, models, recipes or accountants")],
+    kind: Annotated[str, typer.Argument(help="algorithms, datasets, models, recipes or accountants")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """What there is, one line each."""
+    if not kind:
+        raise wrong("list", "nothing", ", ".join(KINDS))
     one_of("list", kind, KINDS)
     rows = catalogue(kind)
     if as_json:
@@ -85,7 +87,12 @@ def report(
         bool, typer.Option("--verify", help="Recompute ε from the ledger with a second library.")
     ] = False,
 ) -> None:
-    """(Re)build the report page of one run, or one page over several."""
+    """(Re)build the report page of one run, or one page over several.
+
+    Example: fedflat report runs/quick-start --verify
+
+    Example: fedflat report runs/a runs/b --out both.html
+    """
     from fedflat.report.html import write_report
 
     for run in runs:

@@ -12,12 +12,8 @@ import typer
 
 from fedflat.commands.settings import Setting, setting_of
 from fedflat.core.checks import InputError, in_range, one_of, wrong
-from fedflat.core.cohorts import NAMES as SAMPLINGS
-from fedflat.privacy.budget import Row, budget_table, calibrate_table, needed_table
-from fedflat.privacy.curves import ACCOUNTANTS
-from fedflat.privacy.trust import TRUSTS
-from fedflat.report.budget import check_plot, write_plot
 
+Row = dict[str, Any]
 Recipe = Annotated[str | None, typer.Argument(help="A recipe to take the numbers from; options change them.")]
 Override = Annotated[
     list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
@@ -68,8 +64,7 @@ def budget(
         "noise_cohort": noise_cohort,
     }  # fmt: skip
     only = _only(trust, sampling, accountant)
-    if plot is not None:
-        check_plot(plot)
+    _check_plot(plot)
     setting = setting_of(recipe, override or [], given, only)
     needed = setting.needs("clients", "cohort", "rounds", "noise_multiplier")
     run, larger = needed.of_this_run(), needed.deployed()
@@ -117,8 +112,7 @@ def calibrate(
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --noise-multiplier 0.95
     """
     in_range("--epsilon", epsilon, 0, open_low=True)
-    if plot is not None:
-        check_plot(plot)
+    _check_plot(plot)
     given = {
         "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
         "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
@@ -159,8 +153,19 @@ TITLES = {
 }  # fmt: skip
 
 
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None:
+        from fedflat.report.budget import check_plot
+
+        check_plot(plot)
+
+
 def _only(trust: str | None, sampling: str | None, accountant: str | None) -> dict[str, str]:
     """The names that the rows are limited to, checked."""
+    from fedflat.core.cohorts import NAMES as SAMPLINGS
+    from fedflat.privacy.curves import ACCOUNTANTS
+    from fedflat.privacy.trust import TRUSTS
+
     found = {}
     for where, value, names in (
         ("trust", trust, TRUSTS), ("sampling", sampling, SAMPLINGS), ("accountant", accountant, ACCOUNTANTS)
@@ -178,6 +183,8 @@ def _wanted(find: str | None, setting: Setting) -> str:
 
 
 def _budget_rows(setting: Setting) -> list[Row]:
+    from fedflat.privacy.budget import budget_table
+
     return budget_table(noise_multiplier=float(setting.noise_multiplier or 0.0), **setting.common())
 
 
@@ -187,6 +194,8 @@ def _larger(setting: Setting) -> Setting:
 
 def _calibrated(setting: Setting, target: float) -> list[Row]:
     """Rows of the calibration; with noise_cohort the target is that of the simulated system, as in a recipe."""
+    from fedflat.privacy.budget import calibrate_table
+
     rows = calibrate_table(target=target, **_larger(setting).common())
     if setting.noise_cohort is None:
         return rows
@@ -202,6 +211,8 @@ def _run_epsilon(setting: Setting, row: Row) -> float | None:
 
 
 def _found(setting: Setting, wanted: str, target: float, only: dict[str, str]) -> list[Row]:
+    from fedflat.privacy.budget import needed_table
+
     own = _arguments(setting, only)
     return needed_table(find=wanted, target=target, **{name: value for name, value in own.items() if name != wanted})
 
@@ -294,6 +305,8 @@ def _epsilon(value: float) -> str:
 def _draw(setting: Setting, only: dict[str, str], plot: Path | None) -> None:
     if plot is None:
         return
+    from fedflat.report.budget import write_plot
+
     larger = setting.deployed()
     systems = {"" if larger is None else "this run": _arguments(setting.of_this_run(), only)}
     if larger is not None:

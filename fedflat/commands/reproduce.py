@@ -7,14 +7,16 @@ import math
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedflat.commands.training import Json, Overrides
 from fedflat.core.checks import one_of, wrong
-from fedflat.reproduce import SCALES, Outcome, dry, find, load, names, train
-from fedflat.reproduce.rows import Row
+
+if TYPE_CHECKING:
+    from fedflat.reproduce import Outcome
+    from fedflat.reproduce.rows import Row
 
 WIDTH = 80
 HEADS = ("method", "published", "ours", "claimed ε", "proven ε")
@@ -67,6 +69,8 @@ def reproduce(
     if paper is None or table is None:
         raise wrong("reproduce", "no paper or table", "PAPER TABLE, for example 000 table-1; --list shows all")
     one_of("--protocol", protocol, PROTOCOLS)
+    from fedflat.reproduce import SCALES, dry, find
+
     chosen = find(paper, table).only(column or (), method or ())
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
     if dry_run:
@@ -85,6 +89,7 @@ def _train(
     chosen: Any, scale: str, protocol: str, override: Any, seeds: Any, out: Any, processes: Any, quiet: bool
 ) -> Outcome:
     from fedflat.report.progress import ExperimentProgress
+    from fedflat.reproduce import train
 
     stem = f"{chosen.paper}-{chosen.table.lower().replace(' ', '-')}"
     folder = out or Path("runs") / f"reproduce-{stem}"
@@ -93,6 +98,8 @@ def _train(
 
 
 def _list(as_json: bool) -> None:
+    from fedflat.reproduce import load, names
+
     every = {name: load(name.replace(" ", "-")) for name in names()}
     if as_json:
         print(json.dumps({name: table.about for name, table in every.items()}, ensure_ascii=False, indent=2))

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
-from fedflat.privacy.accounting import default_delta
 
 KEYS = {
     "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
@@ -52,6 +51,8 @@ class Setting:
         if self.noise_cohort is not None and self.cohort is not None:
             in_range("--noise-cohort", self.noise_cohort, self.cohort)
         if self.delta is None and self.clients is not None:
+            from fedflat.privacy.accounting import default_delta
+
             return replace(self, delta=default_delta(self.clients))
         return self
 

@@ -33,6 +33,15 @@ def run(
     override: Overrides = None,
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write what is released to TensorBoard event files.")
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="URI", help="Also write what is released to an MLflow store or server.")
+    ] = None,
+    track_private: Annotated[
+        bool, typer.Option("--track-private", help="Send trackers what is private to the simulation too, marked so.")
+    ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Print the time spent by stage.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -40,21 +49,31 @@ def run(
 
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
     """
-    from fedflat import simulation
     from fedflat.report.progress import Progress
+    from fedflat.report.trackers import Trackers
 
     if resume is not None and (recipe is not None or override):
         raise wrong("--resume", "a recipe or -o as well", "--resume DIR alone: the run goes on as it was started")
+    if resume is not None and not (resume / "recipe.yaml").is_file():
+        found = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
+        raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
     parsed = Recipe.load(resume if resume is not None else (recipe or QUICK_START), override or [])
     folder = resume or out or free_folder(Path("runs"), parsed.name)
     asked = _stop_after_round()
-    with Progress(parsed, quiet=as_json) as progress:
+    trackers = Trackers(parsed, tensorboard=tensorboard, mlflow=mlflow, private=track_private)
+    with trackers, Progress(parsed, quiet=as_json) as progress:
+        from fedflat import simulation  # torch and all the rest: seconds, spent under the first line of progress
+
+        def after(released: dict[str, Any], private: dict[str, Any]) -> None:
+            progress.round(released, private)
+            trackers.round(released, private)
+
         result = simulation.run(
             parsed,
             out=folder,
             resume=resume is not None,
             on_start=progress.start,
-            on_round=progress.round,
+            on_round=after,
             should_stop=lambda: bool(asked),
         )
     _finish(result, folder, as_json, profile)

@@ -26,7 +26,9 @@ def print_summary(result: Any, folder: Path, page: Path) -> None:
     for label, text in summary_rows(result):
         table.add_row(Text(label), Text(text))
     console = console_now()
-    console.print(table, width=min(console.width, 100))
+    with console.capture() as capture:
+        console.print(table, width=min(console.width, 100))
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
     _whole_line(f"Report: {page}")
     if result.stopped:
         _whole_line(f"{result.stopped[:1].upper()}{result.stopped[1:]}.")

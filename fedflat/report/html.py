@@ -87,7 +87,7 @@ def _lead(run: Run) -> str:
     parts = [run.algorithm, data.get("dataset"), section(run.recipe, "model").get("name")]
     if data.get("clients"):
         size = cohort.get("size")
-        parts.append(f"{data['clients']} clients" + (f", about {size} a round" if size else ""))
+        parts.append(f"{data['clients']} clients" + (f", about {readable(size)} a round" if size else ""))
     if run.seed is not None:
         parts.append(f"seed {run.seed}")
     return " · ".join(str(part) for part in parts if part)
@@ -139,7 +139,8 @@ def _percent(value: float | None) -> str:
 
 
 def _pace(rounds: int, seconds: float) -> str:
-    return f"{tables.duration(seconds / rounds)} a round" if rounds and seconds else ""
+    each = seconds / rounds if rounds else 0.0
+    return f"{tables.duration(each) if each >= 0.1 else f'{1000 * each:.0f} ms'} a round" if each else ""
 
 
 def _epsilon_tile(run: Run) -> str:
