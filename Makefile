@@ -1,6 +1,7 @@
 # make run   environment, pinned dependencies, then the quick start (a comparison on handwritten digits)
 # make test  the whole test suite
 # make check linters and types
+# make docs  the documentation as a site, in site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 METHODS := fedavg dp-fedavg dp-fedsam dp-fedpgn dp-fedpgn-ls
 
-.PHONY: run test check clean
+.PHONY: run test check docs clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/fedflat compare $(addprefix quick-start-,$(METHODS)) --seeds 3 --out runs/quick-start
@@ -20,6 +21,10 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
+	@echo "site/index.html"
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("fedflat needs Python 3.11 or newer; found %d.%d. Name one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -33,5 +38,9 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev,language,federation]'
 	touch $@ $(VENV)/run.stamp
 
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[docs]'
+	touch $@ $(VENV)/run.stamp
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build site *.egg-info

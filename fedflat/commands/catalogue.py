@@ -24,7 +24,10 @@ def list_names(
     kind: Annotated[str, typer.Argument(help="algorithms, datasets, models, recipes or accountants")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """What there is, one line each."""
+    """What there is, one line each.
+
+    Example: fedflat list algorithms
+    """
     if not kind:
         raise wrong("list", "nothing", ", ".join(KINDS))
     one_of("list", kind, KINDS)
