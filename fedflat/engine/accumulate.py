@@ -16,6 +16,8 @@ from fedflat.engine.parts import Encoder
 
 CACHED = 1 << 17
 """Entries of a float64 copy that stays in a core's cache (1 MB)."""
+MERGED = 64
+"""Blocks of norms after which they become one."""
 
 
 class Accumulator:
@@ -51,6 +53,7 @@ class Accumulator:
         finite = torch.isfinite(norms)
         self._norms.append(norms.cpu())
         self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).cpu())
+        self._merge()
         self._note(stats)
         if self.weighted:
             weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
@@ -64,6 +67,11 @@ class Accumulator:
         if not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
+
+    def _merge(self) -> None:
+        """One tensor of norms instead of many: small blocks left between freed messages keep a heap from shrinking."""
+        if len(self._norms) >= MERGED:
+            self._norms, self._factors = [torch.cat(self._norms)], [torch.cat(self._factors)]
 
     def _note(self, stats: Mapping[str, Tensor] | None) -> None:
         for name, values in (stats or {}).items():
