@@ -1,0 +1,34 @@
+"""The server's memory while answers stream in: a model, not a cohort of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+load = pytest.importorskip("benchmarks.server_load")
+
+
+def peak(clients: int, twin: bool, answer: Any) -> None:
+    """MiB beyond the start, in a process of its own; the twin keeps every message."""
+    from fedflat.engine.accumulate import Accumulator
+
+    load.return_large_blocks()
+    kept: list[Any] = []
+    if twin:
+        add = Accumulator.add
+        Accumulator.add = lambda self, messages, *rest: (kept.append(messages), add(self, messages, *rest))[1]
+    load.measure(50_000, 20)
+    answer.send(load.measure(50_000, clients)[1])
+
+
+@pytest.mark.parametrize("twin", [False, True], ids=["server", "twin that keeps messages"])
+def test_memory_is_that_of_a_model(twin: bool) -> None:
+    here, there = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=peak, args=(1500, twin, there))
+    process.start()
+    grown = here.recv()
+    process.join()
+    assert (grown > 250) == twin and (grown < 10) == (not twin)  # 1,500 updates of 0.19 MiB are 286 MiB
