@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from fedflat import simulation
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly import jobs
 from fedflat.audit import audit_defects, audit_method
 from fedflat.audit.bench import CLIENTS, Bench, bench_of, world_of
 from fedflat.audit.canaries import CANARIES, canaries_for
@@ -110,7 +110,7 @@ CHANGES = {
         mechanisms.GaussianNoise, "noise", _only_where_the_sum_is(REAL_NOISE)
     ),
     "too little noise": lambda patch: patch.setattr(mechanisms.GaussianNoise, "noise", _too_little(REAL_NOISE)),
-    "weighted mean": lambda patch: patch.setattr(simulation, "_weighted", lambda recipe, method: True),
+    "weighted mean": lambda patch: patch.setattr(jobs, "weighted", lambda recipe, method: True),
     "realised denominator": lambda patch: patch.setattr(
         Accumulator, "divisor", property(lambda self: float(max(1, sum(len(n) for n in self._norms))))
     ),
