@@ -31,14 +31,16 @@ def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federat
 def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Module:
     """A module of its own for this run, checked to hold nothing that would leave unclipped."""
     from fedflat.models import build, refuse_unclipped_state
+    from fedflat.models.registry import takes
 
     if given is not None:
         module = copy.deepcopy(given)
     else:
-        options = recipe.model.options
-        if data.vocabulary and recipe.model.name in ("bow",):
-            options.setdefault("vocabulary", data.vocabulary)
-        module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
+        name, options = recipe.model.name, recipe.model.options
+        if data.vocabulary:
+            of_data = {"vocabulary": data.vocabulary, "padding": data.padding}
+            options = {key: value for key, value in of_data.items() if takes(name, key)} | options
+        module = build(name, data.input_shape, data.classes, recipe.seed, **options)
     example = data.inputs[:2] if len(data.inputs) else torch.zeros(2, *data.input_shape)
     refuse_unclipped_state(module, torch.zeros_like(example))
     return module

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, nearest, wrong
+from fedflat.core.hub import hub
 from fedflat.data.catalog import DATASETS, Source
 
 SPLITS = ("train", "test", "validation")
@@ -99,51 +100,32 @@ def _open(files: tuple[Path, ...]) -> Split:
     return Split(str(files[0]), files, features, read)
 
 
-def _from_hub(dataset: str, hub: str, config: str | None, folder: Path | None) -> dict[str, Split]:
+def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None) -> dict[str, Split]:
     """Splits from the hub (or from the hub client's own cache when offline)."""
     looked = f"{folder} (no such folder)" if folder else "FEDFLAT_DATA (not set)"
     remedy = (
         "Set FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet files."
     )
     try:
-        loaded = _download(hub, config)
+        loaded = _download(owner, config)
     except Exception as error:  # the hub client raises many unrelated types; all mean: not to be had
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        place = f"{hub} ({config})" if config else hub
+        place = f"{owner} ({config})" if config else owner
         message = (
             f"data.dataset: {dataset} not found: looked in {looked} and on the hub for {place}: {reason}. {remedy}"
         )
         if type(error).__name__ == "DatasetNotFoundError" and not _offline():
             raise InputError(message) from None
         raise RunError(message) from None
-    return {name: _hub_split(f"{hub}/{name}", loaded[name]) for name in SPLITS if name in loaded}
+    return {name: _hub_split(f"{owner}/{name}", loaded[name]) for name in SPLITS if name in loaded}
 
 
-def _download(hub: str, config: str | None) -> Any:
-    """``datasets.load_dataset``, without its half minute of retries when there is no network at all."""
+def _download(name: str, config: str | None) -> Any:
     import datasets
-    from huggingface_hub import constants
 
     datasets.disable_progress_bars()
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not _reachable(constants.ENDPOINT)
-    try:
-        return datasets.load_dataset(hub, config)
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-def _reachable(url: str, seconds: float = 5.0) -> bool:
-    import urllib.error
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(url, timeout=seconds):
-            return True
-    except urllib.error.HTTPError:
-        return True  # somebody answered
-    except (OSError, ValueError):
-        return False
+    with hub():
+        return datasets.load_dataset(name, config)
 
 
 def _offline() -> bool:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from fedflat.core.checks import whole, wrong
+from fedflat.core.hub import hub
 
 # The 80 characters LEAF uses for Shakespeare. Id 0 stands for every other character, 1..80 for these.
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -98,10 +99,11 @@ def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> t
     try:
         from transformers import AutoTokenizer
 
-        tool = AutoTokenizer.from_pretrained(tokenizer)
+        with hub():
+            tool = AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # the hub client raises many unrelated types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        allowed = "a folder with a transformers tokenizer, or a hub id that can be reached"
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        allowed = "a folder with a transformers tokenizer, or a hub id that can be reached or is in HF_HOME's cache"
         raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({reason})") from None
     if tool.pad_token_id is None:
         raise wrong("data.tokenizer", tokenizer, "a tokenizer with a padding token")

@@ -7,7 +7,8 @@ Needs the extra ``fedflat[language]``; the first use of the published weights do
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError, one_of, whole, wrong
+from fedflat.core.hub import hub
 from fedflat.models.text import text_length
 from fedflat.models.vision import image_shape
 
 VIT = "google/vit-base-patch16-224-in21k"
 ROBERTA = "FacebookAI/roberta-base"
+PUBLISHED = (VIT, ROBERTA)
 ROBERTA_BASE_SIZES = {"max_position_embeddings": 514, "type_vocab_size": 1}
 TRAIN = ("all", "head", "lora")
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value")
@@ -75,8 +78,9 @@ def _extra(package: str, name: str) -> Any:
         raise InputError(f'model {name}: needs the package {package}; install "fedflat[language]".') from error
 
 
-def _configuration(kind: Any, name: str, source: str, pretrained: bool, config: Mapping[str, Any] | None) -> Any:
-    base = dict(ROBERTA_BASE_SIZES) if name == "roberta-base" else {}
+def _configuration(kind: Any, source: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """The published configuration, or one of ``config`` over ``defaults``."""
+    pretrained, config = options["pretrained"], options["config"]
     if pretrained and config is not None:
         raise wrong("model.config", "a configuration for published weights", "none, or pretrained: false")
     if pretrained:
@@ -84,32 +88,64 @@ def _configuration(kind: Any, name: str, source: str, pretrained: bool, config: 
     known = set(kind().to_dict())
     for key in config or {}:
         one_of("model.config", key, sorted(known))
-    return kind(**{**base, **(config or {})})
+    return kind(**{**defaults, **(config or {})})
 
 
 def _load(
-    name: str, classes: int, kinds: tuple[str, str], source: str, options: Mapping[str, Any]
+    name: str,
+    classes: int,
+    kinds: tuple[str, str],
+    source: str,
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
     transformers = _extra("transformers", name)
     configuration_kind, model_kind = (getattr(transformers, kind) for kind in kinds)
-    pretrained = bool(options["pretrained"])
-    try:
-        config = _configuration(configuration_kind, name, source, pretrained, options["config"])
+    with _readable(name, source), hub() if options["pretrained"] and source in PUBLISHED else nullcontext():
+        config = _configuration(configuration_kind, source, options, defaults or {})
         config.num_labels = classes
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
         if name == "roberta-base":
             config.classifier_dropout = 0.0
         config._attn_implementation = one_of("model.attention", options["attention"], ("sdpa", "eager"))
-        if not pretrained:
+        if not options["pretrained"]:
             return model_kind(config), config
-        # A folder saved with another number of classes keeps its body and gets a new head.
-        body = model_kind.from_pretrained(source, config=config, ignore_mismatched_sizes=True)
+        with _quiet(transformers):
+            # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors:
+            # the other format is a pickle, which runs code.
+            body = model_kind.from_pretrained(source, config=config, ignore_mismatched_sizes=True, use_safetensors=True)
+    return body.float().train(), config
+
+
+@contextmanager
+def _readable(name: str, source: str) -> Iterator[None]:
+    """Whatever transformers raises about missing or broken files as one sentence that names the remedy."""
+    try:
+        yield
     except InputError:
         raise
-    except (OSError, ValueError) as error:
-        allowed = "weights that can be downloaded, or a folder written by save_pretrained (option path)"
-        raise wrong(f"model {name}", f"no readable weights at {source}", allowed) from error
-    return body.float().train(), config
+    except Exception as error:  # transformers, the hub's client and safetensors raise unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        allowed = (
+            "weights that the hub's client can download or has in its cache (HF_HOME), "
+            "or model.path: a folder written by save_pretrained"
+        )
+        raise wrong(f"model {name}", f"no readable weights at {source}", allowed, hint=f"({reason})") from error
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """No progress bars and no table of the classifier's missing weights: it is meant to be new."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
 
 
 def _source(published: str, path: str | None) -> str:
@@ -175,16 +211,36 @@ def roberta_base(
     train: str = "all",
     rank: int = 8,
     attention: str = "sdpa",
+    vocabulary: int | None = None,
+    padding: int | None = None,
 ) -> nn.Module:
-    """RoBERTa-Base (paper 002) with a new classifier; ids come from its own tokenizer, padded with its padding id.
+    """RoBERTa-Base (paper 002) with a new classifier.
 
-    Options as for :func:`vit_base`, ``config`` with the keys of transformers' RobertaConfig.
+    Options as for :func:`vit_base`, ``config`` with the keys of transformers' RobertaConfig. ``vocabulary`` and
+    ``padding``, which a recipe's data gives, describe the ids: a random model is made for them, published weights
+    are refused if they were trained on others (their ids come from their own tokenizer, ``data.tokenizer``).
     """
     length = text_length("roberta-base", input_shape)
     options = {"pretrained": pretrained, "config": config, "attention": attention}
     kinds = ("RobertaConfig", "RobertaForSequenceClassification")
-    body, found = _load("roberta-base", classes, kinds, _source(ROBERTA, path), options)
+    ids = {"vocab_size": vocabulary, "pad_token_id": padding}
+    defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
+    source = _source(ROBERTA, path)
+    body, found = _load("roberta-base", classes, kinds, source, options, defaults)
+    _same_ids(found, source if pretrained else None, vocabulary, padding)
     longest = found.max_position_embeddings - found.pad_token_id - 1
     if length > longest:
-        raise wrong("model roberta-base: input shape", tuple(input_shape), f"at most {longest} ids")
+        raise wrong("model roberta-base: input shape", tuple(input_shape), f"at most {longest} ids (data.max_length)")
     return TextTransformer(_trainable("roberta-base", body, train, rank), found.pad_token_id)
+
+
+def _same_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
+    """Raise InputError unless the data's ids are the model's: none beyond its table, and the same one for padding."""
+    fits = (vocabulary is None or vocabulary <= found.vocab_size) and padding in (None, found.pad_token_id)
+    if fits:
+        return
+    ids = f"{vocabulary} ids with padding {padding}"
+    own = f"at most {found.vocab_size} ids with padding {found.pad_token_id}"
+    if source is None:
+        raise wrong("model.config", f"{own} for data of {ids}", "vocab_size and pad_token_id of the data, or neither")
+    raise wrong("data.tokenizer", ids, f"{own}, which is the model's own tokenizer: data.tokenizer={source}")

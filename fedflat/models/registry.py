@@ -73,6 +73,11 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     return module
 
 
+def takes(name: str, option: str) -> bool:
+    """Whether the built-in model ``name`` has an option of that name; False for unknown names and import paths."""
+    return name in BUILDERS and option in inspect.signature(BUILDERS[name]).parameters
+
+
 def _named(name: str) -> Callable[..., nn.Module]:
     if name not in BUILDERS:
         allowed = ", ".join([*BUILDERS, "package.module:callable", "path/to/file.py:callable"])

@@ -125,24 +125,31 @@ def char_gru(
 
 
 class BagOfWords(nn.Module):
-    """Mean of the embeddings of the ids that are not 0 (padding), then a linear layer: (b, T) -> (b, classes)."""
+    """Mean of the embeddings of the ids that are not ``padding``, then a linear layer: (b, T) -> (b, classes)."""
 
-    def __init__(self, vocabulary: int, classes: int, embedding: int) -> None:
+    def __init__(self, vocabulary: int, classes: int, embedding: int, padding: int = 0) -> None:
         super().__init__()
+        self.padding = padding
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.head = nn.Linear(embedding, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
         vectors = self.embedding(ids)
-        keep = (ids != 0).to(vectors.dtype).unsqueeze(-1)
+        keep = (ids != self.padding).to(vectors.dtype).unsqueeze(-1)
         # An empty text divides by one: its mean is the zero vector and its logits the bias.
         mean = (vectors * keep).sum(1) / keep.sum(1).clamp(min=1.0)
         return cast(Tensor, self.head(mean))
 
 
-def bow(input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, embedding: int = 64) -> nn.Module:
-    """A text classifier on a bag of embeddings; ``vocabulary`` (required) counts the ids, 0 (padding) included."""
+def bow(
+    input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0, embedding: int = 64
+) -> nn.Module:
+    """A text classifier on a bag of embeddings; ``vocabulary`` (required) counts the ids, ``padding`` included.
+
+    In a recipe both come from the data (hashing, or the tokenizer's own) unless they are given.
+    """
     text_length("bow", input_shape)
     if vocabulary is None:
-        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding 0 included")
-    return BagOfWords(whole("model.vocabulary", vocabulary, 2), classes, whole("model.embedding", embedding, 1))
+        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included")
+    size = whole("model.vocabulary", vocabulary, 2)
+    return BagOfWords(size, classes, whole("model.embedding", embedding, 1), whole("model.padding", padding, 0))

@@ -1,0 +1,108 @@
+"""The packaged text recipes, run on tiny files of the same columns; on the real sets where FEDFLAT_DATA has them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_texts as tiny
+import torch
+
+import fedflat
+from fedflat.core.checks import InputError
+from fedflat.core.hub import _reachable
+from fedflat.data.sources import load
+from fedflat.recipe import Recipe
+
+pytest.importorskip("transformers")
+REAL = Path(os.environ.get("FEDFLAT_DATA", "/nonexistent"))
+SMALL = ["rounds=2", "local.steps=2", "cohort.size=3", "evaluation.every=2", "engine.backend=sequential"]
+LARGE = ["sst2-roberta-base", "mrpc-roberta-base", "cifar10-vit-base"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for write in (tiny.reviews, tiny.pairs, tiny.plays):
+        write(tmp_path)
+    monkeypatch.setenv("FEDFLAT_DATA", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["sst2-bow", "mrpc-bow", "sst2-transformer"])
+def test_sentences_end_to_end(folder: Path, name: str) -> None:
+    result = fedflat.run(Recipe.load(name, [*SMALL, "data.clients=6"]))
+    last = result.history[-1]
+    assert len(result.history) == 2 and 0 <= last["test_accuracy"] <= 1 and result.privacy["proven_epsilon"] <= 8
+
+
+@pytest.mark.parametrize("name", ["shakespeare-dp-fedavg", "shakespeare-fedavg"])
+def test_every_speaker_is_a_client(folder: Path, name: str) -> None:
+    recipe = Recipe.load(name, [*SMALL, "model.hidden=8", "data.test_fraction=0.1"])
+    assert load(recipe.data).clients == 6
+    result = fedflat.run(recipe)
+    assert result.model.head.out_features == 81 and len(result.history) == 2
+    assert (result.privacy["proven_epsilon"] is None) == (name == "shakespeare-fedavg")
+
+
+def test_a_character_model_learns_which_letters_there_are(folder: Path) -> None:
+    options = ["rounds=4", "cohort.size=6", "cohort.sampling=fixed", "local.steps=5", "model.hidden=8"]
+    last = ["data.max_length=20", "evaluation.every=4", "engine.backend=sequential"]
+    result = fedflat.run(Recipe.load("shakespeare-fedavg", [*options, *last]))
+    assert result.history[-1]["test_loss"] < 3.0 < math.log(81), "six of 81 characters occur"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_table_v_has_the_papers_settings(name: str) -> None:
+    recipe = Recipe.load(name)
+    assert (recipe.local.lr, recipe.local.lr_decay, recipe.local.batch_size, recipe.rounds) == (0.1, 0.98, 16, 100)
+    assert recipe.data.partition.alpha == 0.1 and recipe.data.clients == 500
+    assert recipe.data.tokenizer == (None if name == "cifar10-vit-base" else "FacebookAI/roberta-base")
+
+
+@pytest.mark.parametrize("name", LARGE[:2])
+def test_table_v_on_local_folders(folder: Path, name: str) -> None:
+    """The whole recipe with other weights: a folder with a tiny random model and its tokenizer."""
+    from fedflat.models import build
+
+    weights = tiny.tokenizer(folder / "weights")
+    sizes = {**tiny.TINY["config"], "vocab_size": 14, "pad_token_id": 1}
+    build("roberta-base", (10,), 2, 0, pretrained=False, config=sizes).body.save_pretrained(weights)
+    local = [f"model.path={weights}", f"data.tokenizer={weights}", "data.max_length=12", "data.clients=6"]
+    small = [option for option in SMALL if "steps" not in option]
+    result = fedflat.run(Recipe.load(name, [*small, *local, "local.epochs=1"]))
+    trained = [n for n, p in result.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in n or n.startswith("body.classifier.") for n in trained)
+
+
+def test_without_the_hub_a_table_v_recipe_names_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedflat.core.hub._reachable", lambda *_: False)
+    monkeypatch.setenv("HF_HOME", str(folder / "empty"))
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "empty"))
+    with pytest.raises(InputError, match=r"data\.tokenizer: found FacebookAI/roberta-base.*HF_HOME"):
+        fedflat.run(Recipe.load("sst2-roberta-base", ["data.clients=6", *SMALL[2:]]))
+
+
+def test_nobody_answers_at_a_closed_port() -> None:
+    assert not _reachable("http://127.0.0.1:9", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("shakespeare-dp-fedavg", ["data.max_test=50", "cohort.size=5"]),
+        ("sst2-bow", ["data.max_examples=2000"]),
+        ("mrpc-bow", []),
+        ("sst2-transformer", ["data.max_examples=2000", "data.max_test=100"]),
+    ],
+)
+def test_on_the_real_sets(name: str, options: list[str], request: Any) -> None:
+    recipe = Recipe.load(name, [*SMALL, *options])
+    if not (REAL / recipe.data.dataset).is_dir():
+        pytest.skip(f"FEDFLAT_DATA has no {recipe.data.dataset}")
+    result = fedflat.run(recipe)
+    assert torch.isfinite(torch.tensor(result.history[-1]["test_loss"]))
