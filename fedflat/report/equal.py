@@ -22,7 +22,7 @@ class Targets:
 
     Attributes:
         accuracy: the lowest final accuracy (0 to 1) of any private run, so that every private run reaches it.
-        epsilon: the smallest final ε of any private run, so that every private run spends it.
+        epsilon: the smallest final ε of any private run, so that no private run stops short of it.
         one_epsilon: all private runs end at that ε; then the final accuracy is the accuracy at equal ε.
     """
 

@@ -227,7 +227,8 @@ def _equal_notes(equal: Targets | None) -> list[str]:
     ]
     if equal.one_epsilon:
         return [*found, f"Equal ε: every private run ends at ε = {limit}, so the accuracy column compares at equal ε."]
-    rule = f"Equal ε: the shared model's test accuracy at ε = {limit}, the smallest final ε of any private run."
+    rule = f"Equal ε: the shared model's test accuracy at ε = {limit}, the smallest final ε of any private run"
+    rule += "; a dash where the first evaluation is past it."
     return [*found, rule]
 
 
