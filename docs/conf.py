@@ -19,7 +19,6 @@ exclude_patterns = ["images"]
 html_theme = "furo"
 html_title = f"fedflat {version}"
 html_copy_source = False
-suppress_warnings = ["toc.empty_glob"]  # language*: a page that may come
 highlight_language = "none"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
