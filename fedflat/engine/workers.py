@@ -218,6 +218,17 @@ def _one_thread_environment() -> Any:
                 os.environ[name] = value
 
 
+def _next(tasks: Any) -> Any:
+    """The next task; None to end, also when the parent has died without saying so."""
+    parent = multiprocessing.parent_process()
+    while True:
+        try:
+            return tasks.get(timeout=WAIT)
+        except queue.Empty:
+            if parent is not None and not parent.is_alive():
+                return None
+
+
 def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
     """A worker: train the clients it is given until it is given None."""
     import signal
@@ -226,7 +237,7 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
     torch.set_num_threads(1)
     keep_freed_memory()
     dimension = shared.shape[1]
-    while (task := tasks.get()) is not None:
+    while (task := _next(tasks)) is not None:
         client, slot, small = task
         try:
             broadcast = replace(
