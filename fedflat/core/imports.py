@@ -25,10 +25,12 @@ def imported(where: str, path: str) -> Callable[..., Any]:
 
 
 def _package(where: str, name: str) -> ModuleType:
+    if not name:
+        raise wrong(where, "no module name before the colon", "package.module:callable")
     try:
         return importlib.import_module(name)
-    except (ImportError, ValueError) as error:
-        raise wrong(where, f"no importable module {name!r} ({error})", "package.module:callable") from error
+    except ImportError as error:
+        raise wrong(where, f"no importable module {name} ({error})", "package.module:callable") from error
 
 
 def _file(where: str, path: Path) -> ModuleType:

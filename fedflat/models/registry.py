@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from fedflat.core.checks import InputError, nearest, whole, wrong
+from fedflat.core.checks import nearest, whole, wrong
+from fedflat.core.imports import imported
 from fedflat.core.rng import seeded_torch
 from fedflat.models import pretrained, text, vision
 
@@ -59,7 +56,7 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     """
     whole("model: classes", classes, 1)
     shape = tuple(int(n) for n in input_shape)
-    factory = _imported(name) if ":" in name else _named(name)
+    factory = imported(f"model {name}", name) if ":" in name else _named(name)
     given = {"input_shape": shape, "classes": classes}
     if ":" in name:
         accepted = inspect.signature(factory).parameters
@@ -102,42 +99,3 @@ def _check_options(name: str, factory: Callable[..., nn.Module], options: dict[s
         )
         if needed and (positional or key not in supplied):
             raise wrong(f"model {name}", f"a callable that needs {key}", "input_shape, classes and the options given")
-
-
-def _imported(name: str) -> Callable[..., nn.Module]:
-    where, _, attribute = name.rpartition(":")
-    source = _file(name, Path(where)) if where.endswith(".py") else _package(name, where)
-    found = getattr(source, attribute, None)
-    if not callable(found):
-        public = [key for key, value in vars(source).items() if callable(value) and not key.startswith("_")]
-        raise wrong(f"model {name}", attribute, f"a callable of {where}", hint=nearest(attribute, public))
-    return found  # type: ignore[no-any-return]
-
-
-def _package(name: str, where: str) -> ModuleType:
-    try:
-        return importlib.import_module(where)
-    except ImportError as error:
-        raise wrong(f"model {name}", f"no importable module {where} ({error})", "package.module:callable") from error
-    except ValueError as error:
-        raise wrong(
-            f"model {name}", f"no module name before the colon ({where!r})", "package.module:callable"
-        ) from error
-
-
-def _file(name: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise wrong(f"model {name}", f"no file {path}", "path/to/file.py:callable")
-    spec = importlib.util.spec_from_file_location(f"fedflat_model_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise wrong(f"model {name}", f"{path}, which cannot be imported", "a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except InputError:
-        raise
-    except Exception as error:
-        raise wrong(
-            f"model {name}", f"{type(error).__name__} while reading {path} ({error})", "a Python file"
-        ) from error
-    return module
