@@ -12,7 +12,7 @@ load = pytest.importorskip("benchmarks.server_load")
 
 
 def peak(clients: int, twin: bool, answer: Any) -> None:
-    """MiB beyond the start, in a process of its own; the twin keeps every message."""
+    """MiB beyond the start, in a fresh process (a fork would inherit the peak); the twin keeps every message."""
     from fedflat.engine.accumulate import Accumulator
 
     load.return_large_blocks()
@@ -26,8 +26,8 @@ def peak(clients: int, twin: bool, answer: Any) -> None:
 
 @pytest.mark.parametrize("twin", [False, True], ids=["server", "twin that keeps messages"])
 def test_memory_is_that_of_a_model(twin: bool) -> None:
-    here, there = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=peak, args=(1500, twin, there))
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=peak, args=(1500, twin, there))
     process.start()
     grown = here.recv()
     process.join()
