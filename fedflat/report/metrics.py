@@ -121,6 +121,12 @@ def _by_round(records: list[Record]) -> list[Record]:
     return list(latest.values())
 
 
+def _name(path: Path, recipe: dict[str, Any]) -> str:
+    """The folder's name; a run of a comparison, in ``SETTING/seed-N``, goes by its recipe's name and its seed."""
+    folder, named = path.resolve().name, str(recipe.get("name", "run"))
+    return f"{named} {folder}" if folder.startswith("seed-") else folder or named
+
+
 def read_run(folder: Path | str) -> Run:
     """Read a run folder.
 
@@ -133,7 +139,7 @@ def read_run(folder: Path | str) -> Run:
     recipe = _read_yaml(path / "recipe.yaml")
     return Run(
         path=path,
-        name=path.resolve().name or str(recipe.get("name", "run")),
+        name=_name(path, recipe),
         recipe=recipe,
         metrics=_by_round(read_records(path / "metrics.jsonl")),
         private=_by_round(read_records(path / "private.jsonl")),
