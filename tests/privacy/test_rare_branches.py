@@ -1,0 +1,48 @@
+"""Corners of the accounts that ordinary settings do not reach."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedflat.privacy.budget import needed_table
+from fedflat.privacy.discrete_accounting import DDGaussAccount
+from fedflat.privacy.plan import build_plan
+from fedflat.privacy.votes_plan import VotesPlan
+
+
+def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:
+    rows = needed_table(target=0.01, find="rounds", clients=100, cohort=50, rounds=10, noise_multiplier=0.5, delta=1e-5)
+    assert rows and all(row["epsilon"] is None and row["reason"] for row in rows)
+
+
+def test_a_setting_that_does_not_apply_has_its_reason() -> None:
+    rows = needed_table(target=8, find="rounds", clients=100, cohort=200, noise_multiplier=1.0, delta=1e-5)
+    assert rows and all(row["rounds"] is None and row["reason"] for row in rows)
+
+
+def test_too_little_noise_per_share_amplifies_nothing() -> None:
+    plan = build_plan(
+        clients=100, cohort_size=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed"
+    )
+    account = DDGaussAccount(
+        clients=plan.sampler.clients,
+        cohort=plan.sampler.size,
+        noise_multiplier=1e-6,
+        clip=1.0,
+        granularity=1.0,
+        dimension=8,
+        n_min=10,
+        delta=1e-3,
+    )
+    assert np.isinf(account.amplified(20)).all()
+
+
+def test_votes_beyond_the_plan_and_without_noise() -> None:
+    votes = VotesPlan(labels=1, total=10)
+    plan = build_plan(clients=100, cohort_size=50, sampling="poisson", rounds=5, noise_multiplier=0.0, mechanism=votes)
+    assert votes.spent(plan, 5) == 10
+    assert votes.spent(plan, 6) == 12
+    assert type(votes.event(plan)).__name__ == "NonPrivateDpEvent"
+    assert math.isinf(plan.epsilon())
