@@ -35,7 +35,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[dev,language,federation]'
+	$(PIP) --editable '.[dev,language,federation,scale]'
 	touch $@ $(VENV)/run.stamp
 
 $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python

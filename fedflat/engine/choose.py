@@ -16,6 +16,8 @@ from fedflat.engine.dense import DenseProblem
 from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
+from fedflat.engine.ray_session import require_ray
+from fedflat.engine.ray_tasks import RayTasks
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.stack import Linear, stack_of
 from fedflat.engine.train import Backend
@@ -23,7 +25,7 @@ from fedflat.engine.trial import Choice, remember, remembered, seconds_per_clien
 from fedflat.engine.vectorized import Vectorized
 from fedflat.engine.workers import Workers, portable
 
-BACKENDS = ("auto", "sequential", "vectorized", "lowrank", "workers")
+BACKENDS = ("auto", "sequential", "vectorized", "lowrank", "workers", "ray")
 BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
 CACHED_ENTRIES = 1_000_000
@@ -51,9 +53,11 @@ def backend_for(
     if name == "auto":
         choice = _fastest(makers)
         return makers.make(choice.backend, block or choice.block, threads=choice.threads)
-    if name == "workers" and not portable(problem.module):
+    if name == "ray":
+        require_ray()
+    if name in ("workers", "ray") and not portable(problem.module):
         raise InputError(
-            "engine.backend: found workers with a model that cannot be sent to another process; allowed: a model whose "
+            f"engine.backend: found {name} with a model that cannot be sent to another process; allowed: a model whose "
             "class is defined at the top of a module, or engine.backend=sequential."
         )
     if name == "lowrank":
@@ -81,6 +85,8 @@ class _Makers:
             return alone
         if name == "workers":
             return Workers(alone, self.cores)
+        if name == "ray":
+            return RayTasks(alone, self.cores, block)
         written: Problem = BlockProblem(self.problem.module, layout)
         factors = None
         if self.stack is not None:
