@@ -1,13 +1,14 @@
 """Secure aggregation: a server learns the sum of whole-number vectors modulo 2^bits, and no single one of them.
 
 The protocol of Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (Figure 4,
-honest-but-curious server, with signed keys), on primitives of the ``cryptography`` library. Four steps:
+with the underlined parts, against a server that lies), on primitives of the ``cryptography`` library. Five steps:
 
-0. every client makes two key pairs and signs the public halves;
+0. every client makes three key pairs and signs the public halves;
 1. it splits its mask secret and a fresh seed b into shares, one for every client, encrypted to each;
 2. it adds PRG(b) and, with each other client, ±PRG(their common secret) to its vector, and sends that;
-3. for clients that sent a vector the others give their shares of b, for those that did not, of the mask secret. Never
-both.
+3. it signs what it was told so far, and who sent a vector (``fedflat.federation.consistency``);
+4. if enough others signed the same: for clients that sent a vector it gives its shares of b, for those that did not,
+of the mask secret. Never both.
 
 What is left of the sum of vectors when all masks cancel is the sum of inputs. Fewer than ``threshold`` clients at any
 step end it without a result. Everything here is pure: no transport, no clock, no disk.
@@ -24,6 +25,7 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -44,17 +46,18 @@ class Aborted(RunError):
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """What a client makes known: ``seal`` (others encrypt shares to it) and ``mask``, each 32 bytes, and a
-    signature.
+    """What a client makes known: ``seal`` (others encrypt shares to it) and ``mask`` (X25519), ``sign`` (Ed25519), each
+    32 bytes, and its signature of all three.
     """
 
     seal: bytes
     mask: bytes
+    sign: bytes
     signature: bytes
 
     def signed(self, context: bytes, client: int) -> bytes:
         """The bytes that are signed."""
-        return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.seal + self.mask
+        return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.seal + self.mask + self.sign
 
 
 @dataclass(frozen=True)
@@ -74,23 +77,27 @@ class Secrets:
     seal: bytes
     mask: bytes
     seed: bytes
+    sign: bytes
 
     @classmethod
     def fresh(cls, client: int, context: bytes) -> Secrets:
         """New secrets from the operating system."""
-        return cls(client, context, *(secrets.token_bytes(32) for _ in range(3)))
+        return cls(client, context, *(secrets.token_bytes(32) for _ in range(4)))
 
     def public(self, key: EllipticCurvePrivateKey) -> PublicKeys:
         """Step 0: the public halves, signed with the key that the roster knows."""
         seal, mask = (
             X25519PrivateKey.from_private_bytes(s).public_key().public_bytes_raw() for s in (self.seal, self.mask)
         )
-        bare = PublicKeys(seal, mask, b"")
-        return PublicKeys(seal, mask, key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
+        sign = Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
+        bare = PublicKeys(seal, mask, sign, b"")
+        return PublicKeys(seal, mask, sign, key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
 
 
 def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePublicKey], context: bytes) -> None:
-    """Raise Aborted unless every client's keys carry its own signature for this session, and no key appears twice."""
+    """Raise Aborted unless every client's keys carry its own signature for this session, are points that give a common
+    secret, and no key appears twice.
+    """
     for client, public in keys.items():
         if client not in known:
             raise Aborted("a client that is not in the roster")
@@ -98,7 +105,9 @@ def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePubl
             known[client].verify(public.signature, public.signed(context, client), ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise Aborted("keys without their client's signature") from None
-    if len({public.mask for public in keys.values()}) < len(keys):
+        for key in (public.seal, public.mask):
+            agreed(secrets.token_bytes(32), key, b"trial")
+    if min(len({public.mask for public in keys.values()}), len({public.sign for public in keys.values()})) < len(keys):
         raise Aborted("one key for two clients")
 
 
@@ -133,8 +142,11 @@ def combine(shares: Mapping[int, int]) -> bytes:
 
 
 def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
-    """32 bytes that only two clients know: X25519, then HKDF."""
-    common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
+    """32 bytes that only two clients know: X25519, then HKDF. Aborted for a point of low order."""
+    try:
+        common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:
+        raise Aborted("a key that gives no common secret") from None
     return HKDF(hashes.SHA256(), 32, None, b"fedflat secure aggregation " + purpose).derive(common)
 
 
@@ -154,9 +166,14 @@ def _box(
 
 
 def seal_shares(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[dict[int, bytes], Shares]:
-    """Step 1: boxes with shares for every other client of ``keys``, and the shares that the client keeps itself."""
+    """Step 1: boxes with shares for every other client of ``keys``, and the shares that the client keeps itself.
+
+    A threshold of half the clients or less is refused: one half could be asked for b and the other for the mask secret.
+    """
     if len(keys) < threshold or own.client not in keys:
         raise Aborted("too few clients")
+    if 2 * threshold <= len(keys):
+        raise Aborted("a threshold that is no majority")
     seed, mask = (split(secret, threshold, keys) for secret in (own.seed, own.mask))
     boxes = {}
     for other in keys:
@@ -200,17 +217,18 @@ def wrap(values: Vector, bits: int) -> Vector:
     return values & ((1 << bits) - 1)
 
 
-def reveal(
-    own: Mapping[int, Shares], survivors: set[int], shared: set[int], threshold: int
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Step 3: shares of b for survivors, of the mask secret for clients that dropped out; never both of one client.
-
-    own: the shares this client holds, by whose they are. shared: clients that took part in step 1.
-    Raises:
-        Aborted: the survivors are fewer than ``threshold``, or no subset of those who shared.
-    """
-    if len(survivors) < threshold or not survivors <= shared or not shared <= set(own):
+def check_survivors(client: int, survivors: set[int], shared: set[int], threshold: int) -> None:
+    """Raise Aborted unless the survivors can be: enough, of those who shared, the client that is told so among them."""
+    if len(survivors) < threshold or not survivors <= shared or client not in survivors:
         raise Aborted("survivors that cannot be")
+
+
+def reveal(own: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Step 4: shares of b for survivors, of the mask secret for clients that dropped out; never both of one client.
+
+    own: the shares this client holds, by whose they are. shared: clients that took part in step 1. The survivors are
+    those that the client checked and signed in step 3.
+    """
     seeds = {client: own[client].seed for client in survivors}
     masks = {client: own[client].mask for client in shared - survivors}
     return seeds, masks
@@ -227,6 +245,7 @@ class Collector:
     keys: dict[int, PublicKeys] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
     survivors: set[int] = field(default_factory=set)
+    signatures: dict[int, bytes] = field(default_factory=dict)
     seeds: dict[int, dict[int, int]] = field(default_factory=dict)
     masks: dict[int, dict[int, int]] = field(default_factory=dict)
     total: Vector = field(init=False)
@@ -245,7 +264,7 @@ class Collector:
         self.total = wrap(self.total + wrap(vector, self.bits), self.bits)
 
     def take_shares(self, holder: int, seeds: Mapping[int, int], masks: Mapping[int, int]) -> bool:
-        """Step 3: one client's shares, if they are of exactly those that were asked for."""
+        """Step 4: one client's shares, if they are of exactly those that were asked for."""
         if set(seeds) != self.survivors or set(masks) != self.shared - self.survivors:
             return False
         for found, store in ((seeds, self.seeds), (masks, self.masks)):

@@ -1,8 +1,8 @@
-"""The client's side of secure aggregation: four answers a round, its secrets between them on its own disk.
+"""The client's side of secure aggregation: five answers a round, its secrets between them on its own disk.
 
 A step is answered once, in order, in one session; at most one masked vector leaves a client in a round, so that a
 server that starts a round again learns no second sum of it. The client counts for itself: it reveals shares only for
-sums with at least n_min honest vectors in them.
+sums with at least n_min honest vectors in them, and only after enough others signed that they were told the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
-from fedflat.federation import secagg, stages
+from fedflat.federation import consistency, secagg, stages
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.secagg import PublicKeys, Secrets, Shares
 from fedflat.federation.task import Task
@@ -26,12 +26,13 @@ from fedflat.federation.wire import FACTS, Malformed, nonce_of, number, read_ask
 from fedflat.pieces.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
-ORDER = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.REVEAL)
+_SECRETS = ("seal", "mask", "seed", "sign")
+ORDER = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.CONSENT, stages.REVEAL)
 
 
 def threshold_of(plan: Plan, clients: int) -> int:
-    """How many clients must be there at every step: a majority of those who began, and n_min honest ones."""
-    return max(clients // 2 + 1, (plan.cohort_min or 1) + plan.colluders)
+    """How many clients must be there at every step: a majority of the honest ones that began, and n_min of them."""
+    return max(consistency.enough_for_lies(clients, plan.colluders), (plan.cohort_min or 1) + plan.colluders)
 
 
 def context_of(round: int, session: bytes) -> bytes:
@@ -107,7 +108,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
 
 def _own(client: Client, state: Mapping[str, Any]) -> Secrets:
     context = context_of(state["round"], bytes.fromhex(state["session"]))
-    return Secrets(client.number, context, *(bytes.fromhex(state[name]) for name in ("seal", "mask", "seed")))
+    return Secrets(client.number, context, *(bytes.fromhex(state[name]) for name in _SECRETS))
 
 
 def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
@@ -119,7 +120,7 @@ def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> tuple[dic
         raise wrong("node config", "no key", 'key="…/auth.key" under trust: distributed')
     own = Secrets.fresh(client.number, context_of(state["round"], bytes.fromhex(state["session"])))
     public = own.public(signing_key(client.key))
-    secret = {"seal": own.seal.hex(), "mask": own.mask.hex(), "seed": own.seed.hex()}
+    secret = {name: getattr(own, name).hex() for name in _SECRETS}
     client.store.keep_session({**state, "stage": stages.KEYS, **secret})
     return {"keys": stages.write_keys({client.number: public})}, None
 
@@ -167,10 +168,32 @@ def _encoded(client: Client, broadcast: Any) -> np.ndarray:
     )
 
 
-def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+def _consent(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
     survivors = set(stages.read_map(content[FACTS].get("survivors"), 0))
+    secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
+    client.store.keep_session({**state, "stage": stages.CONSENT, "survivors": sorted(survivors)})
+    signature = consistency.consent(_own(client, state), _seen(state, survivors))
+    return {"signature": signature}, None
+
+
+def _shared(state: Mapping[str, Any]) -> set[int]:
+    return {int(i) for i in state["shares"]}
+
+
+def _seen(state: Mapping[str, Any], survivors: set[int]) -> bytes:
+    """The hash of what this client was told in the session."""
+    context = context_of(state["round"], bytes.fromhex(state["session"]))
+    return consistency.transcript(context, _keys(state), _shared(state), survivors)
+
+
+def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+    """Shares for the survivors that this client signed, and for no others; once."""
+    survivors = set(state["survivors"])
+    signatures = stages.read_map(content[FACTS].get("signatures"), consistency.SIGNATURE_BYTES)
+    seen = _seen(state, survivors)
+    consistency.require_consent(signatures, _keys(state), survivors, seen, state["threshold"])
     shares = {int(i): Shares(*(int(text) for text in found)) for i, found in state["shares"].items()}
-    seeds, masks = secagg.reveal(shares, survivors, set(shares), state["threshold"])
+    seeds, masks = secagg.reveal(shares, survivors, set(shares))
     client.store.end_session()  # before the answer leaves: it is given once
     return {"seeds": stages.write_numbers(seeds), "masks": stages.write_numbers(masks)}, None
 
@@ -179,5 +202,6 @@ _STEPS: dict[str, Any] = {
     stages.KEYS: _give_keys,
     stages.SHARES: _give_shares,
     stages.VECTOR: _give_vector,
+    stages.CONSENT: _consent,
     stages.REVEAL: _reveal,
 }

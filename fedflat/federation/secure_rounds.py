@@ -1,4 +1,4 @@
-"""The server's side of ``trust: distributed``: a round in four exchanges, of which it learns one sum, already noisy.
+"""The server's side of ``trust: distributed``: a round in five exchanges, of which it learns one sum, already noisy.
 
 A round with fewer clients than the threshold at any step is aborted: it stays in the ledger, and nothing is released.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedflat.core.types import Aggregate, Broadcast, Clip
 from fedflat.engine.heads import Heads
-from fedflat.federation import secagg, stages
+from fedflat.federation import consistency, secagg, stages
 from fedflat.federation.desk import Desk, Slip
 from fedflat.federation.secagg import Aborted, Collector
 from fedflat.federation.secure_client import context_of, known_keys, threshold_of
@@ -86,7 +86,7 @@ class ClientShares:
 
 @dataclass
 class SecureFlower(Flower):
-    """The back end of ``trust: distributed``; as ``Flower``, with four exchanges a round."""
+    """The back end of ``trust: distributed``; as ``Flower``, with five exchanges a round."""
 
     task: Task | None = None
     plan: Plan | None = None
@@ -109,6 +109,7 @@ class SecureFlower(Flower):
         self._keys(collector, session, cohort, broadcast)
         boxes = self._shares(collector, session, broadcast)
         self._vectors(collector, session, boxes, broadcast)
+        self._consents(collector, session, broadcast)
         self._reveals(collector, session, broadcast)
         return collector
 
@@ -178,12 +179,29 @@ class SecureFlower(Flower):
         )  # fmt: skip
         collector.enough(collector.survivors)
 
-    def _reveals(self, collector: Collector, session: bytes, broadcast: Broadcast) -> None:
+    def _consents(self, collector: Collector, session: bytes, broadcast: Broadcast) -> None:
         survivors = stages.write_map(dict.fromkeys(collector.survivors, b""))
+        seen = consistency.transcript(collector.context, collector.keys, collector.shared, collector.survivors)
+
+        def add(client: int, answer: Any) -> None:
+            found = answer.facts.get("signature")
+            if not isinstance(found, bytes) or not consistency.agrees(client, collector.keys[client], seen, found):
+                raise Malformed("form")
+            collector.signatures[client] = found
+
+        self._step(
+            stages.CONSENT, session, broadcast, collector.survivors, lambda client: {"survivors": survivors}, add
+        )
+        collector.enough(set(collector.signatures))
+
+    def _reveals(self, collector: Collector, session: bytes, broadcast: Broadcast) -> None:
+        signatures = stages.write_map(collector.signatures)
 
         def add(client: int, answer: Any) -> None:
             seeds, masks = (stages.read_numbers(answer.facts.get(name)) for name in ("seeds", "masks"))
             if not collector.take_shares(client, seeds, masks):
                 raise Malformed("form")
 
-        self._step(stages.REVEAL, session, broadcast, collector.survivors, lambda client: {"survivors": survivors}, add)
+        self._step(
+            stages.REVEAL, session, broadcast, collector.signatures, lambda client: {"signatures": signatures}, add
+        )

@@ -24,6 +24,7 @@ from fedflat.engine.choose import one_thread
 from fedflat.engine.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.train import Job, Outcome, train
+from fedflat.federation.claims import deployment_statement
 from fedflat.federation.roster import Roster
 from fedflat.federation.secure_rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
@@ -33,13 +34,6 @@ from fedflat.pieces.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.ledger import read as read_ledger
 
 log = logging.getLogger("fedflat.server")
-
-CHECK_INS = (
-    "The cohort is drawn by the server from the roster of registered clients, connected or not; a client that does "
-    "not answer counts as a zero vector. So a client takes part with probability at most q, whatever decides who is "
-    "connected, and the sampling law holds towards everybody who does not learn the cohort. Not towards those who do: "
-    "who runs the SuperLink, who watches the network, and the client itself."
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
 
 
 def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusals) -> Flower:
-    """What asks the clients: one exchange a round, or four under secure aggregation."""
+    """What asks the clients: one exchange a round, or five under secure aggregation."""
     dimension, seconds = job.parts.layout.dimension, settings.answer_seconds
     common = (grid, task.roster, task.pin, dimension, seconds, counts.note)
     if not isinstance(job.parts.mechanism, ClientShares):
@@ -233,51 +227,3 @@ def _announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
     """One log line of a round, of what was released anyway."""
     shown = {name: released.get(name) for name in ("epsilon", "test_accuracy", "seconds")}
     log.info("round %d: %s", released["round"], json.dumps(plain(shown)))
-
-
-def deployment_statement(task: Task, job: Job, outcome: Outcome) -> dict[str, Any]:
-    """The privacy statement of a deployment: no simulation, OS entropy, and what real check-ins mean for the
-    sampling.
-    """
-    from fedflat.assembly.noising import facts as noise_facts
-    from fedflat.privacy.statement import statement
-    from fedflat.simulation import settled, stated_facts
-
-    plan = job.parts.plan
-    known = cohort_known_epsilon(job, outcome)
-    facts = settled(task.recipe, plan, job.parts.local, job.data.clients) | stated_facts(task.recipe, job)
-    facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": CHECK_INS}
-    facts["epsilon_cohort_known"] = known
-    return statement(
-        plan,
-        rounds_run=outcome.state.round,
-        algorithm=job.parts.algorithm.name,
-        facts=facts,
-        key_source="os-entropy",
-        entries=outcome.entries,
-        warnings=[CHECK_INS + _towards_observers(known, plan.delta)] if plan.private else (),
-    )
-
-
-def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
-    """ε of the models towards somebody who also learns every cohort: exact Gaussian over Bin(T, q) participations.
-
-    None where the plan's own figure holds towards them already (local, distributed), or nothing is proven.
-    """
-    from fedflat.privacy.gaussian import schedule_epsilon
-    from fedflat.privacy.statement import rounds_charged
-
-    plan = job.parts.plan
-    if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
-        return None
-    rounds = rounds_charged(outcome.state.round, outcome.entries)
-    multiplier = plan.event_multiplier / plan.terms.factor
-    return schedule_epsilon(rounds, plan.sampler.q, multiplier, plan.delta) if rounds else 0.0
-
-
-def _towards_observers(epsilon: float | None, delta: float) -> str:
-    return (
-        ""
-        if epsilon is None
-        else f" Towards them, if they are not the trusted server: ε = {epsilon:.4g} at δ = {delta:g}."
-    )

@@ -1,4 +1,4 @@
-"""What travels in the four steps of secure aggregation: public facts, and maps from client numbers to bytes."""
+"""What travels in the five steps of secure aggregation: public facts, and maps from client numbers to bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedflat.federation.desk import Slip
 from fedflat.federation.secagg import SHARE_BYTES, PublicKeys
 from fedflat.federation.wire import FACTS, Malformed, nonce_of, number
 
-KEYS, SHARES, VECTOR, REVEAL = "keys", "shares", "vector", "reveal"
+KEYS, SHARES, VECTOR, CONSENT, REVEAL = "keys", "shares", "vector", "consent", "reveal"
 SESSION_BYTES = 16
-KEY_BYTES = 64
+KEY_BYTES = 96
 BOX_BYTES = 2 * SHARE_BYTES + 16
 
 
@@ -60,7 +60,7 @@ def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
 
 def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
     """Public keys of clients."""
-    return write_map({client: key.seal + key.mask + key.signature for client, key in keys.items()})
+    return write_map({client: key.seal + key.mask + key.sign + key.signature for client, key in keys.items()})
 
 
 def read_keys(data: Any) -> dict[int, PublicKeys]:
@@ -68,7 +68,7 @@ def read_keys(data: Any) -> dict[int, PublicKeys]:
     found = read_map(data)
     if any(len(value) <= KEY_BYTES for value in found.values()):
         raise Malformed("form")
-    return {i: PublicKeys(v[:32], v[32:KEY_BYTES], v[KEY_BYTES:]) for i, v in found.items()}
+    return {i: PublicKeys(v[:32], v[32:64], v[64:KEY_BYTES], v[KEY_BYTES:]) for i, v in found.items()}
 
 
 def write_numbers(values: Mapping[int, int]) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation import secagg
+from fedflat.federation import consistency, secagg
 from fedflat.federation.secagg import Aborted, Collector, PublicKeys, Secrets, Shares
 
 BITS, SIZE = 16, 300
@@ -28,6 +28,7 @@ def run(
     clients: int = 7,
     no_shares: Iterable[int] = (),
     no_vector: Iterable[int] = (),
+    no_consent: Iterable[int] = (),
     no_reveal: Iterable[int] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """The whole protocol with clients dropping out before a step; (result, sum of the vectors that were sent)."""
@@ -49,8 +50,14 @@ def run(
             held[i][j] = secagg.open_box(everybody[i], server.keys, j, boxes[j][i])
         server.add(i, secagg.masked(everybody[i], server.keys, server.shared, inputs[i], BITS))
     server.enough(server.survivors)
-    for i in server.survivors - set(no_reveal):
-        assert server.take_shares(i, *secagg.reveal(held[i], server.survivors, server.shared, threshold))
+    seen = consistency.transcript(CONTEXT, server.keys, server.shared, server.survivors)
+    for i in server.survivors - set(no_consent):
+        secagg.check_survivors(i, server.survivors, server.shared, threshold)
+        server.signatures[i] = consistency.consent(everybody[i], seen)
+    server.enough(set(server.signatures))
+    for i in set(server.signatures) - set(no_reveal):
+        consistency.require_consent(server.signatures, server.keys, server.survivors, seen, threshold)
+        assert server.take_shares(i, *secagg.reveal(held[i], server.survivors, server.shared))
     expected = sum((inputs[i] for i in server.survivors), np.zeros(SIZE, dtype=np.int64))
     return server.result(), secagg.wrap(expected, BITS)
 
@@ -62,8 +69,10 @@ def run(
         {"no_shares": (0,)},
         {"no_vector": (6,)},
         {"no_vector": (0, 3)},
+        {"no_consent": (0, 4)},
         {"no_reveal": (2, 5)},
         {"no_shares": (1,), "no_vector": (2,), "no_reveal": (3,)},
+        {"no_vector": (2,), "no_consent": (5,), "no_reveal": (3,)},
     ],
 )
 def test_the_sum_of_those_who_sent_whoever_drops_out_when(gone: dict[str, tuple[int, ...]]) -> None:
@@ -72,7 +81,7 @@ def test_the_sum_of_those_who_sent_whoever_drops_out_when(gone: dict[str, tuple[
 
 
 @pytest.mark.parametrize(
-    "gone", [{"no_shares": (0, 1, 2, 3)}, {"no_vector": (0, 1, 2, 3)}, {"no_reveal": (0, 1, 2, 3)}]
+    "gone", [{step: (0, 1, 2, 3)} for step in ("no_shares", "no_vector", "no_consent", "no_reveal")]
 )
 def test_fewer_than_the_threshold_is_no_result(gone: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(Aborted, match="too few"):
@@ -129,11 +138,13 @@ def test_without_the_seed_of_its_own_a_slow_clients_vector_could_be_unmasked() -
 
 def test_no_client_gives_both_shares_of_another() -> None:
     held = {i: Shares(i, 10 + i) for i in range(5)}
-    seeds, masks = secagg.reveal(held, {0, 1, 2}, {0, 1, 2, 3, 4}, 3)
+    seeds, masks = secagg.reveal(held, {0, 1, 2}, {0, 1, 2, 3, 4})
     assert seeds == {0: 0, 1: 1, 2: 2} and masks == {3: 13, 4: 14}
-    for survivors, shared in (({0, 1}, {0, 1, 2, 3, 4}), ({0, 1, 9}, {0, 1, 2}), ({0, 1, 2}, {0, 1, 2, 9})):
+    for survivors, shared in (({0, 1}, {0, 1, 2, 3, 4}), ({0, 1, 9}, {0, 1, 2})):
         with pytest.raises(Aborted):
-            secagg.reveal(held, survivors, shared, 3)
+            secagg.check_survivors(0, survivors, shared, 3)
+    with pytest.raises(Aborted, match="cannot be"):
+        secagg.check_survivors(4, {0, 1, 2}, {0, 1, 2, 3, 4}, 3)  # it sent a vector, and is told that it did not
 
 
 def test_keys_must_carry_their_clients_signature_for_this_session() -> None:
@@ -144,12 +155,42 @@ def test_keys_must_carry_their_clients_signature_for_this_session() -> None:
         {**keys, 1: servers_own},
         {**keys, 1: keys[0]},
         {**keys, 9: keys[0]},
-        {**keys, 1: PublicKeys(keys[1].seal, keys[2].mask, keys[1].signature)},
+        {**keys, 1: PublicKeys(keys[1].seal, keys[2].mask, keys[1].sign, keys[1].signature)},
+        {**keys, 1: PublicKeys(keys[1].seal, keys[1].mask, keys[2].sign, keys[1].signature)},
     ):
         with pytest.raises(Aborted):
             secagg.verify(bad, KNOWN, CONTEXT)
     with pytest.raises(Aborted):
         secagg.verify(keys, KNOWN, b"another session")
+
+
+def test_a_point_of_low_order_is_refused_at_the_door() -> None:
+    """A client's keys with which no common secret can be made would stop every other client later."""
+    from cryptography.hazmat.primitives import hashes
+
+    whole = Secrets.fresh(0, CONTEXT).public(SIGNERS[0])
+    for low in (bytes(32), b"\x01" + bytes(31)):
+        for seal, mask in ((low, whole.mask), (whole.seal, low)):
+            bare = PublicKeys(seal, mask, whole.sign, b"")
+            signed = SIGNERS[0].sign(bare.signed(CONTEXT, 0), ec.ECDSA(hashes.SHA384()))
+            with pytest.raises(Aborted, match="no common secret"):
+                secagg.verify({0: PublicKeys(seal, mask, whole.sign, signed)}, KNOWN, CONTEXT)
+
+
+def test_a_threshold_that_is_no_majority_is_refused() -> None:
+    """With 2t ≤ n one half could be asked for a client's seed, and the other for its mask secret: the twin is read."""
+    everybody = {i: Secrets.fresh(i, CONTEXT) for i in range(4)}
+    keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
+    with pytest.raises(Aborted, match="no majority"):
+        secagg.seal_shares(everybody[0], keys, 2)
+    vector = vectors([0])[0]
+    sent = secagg.masked(everybody[0], keys, keys, vector, BITS)
+    seed, mask = (secagg.split(secret, 2, keys) for secret in (everybody[0].seed, everybody[0].mask))  # the twin's
+    seeds, masks = secagg.combine({i: seed[i] for i in (0, 1)}), secagg.combine({i: mask[i] for i in (2, 3)})
+    read = sent - secagg.prg(seeds, SIZE, BITS)
+    for other in (1, 2, 3):
+        read = read - secagg._pair_mask(masks, 0, keys[other].mask, other, CONTEXT, SIZE, BITS)
+    assert np.array_equal(secagg.wrap(read, BITS), vector)
 
 
 def test_a_box_opens_for_its_receiver_from_its_sender_in_its_session_only() -> None:
@@ -160,7 +201,7 @@ def test_a_box_opens_for_its_receiver_from_its_sender_in_its_session_only() -> N
     for receiver, sender, box in ((2, 0, boxes[1]), (1, 2, boxes[1]), (1, 0, boxes[2]), (1, 0, boxes[1][:-1] + b"x")):
         with pytest.raises(Aborted):
             secagg.open_box(everybody[receiver], keys, sender, box)
-    moved = Secrets(1, b"another", everybody[1].seal, everybody[1].mask, everybody[1].seed)
+    moved = Secrets(1, b"another", everybody[1].seal, everybody[1].mask, everybody[1].seed, everybody[1].sign)
     with pytest.raises(Aborted):
         secagg.open_box(moved, keys, 0, boxes[1])
 

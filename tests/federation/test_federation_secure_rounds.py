@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fedflat.federation.server import serve
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
-STEPS = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.REVEAL)
+STEPS = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.CONSENT, stages.REVEAL)
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,8 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ddgauss(noise: float = 1.0, rounds: int = 1, minimum: int = 2, **changes: Any) -> Any:
-    return small(
-        algorithm="ddgauss", rounds=rounds, cohort={"min": minimum}, privacy={"noise_multiplier": noise}, **changes
-    )
+    usual = {"cohort": {"min": minimum}, "privacy": {"noise_multiplier": noise}}
+    return small(algorithm="ddgauss", rounds=rounds, **{**usual, **changes})
 
 
 def silent_from(client: Client, stage: str) -> Callable[[Any], Any]:
@@ -103,7 +103,7 @@ def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None
     assert rows(tmp_path / "fed" / "run" / "metrics.jsonl")[0]["aborted"] is False
     first = clients[0].job.first
     moved = (final_shared(tmp_path / "fed" / "run") - first) * 4
-    there = [c for c in range(4) if c != 1 or stage == stages.REVEAL]
+    there = [c for c in range(4) if c != 1 or stage in (stages.CONSENT, stages.REVEAL)]
     fresh = {c: client_at(tmp_path / "fed", clients[0].task, c) for c in there}
     wanted = torch.stack([fresh[c].update(Broadcast(0, first, 0.1, 1.0))[0] for c in there]).sum(0)
     mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
@@ -172,6 +172,10 @@ def through_shares(clients: list[Client], session: bytes = b"s" * 16, round: int
     }
 
 
+def set_of(clients: Iterable[int]) -> bytes:
+    return stages.write_map(dict.fromkeys(clients, b""))
+
+
 def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", ddgauss(rounds=3))
     one = clients[0]
@@ -182,19 +186,29 @@ def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None
         one.answer(question(one, stages.SHARES))
     with pytest.raises(Refused, match="not open"):
         one.answer(question(one, stages.VECTOR, b"t" * 16, facts=facts[0]))
-    with pytest.raises(Refused, match="step reveal after step shares"):
-        one.answer(question(one, stages.REVEAL, facts={"survivors": b""}))
-    one.answer(question(one, stages.VECTOR, facts=facts[0]))
+    with pytest.raises(Refused, match="step consent after step shares"):
+        one.answer(question(one, stages.CONSENT, facts={"survivors": b""}))
+    for client in clients[:3]:
+        client.answer(question(client, stages.VECTOR, facts=facts[client.number]))
     with pytest.raises(Refused, match="step vector after step vector"):
         one.answer(question(one, stages.VECTOR, facts=facts[0]))
-    with pytest.raises(Refused, match="survivors that cannot be"):
-        one.answer(question(one, stages.REVEAL, facts={"survivors": stages.write_map({0: b"", 1: b""})}))
-    survivors = stages.write_map(dict.fromkeys((0, 1, 2), b""))
-    reply = one.answer(question(one, stages.REVEAL, facts={"survivors": survivors}))
+    with pytest.raises(Refused, match="step reveal after step vector"):
+        one.answer(question(one, stages.REVEAL, facts={"signatures": b""}))
+    for few in ((0, 1), (1, 2, 3), (0, 1, 9)):
+        with pytest.raises(Refused, match="survivors that cannot be"):
+            one.answer(question(one, stages.CONSENT, facts={"survivors": set_of(few)}))
+    signed = {
+        client.number: client.answer(question(client, stages.CONSENT, facts={"survivors": set_of((0, 1, 2))}))
+        for client in clients[:3]
+    }
+    with pytest.raises(Refused, match="step consent after step consent"):  # it signs one set, once
+        one.answer(question(one, stages.CONSENT, facts={"survivors": set_of((0, 1, 3))}))
+    signatures = {"signatures": stages.write_map({i: reply["facts"]["signature"] for i, reply in signed.items()})}
+    reply = one.answer(question(one, stages.REVEAL, facts=signatures))
     assert set(stages.read_numbers(reply["facts"]["seeds"])) == {0, 1, 2}
     assert set(stages.read_numbers(reply["facts"]["masks"])) == {3}
     with pytest.raises(Refused, match="not open"):
-        one.answer(question(one, stages.REVEAL, facts={"survivors": survivors}))
+        one.answer(question(one, stages.REVEAL, facts=signatures))
     with pytest.raises(Refused, match="has left already"):  # a restarted server learns no second sum of the round
         one.answer(question(one, stages.KEYS, b"u" * 16))
     again = client_at(tmp_path / "fed", one.task, 0)
@@ -250,6 +264,8 @@ def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Pat
         "cut boxes": (stages.SHARES, {"boxes": b"x" * 30}),
         "float vector": (stages.VECTOR, {}, np.ones(512, np.float32)),
         "short vector": (stages.VECTOR, {}, np.ones(3, np.int64)),
+        "no signature": (stages.CONSENT, {}),
+        "false signature": (stages.CONSENT, {"signature": b"x" * 64}),
     }
     for name, (stage, facts, *vector) in cases.items():
         task, clients = deployed(tmp_path / name, ddgauss())
@@ -265,8 +281,22 @@ def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Pat
     assert rows(tmp_path / "false shares" / "run" / "metrics.jsonl")[0]["aborted"] is True
 
 
+def test_the_statement_says_what_a_server_that_chooses_cohorts_learns(tmp_path: Path) -> None:
+    """Beside its own figure, which counts on its drawing them: T sums with the client in each, of n_min shares."""
+    folder = tmp_path / "fed"
+    recipe = ddgauss(noise=3.0, rounds=2, cohort={"size": 3, "min": 1}, privacy={"noise_multiplier": 3.0, "delta": 0.1})
+    _, clients, _ = run(folder, recipe)
+    facts = json.loads((folder / "run" / "privacy.json").read_text())
+    chosen = facts["facts"]["epsilon_cohort_chosen"]
+    plan = clients[0].job.parts.plan
+    assert chosen == plan.mechanism.account(plan).epsilon(2, "server", amplification=False)
+    assert chosen > facts["epsilon"] > 0 and facts["facts"]["epsilon_cohort_known"] is None
+    assert f"ε = {chosen:.4g}" in " ".join(facts["warnings"])
+
+
 def test_the_threshold_is_a_majority_and_n_min_honest_clients(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", ddgauss())
     plan = clients[0].job.parts.plan
     assert plan.cohort_min == 2
     assert [threshold_of(plan, n) for n in (1, 2, 3, 4, 10)] == [2, 2, 2, 3, 6]
+    assert [threshold_of(replace(plan, colluders=3), n) for n in (1, 4, 10, 11)] == [5, 5, 7, 8]
