@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import RunError
 from fedflat.core.types import Aggregate, Clip
 from fedflat.engine.factored import Factored
 from fedflat.engine.parts import Encoder
@@ -91,12 +90,20 @@ class Accumulator:
         for where, part in zip(self.tensors, factors.T):
             self.total[where] += (part @ messages[:, where].double()).to(self.total.device)
 
-    def add_sum(self, total: Tensor, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None = None) -> None:
-        """Add a block whose clipped sum a back end already formed (low-rank form, worker processes)."""
-        self.total += total.to(self.total)
-        self._norms.append(norms.cpu())
-        self._factors.append(factors.cpu())
-        self._note(stats)
+    def part(self) -> Accumulator | None:
+        """An empty accumulator for some of the messages, filled elsewhere and then merged; None where messages must be
+        added here, one after the other."""
+        return Accumulator(self.clip, self.threshold, self.tensors, self.dimension, self.weighted)
+
+    def merge(self, part: Accumulator) -> None:
+        """Add what another accumulator of the same round holds."""
+        self.total += part.total
+        self._norms += part._norms
+        self._factors += part._factors
+        self._merge()
+        for name, values in part._stats.items():
+            self._stats.setdefault(name, []).extend(values)
+        self.weight += part.weight
 
     def result(self) -> Aggregate:
         """The aggregate so far."""
@@ -124,9 +131,8 @@ class GridAccumulator(Accumulator):
         clipped = [messages[:, where].double() * part[:, None] for where, part in zip(self.tensors, factors.T)]
         self.encoder.add(torch.cat(clipped, 1))
 
-    def add_sum(self, total: Tensor, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None = None) -> None:
-        """Refused: each message is put on the grid by itself."""
-        raise RunError("engine.backend: this mechanism encodes each message; no back end may form sums.")
+    def part(self) -> None:
+        """None: each message is put on the grid by itself, in order."""
 
     def result(self) -> Aggregate:
         """The aggregate so far, with its whole-number sum."""

@@ -66,7 +66,7 @@ def backend_for(
             raise InputError(
                 f"engine.backend: found lowrank with {reason}; allowed: vectorized, sequential, workers or auto."
             )
-    return makers.make(name, block, threads=processes or 1)
+    return makers.make(name, block, threads=makers.cores if makers.stack is not None else processes or 1)
 
 
 class _Makers:
@@ -93,7 +93,10 @@ class _Makers:
             written = DenseProblem(layout, self.stack)
             factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
         size = block or self.block(name == "lowrank", BLOCK_ENTRIES)
-        return Vectorized(parts.algorithm, written, parts.local, self.data, self.seed, size, factors, threads, name)
+        apart = self.stack is not None
+        return Vectorized(
+            parts.algorithm, written, parts.local, self.data, self.seed, size, factors, threads, apart, name
+        )
 
     def block(self, factors: bool, entries: int) -> int:
         """Clients per block; as factors a client holds its rows, otherwise all its weights."""
@@ -149,13 +152,17 @@ def _measured(makers: _Makers) -> Choice:
 
 
 def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: float) -> Choice:
-    """The same blocks with all cores on one block, if that is clearly faster."""
-    whole = best.backend == "lowrank"
+    """Smaller blocks, one for each core at a time, or (by vmap) all cores on one block, if that is clearly faster."""
+    whole, cores = best.backend == "lowrank", makers.cores
     parts, factor = (makers.parts, 1.0) if whole else shortened(makers.parts)
-    backend = makers.make(best.backend, best.block, parts, makers.cores)
-    clients = min(best.block or 1, 256 if whole else 64)
+    most = 256 if whole else 64
+    block, clients = best.block or 1, min(best.block or 1, most)
+    if makers.stack is not None:
+        block = min(block, most, max(1, math.ceil(makers.parts.plan.sampler.size / cores)))
+        clients = cores * block
+    backend = makers.make(best.backend, block, parts, cores)
     together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
-    return replace(best, threads=makers.cores) if together < 0.9 * seconds else best
+    return replace(best, block=block, threads=cores) if together < 0.9 * seconds else best
 
 
 def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: dict[Choice, float]) -> None:

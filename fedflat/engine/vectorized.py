@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,13 +42,23 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A trained block: what its clients have, without messages where their clipped sum is in ``part`` already."""
+
+    clients: np.ndarray
+    result: LocalResult
+    part: Accumulator | None
+
+
 @dataclass
 class Vectorized:
     """Trains a cohort block by block; memory is O(block), not O(cohort).
 
     problem: works on weights written out. factors: the low-rank form, or None; a block that it declines, and those
     after it, are trained on weights written out. A block that does not fit into memory is halved and tried again.
-    threads: cores that work on one block together; another number may round differently.
+    threads: cores. apart: each core takes a block of its own, and numbers do not depend on how many there are (for
+    problems that touch no module); otherwise they work on one block together, and another number may round differently.
     """
 
     algorithm: Algorithm
@@ -54,29 +69,50 @@ class Vectorized:
     block: int
     factors: LowRankProblem | None = None
     threads: int = 1
+    apart: bool = False
     name: str = "vectorized"
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
-        """Train the cohort in blocks of neighbours and add the messages to the accumulator."""
-        with using_threads(self.threads):
-            self._train(cohort, broadcast, accumulator, heads)
-
-    def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+        """Train the cohort in blocks of neighbours and add the messages to the accumulator, in client order."""
         sizes = self.data.sizes[cohort]
         empty = int((sizes == 0).sum())
         if empty:
             accumulator.add(torch.zeros(empty, broadcast.shared.numel()), [0] * empty)
-        present, start = cohort[sizes > 0], 0
-        while start < len(present):
-            block = self.block if self.local.epochs is None else 1  # a block takes its steps together
-            clients = present[start : start + block]
-            try:
-                result = self._trained(clients, broadcast, heads)
-            except (RuntimeError, MemoryError) as error:
-                self._halve(error, len(clients), broadcast)
-                continue
-            self._keep(clients, result, accumulator, heads)
-            start += len(clients)
+        present, done = cohort[sizes > 0], 0
+        together = 1 if self.apart else self.threads
+        with using_threads(together):
+            while done < len(present):
+                for count in self._blocks(present[done:], broadcast, accumulator, heads):
+                    done += count
+
+    def _blocks(
+        self, present: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads
+    ) -> Iterator[int]:
+        """Train and add blocks, and say how many clients each had; ends early where memory was short."""
+        size = self.block if self.local.epochs is None else 1  # a block takes its steps together
+        blocks = [present[start : start + size] for start in range(0, len(present), size)]
+
+        def work(clients: np.ndarray) -> _Trained:
+            return self._one(clients, broadcast, accumulator, heads)
+
+        with contextlib.closing(_in_order(work, blocks, self.threads if self.apart else 1)) as outcomes:
+            for clients, ready in zip(blocks, outcomes):
+                try:
+                    trained = ready()
+                except (RuntimeError, MemoryError) as error:
+                    self._halve(error, len(clients), broadcast)
+                    return
+                self._keep(trained, accumulator, heads)
+                yield len(clients)
+
+    def _one(self, clients: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> _Trained:
+        """Train one block and, where the round's sum allows it, clip and add its messages up."""
+        result = self._trained(clients, broadcast, heads)
+        part = accumulator.part() if len(clients) > 1 else None
+        if part is None:
+            return _Trained(clients, result, None)
+        self._add(clients, result, part)
+        return _Trained(clients, replace(result, message=torch.empty(0)), part)
 
     def _halve(self, error: Exception, clients: int, broadcast: Broadcast) -> None:
         """Half the block where memory was short; anything else, or one client that does not fit, ends the run."""
@@ -104,12 +140,52 @@ class Vectorized:
     def _run(self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor) -> LocalResult:
         order = Order(self.seed, broadcast.round, self.local.batch_size)
         feed = BlockFeed(self.data, clients.tolist(), order, [self.data.parts[c] for c in clients])
-        with seeded_torch(self.seed, "dropout", broadcast.round, int(clients[0])):
-            return train_client(self.algorithm, problem, broadcast, self.local.of(len(feed.rows[0])), feed, weights)
+        local = self.local.of(len(feed.rows[0]))
+        # dropout draws from torch's one generator; a problem without a module has none
+        seeded = seeded_torch(self.seed, "dropout", broadcast.round, int(clients[0]))
+        with contextlib.nullcontext() if self.apart else seeded:
+            return train_client(self.algorithm, problem, broadcast, local, feed, weights)
 
-    def _keep(self, clients: np.ndarray, result: LocalResult, accumulator: Accumulator, heads: Heads) -> None:
+    def _keep(self, trained: _Trained, accumulator: Accumulator, heads: Heads) -> None:
         if heads.first.numel():
-            for client, head in zip(clients, result.personal):
+            for client, head in zip(trained.clients, trained.result.personal):
                 heads.keep(int(client), head)
+        if trained.part is None:
+            self._add(trained.clients, trained.result, accumulator)
+        else:
+            accumulator.merge(trained.part)
+
+    def _add(self, clients: np.ndarray, result: LocalResult, accumulator: Accumulator) -> None:
         sizes = self.data.sizes[clients].tolist()
         accumulator.add(result.message, sizes, {"train_loss": result.loss, "train_accuracy": result.accuracy})
+
+
+def _in_order(
+    work: Callable[[np.ndarray], _Trained], blocks: list[np.ndarray], threads: int
+) -> Generator[Callable[[], _Trained], None, None]:
+    """For each block, in order, a function that gives its outcome; ``threads`` blocks are under way at a time."""
+    if threads == 1 or len(blocks) == 1:
+        yield from (partial(work, block) for block in blocks)
+        return
+    left = deque(blocks)
+    with _often_switching(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting: deque[Future[_Trained]] = deque()
+        try:
+            while left or waiting:
+                while left and len(waiting) <= threads:  # one more than cores: a core need not wait for the sum
+                    waiting.append(pool.submit(work, left.popleft()))
+                yield waiting.popleft().result
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@contextmanager
+def _often_switching() -> Iterator[None]:
+    """Let a thread that comes back from arithmetic wait 0.2 ms for the interpreter, not 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

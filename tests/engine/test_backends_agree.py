@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedflat.data.clients import from_pairs
 from fedflat.engine import trial
 from fedflat.engine.feed import BlockFeed, Order
 from fedflat.engine.trial import Choice, cache_file, remember, remembered
+from fedflat.engine.vectorized import _in_order
 from fedflat.recipe import Recipe
 from fedflat.simulation import prepare
 
@@ -95,6 +97,29 @@ def test_a_rule_that_leaves_the_span_is_trained_on_weights_written_out() -> None
         result = fedflat.run(recipe("dp-fedavg", backend=backend), model=module(), clients=clients(), algorithm=sign)
         found.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["vectorized", "lowrank"])
+@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedavg-lus", "dp-fedpgn-ls"])
+def test_blocks_on_several_cores_give_the_same_bits(method: str, backend: str) -> None:
+    """The order of the sum is that of the blocks, whichever ends first; more threads than blocks, too."""
+    alone = final(method, backend=backend, block=2, processes=1)
+    for threads in (2, 3, 16):
+        assert torch.equal(final(method, backend=backend, block=2, processes=threads), alone)
+    assert not torch.equal(final(method, backend=backend, block=3, processes=2), torch.zeros_like(alone))
+
+
+def test_blocks_are_added_in_order_though_later_ones_end_first() -> None:
+    ended: list[int] = []
+
+    def work(block: np.ndarray) -> Any:
+        time.sleep(0.05 if block[0] == 0 else 0.0)
+        ended.append(int(block[0]))
+        return int(block[0])
+
+    blocks = [np.array([i]) for i in range(5)]
+    assert [ready() for ready in _in_order(work, blocks, 2)] == [0, 1, 2, 3, 4]
+    assert ended[0] != 0, "the twin: in the order of their ends they would be added wrongly"
 
 
 def test_a_block_out_of_memory_is_halved_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
