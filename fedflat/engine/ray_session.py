@@ -21,7 +21,7 @@ def require_ray() -> None:
     """Raise InputError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise wrong(
-            "engine.backend", "ray without its package", "an installation with it: pip install 'fedflat[scale]'"
+            "engine.backend", "ray, which is not installed", "an installation with it: pip install 'fedflat[scale]'"
         )
 
 

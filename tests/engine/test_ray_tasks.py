@@ -1,0 +1,367 @@
+"""Cohort blocks as Ray tasks: the sequential back end's numbers, whatever the blocks, workers, faults and retries."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.algorithms import ALGORITHMS
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.types import Algorithm, Phase
+from fedflat.engine import ray_tasks
+from fedflat.engine.ray_tasks import IN_FLIGHT, RayTasks
+from fedflat.recipe import Recipe
+from fedflat.simulation import prepare
+
+ray = pytest.importorskip("ray")
+
+METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
+SIZES = (7, 3, 0, 12, 1, 5, 12, 4, 9)
+RAY = {"backend": "ray", "processes": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_session() -> Iterator[None]:
+    """Two workers for all tests here; what these tests define is sent along, for workers cannot import tests."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def clients(shape: tuple[int, ...] = (6,)) -> list[tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(2)
+    return [
+        (torch.tensor(rng.normal(size=(n, *shape)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n)))
+        for n in SIZES
+    ]
+
+
+def filled(network: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return network
+
+
+def module() -> nn.Module:
+    return filled(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
+
+
+def recipe(method: str, engine: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "rounds": 2,
+        "algorithm": {"name": method},
+        "local": {"steps": 3, "batch_size": 4, "lr": 0.3, "weight_decay": 0.01},
+        "cohort": {"size": 7},
+        "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
+        "engine": engine,
+    } | changes
+
+
+def weights(result: Any) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+
+
+def same(found: Any, expected: Any) -> None:
+    """Weights, what is private to the simulation, and heads: bit for bit."""
+    assert torch.equal(weights(found), weights(expected))
+    assert found.private_history == expected.private_history
+    assert sorted(found.heads) == sorted(expected.heads)
+    assert all(torch.equal(found.heads[i], head) for i, head in expected.heads.items())
+
+
+def both(
+    engine: dict[str, Any] = RAY, network: Any = module, method: str = "dp-fedavg", **given: Any
+) -> tuple[Any, Any]:
+    """A run on Ray and one on the sequential back end."""
+    changes = given.pop("changes", {})
+    pairs = given.pop("pairs", None)
+    return tuple(  # type: ignore[return-value]
+        fedflat.run(recipe(method, e, **changes), model=network(), clients=pairs or clients(), **given)
+        for e in (engine, {"backend": "sequential"})
+    )
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ray_is_the_sequential_back_end_bit_for_bit_for_every_method(method: str) -> None:
+    same(*both(method=method))
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 100])
+def test_the_block_size_changes_nothing(block: int) -> None:
+    same(*both(RAY | {"block": block}, method="dp2-fedsam"))
+
+
+def test_every_client_in_every_round_and_an_empty_cohort() -> None:
+    same(*both(changes={"cohort": {"size": len(SIZES)}}))
+    found, expected = both(changes={"cohort": {"size": 1e-9}})
+    assert expected.private_history[0]["cohort"] == 0
+    same(found, expected)
+
+
+def images() -> nn.Module:
+    return filled(nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)))
+
+
+def test_images_stay_channels_last() -> None:
+    same(*both(network=images, pairs=clients((2, 6, 6))))
+
+
+class Layered(nn.Module):
+    """A frozen layer, dropout, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above, self.drop = nn.Linear(6, 5), nn.Linear(5, 3), nn.Dropout(0.3)
+        self.register_buffer("factor", torch.full((1,), 1.5))
+        filled(self)
+        self.below.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(self.drop(torch.tanh(self.below(x)))) * self.factor
+
+
+def test_frozen_layers_dropout_and_buffers() -> None:
+    same(*both(network=Layered))
+
+
+def test_a_users_own_rule_and_odd_messages() -> None:
+    """Lambdas travel; a message of a wrong length or kind counts as zero, as everywhere."""
+    sign = Phase(rule=lambda gradient, view: lambda w: torch.sign(gradient(w)))
+    for transform in (
+        lambda update, view: update[..., :-1],
+        lambda update, view: update.double(),
+        lambda update, view: update.bfloat16(),
+        lambda update, view: update * float("nan"),
+    ):
+        own = Algorithm("own", phases=(sign,), transforms=(transform,))
+        same(*both(algorithm=own))
+
+
+def test_another_number_of_workers_gives_the_same_numbers() -> None:
+    found, expected = both(method="dp-fedsam")
+    same(found, expected)
+    one, _ = both({"backend": "ray", "processes": 1, "block": 2}, method="dp-fedsam")
+    same(one, expected)
+
+
+def test_the_comparison_would_notice_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin: blocks are taken back in another order than clients."""
+    in_order = RayTasks.blocks
+    monkeypatch.setattr(RayTasks, "blocks", lambda self, *given: in_order(self, *given)[::-1])
+    with pytest.raises(AssertionError):
+        same(*both(RAY | {"block": 1}))
+
+
+# --- runs from the outside --------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole = fedflat.run(recipe("dp2-fedsam", RAY, rounds=4), model=module(), clients=clients())
+    stop = iter([False, False, True])
+    for resume, asked in (False, lambda: next(stop)), (True, None):
+        found = fedflat.run(
+            recipe("dp2-fedsam", RAY, rounds=4),
+            model=module(),
+            clients=clients(),
+            out=tmp_path / "run",
+            resume=resume,
+            should_stop=asked,
+        )
+    assert torch.equal(weights(found), weights(whole)) and len(found.history) == 4
+    stored = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert stored["engine"]["backend"] == "ray" and stored["engine"]["block"] is None
+
+
+def test_the_command_line_runs_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedflat import cli
+
+    options = ["rounds=1", "data.clients=10", "cohort.size=4", "local.steps=1", "engine.processes=2"]
+    models, before = [], signal.getsignal(signal.SIGINT)
+    for backend in "ray", "sequential":
+        flags = [word for o in [*options, f"engine.backend={backend}"] for word in ("-o", o)]
+        monkeypatch.setattr(sys, "argv", ["fedflat", "run", "quick-start", *flags, "--out", str(tmp_path / backend)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        models.append(sorted((tmp_path / backend / "checkpoints").glob("*.safetensors"))[-1].read_bytes())
+    signal.signal(signal.SIGINT, before)
+    assert models[0] == models[1]
+
+
+# --- memory, faults ---------------------------------------------------------------------------------------------------
+
+
+def test_few_blocks_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    flying, most, real_send, real_fetch = [0], [0], RayTasks._send, RayTasks._fetch
+
+    def send(self: Any, *given: Any) -> Any:
+        flying[0] += 1
+        most[0] = max(most[0], flying[0])
+        return real_send(self, *given)
+
+    def fetch(self: Any, pending: Any, round: int) -> Any:
+        found = real_fetch(self, pending, round)
+        flying[0] -= 1
+        return found
+
+    monkeypatch.setattr(RayTasks, "_send", send)
+    monkeypatch.setattr(RayTasks, "_fetch", fetch)
+    both(RAY | {"block": 1}, changes={"cohort": {"size": len(SIZES)}})
+    assert most[0] == IN_FLIGHT * 2 < len(SIZES) - 1 and flying[0] == 0
+
+
+def test_blocks_fit_the_cohort_the_workers_and_the_model() -> None:
+    inner = prepare(Recipe.of(recipe("dp-fedavg", {"backend": "sequential"})), module(), clients()).backend
+    tasks = RayTasks(inner, 2)  # type: ignore[arg-type]
+    many = list(range(1000))
+    assert [client for block in tasks.blocks(many, 2) for client in block] == many
+    assert {len(b) for b in tasks.blocks(many, 2)[:-1]} == {64}
+    assert {len(b) for b in tasks.blocks(many, 100)[:-1]} == {3}
+    assert tasks.blocks([4], 100) == [[4]] and tasks.blocks([], 3) == []
+    assert len(RayTasks(inner, 2, block=7).blocks(many, 100)[0]) == 7  # type: ignore[arg-type]
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+import torch
+from torch import nn
+
+DRIVER, MARK, EVERY = {driver}, Path({mark!r}), {every}
+
+
+class Killed(nn.Sequential):
+    def forward(self, x):
+        if os.getpid() != DRIVER:
+            try:
+                MARK.touch(exist_ok=EVERY)
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        return super().forward(x.flatten(1))
+
+
+def model():
+    network = Killed(nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return network
+"""
+
+
+def killing(folder: Path, every: bool) -> dict[str, Any]:
+    """A recipe whose model, in the user's own file, kills the worker that trains it: the first one, or every one."""
+    file = folder / f"killing_{every}.py".lower()
+    file.write_text(KILLED.format(driver=os.getpid(), mark=str(folder / "killed"), every=every))
+    changes = {"data": {"dataset": "digits", "clients": 6}, "cohort": {"size": 5}, "model": {"name": f"{file}:model"}}
+    return recipe("dp-fedavg", RAY | {"block": 2}, **changes)
+
+
+def test_a_worker_killed_in_the_middle_of_a_task_changes_nothing(tmp_path: Path) -> None:
+    given = killing(tmp_path, every=False)
+    found = fedflat.run(given)
+    assert (tmp_path / "killed").exists()
+    same(found, fedflat.run(given | {"engine": {"backend": "sequential"}}))
+
+
+def test_a_task_that_always_loses_its_worker_ends_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_tasks, "RETRIES", 1)  # each one waits for a fresh process
+    with pytest.raises(RunError, match=r"^round 0, clients \d to \d: a Ray task was lost, 1 retries included; [^\n]*$"):
+        fedflat.run(killing(tmp_path, every=True))
+
+
+class Fails(nn.Linear):
+    kind: type[Exception] = RuntimeError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:  # client 4 has one example
+            raise self.kind("sizes do not fit")
+        return super().forward(x)
+
+
+class FailsOddly(Fails):
+    kind = KeyError
+
+
+def test_what_a_model_raises_names_the_client() -> None:
+    everybody = {"cohort": {"size": len(SIZES)}}
+    with pytest.raises(RunError, match=r"^Ray task, client 4: round 0, client 4, local training: sizes do not fit$"):
+        both(network=lambda: Fails(6, 3), changes=everybody)
+    with pytest.raises(RunError, match=r"(?s)^Ray task, client 4: .*KeyError: 'sizes do not fit'"):
+        both(network=lambda: FailsOddly(6, 3), changes=everybody)
+    same(*both())  # the session is as good as before
+
+
+def test_a_method_that_cannot_be_sent_is_refused_with_one_line() -> None:
+    import threading
+
+    lock = threading.Lock()
+    own = Algorithm("own", transforms=(lambda update, view: update * bool(lock),))
+    with pytest.raises(InputError, match=r"^engine\.backend: found ray with a model or method that [^\n]*$"):
+        both(algorithm=own)
+
+
+CLUSTER = """
+import os, sys
+from pathlib import Path
+import ray, torch
+from ray.cluster_utils import Cluster
+import fedflat
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster.add_node(num_cpus=1)
+os.environ["RAY_ADDRESS"] = cluster.address
+found = []
+for backend in "ray", "sequential":
+    result = fedflat.run({
+        "rounds": 3,
+        "data": {"dataset": "digits", "clients": 12},
+        "model": "mlp",
+        "algorithm": "dp-fedsam",
+        "local": {"steps": 2, "batch_size": 8},
+        "cohort": {"size": 8},
+        "privacy": {"clip": 0.2, "noise_multiplier": 1.0},
+        "engine": {"backend": backend, "block": 1},
+    })
+    found.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
+nodes = sum(node["Alive"] for node in ray.nodes())
+print("same" if torch.equal(*found) else "other", nodes, flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_of_two_nodes(tmp_path: Path) -> None:
+    """Two nodes with an object store each, on this machine: data and broadcast travel, messages come back.
+
+    In a process of its own: Ray ends a driver whose cluster goes away.
+    """
+    script = tmp_path / "cluster.py"
+    script.write_text(CLUSTER)
+    root = Path(fedflat.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.split()[-2:] == ["same", "2"], done.stderr[-2000:]
