@@ -157,6 +157,7 @@ def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
 
     try:
         client = client_of(Task.read(app_folder), config)
+        client.store.note_node(message.metadata.dst_node_id)
         return Message(client.answer(message.content), reply_to=message)
     except (InputError, RunError) as error:
         log.error("%s", error)

@@ -22,6 +22,8 @@ from types import TracebackType
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation.project import PACKAGE, client_folder, environment, superlink_command, supernode_command
+from fedflat.federation.rejoin import sign_off
+from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 
 PATIENCE = 120.0
@@ -100,6 +102,15 @@ class Federation:
         command = supernode_command(self.project, client, self.host, self.port, self.task.pin)
         self._spawn(f"client-{client}", command)
 
+    def restart_node(self, client: int) -> None:
+        """Start the SuperNode of a client that was killed, after signing off for the dead one."""
+        own = client_folder(self.project, client)
+        node = Store(own / "state").node()
+        if node is not None:
+            certificates = self.project / "certificates" / "ca.crt"
+            sign_off(f"{self.host}:{self.port}", certificates, own / "auth.key", node)
+        self.start_node(client)
+
     def kill(self, name: str) -> None:
         """SIGKILL a process and everything it started."""
         process = self.processes.pop(name)
@@ -110,10 +121,7 @@ class Federation:
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
-        found = subprocess.run(
-            [_program(command[0]), *command[1:], *(["--run-config", config] if config else [])],
-            env=self._environment(), capture_output=True, text=True, timeout=self.patience, check=False,
-        )  # fmt: skip
+        found = self._flwr([*command, *(["--run-config", config] if config else [])])
         try:
             answer = json.loads(found.stdout[found.stdout.index("{") :])
             if answer["success"]:
@@ -121,6 +129,21 @@ class Federation:
         except (ValueError, KeyError):
             pass
         raise RunError(f"flwr run failed: {(found.stdout + found.stderr).strip()[-500:]}")
+
+    def end(self, run: int) -> None:
+        """``flwr stop``: end a run that still counts as running, say because its ServerApp was killed a moment ago.
+
+        Until then SuperNodes may wait for the rest of a message that the dead ServerApp did not finish sending.
+        """
+        found = self._flwr(["flwr", "stop", str(run), "fedflat"])
+        if found.returncode:
+            raise RunError(f"flwr stop failed: {(found.stdout + found.stderr).strip()[-500:]}")
+
+    def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [_program(command[0]), *command[1:]],
+            env=self._environment(), capture_output=True, text=True, timeout=self.patience, check=False,
+        )  # fmt: skip
 
     def status(self, run: int) -> str:
         """Flower's status of a run, like ``finished:completed``."""

@@ -188,6 +188,16 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
     ]  # fmt: skip
 
 
+def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
+    """What lets a killed SuperNode of one client back in at once."""
+    held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
+    return [
+        "python", "-m", "fedflat.federation.rejoin", "--superlink", f"{host}:{port}",
+        "--root-certificates", f"{held}/ca.crt", "--auth-supernode-private-key", f"{own}/auth.key",
+        "--state", f"{own}/state",
+    ]  # fmt: skip
+
+
 def _shell(command: list[str], root: str) -> str:
     """A command as one would type it in the project's folder."""
     return " ".join(f"'{word}'" if " " in word else word.replace(root + "/", "") for word in command)
@@ -204,6 +214,6 @@ def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int)
         "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds,
         "method": job.parts.algorithm.name,
         "superlink": show(superlink_command(out, host, port)), "node": show(supernode_command(out, 0, host, port, pin)),
-        "package": PACKAGE,
+        "rejoin": show(rejoin_command(out, 0, host, port)), "package": PACKAGE,
     }  # fmt: skip
     return README.format(**facts)

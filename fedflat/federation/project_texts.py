@@ -73,6 +73,10 @@ One SuperNode for each client (another `client=`, folder and `--port` each):
 
     {node}
 
+A SuperNode that was killed is refused for up to a minute; before it is started again, this lets it in at once:
+
+    {rejoin}
+
 Start the run, and start it again after a failure (it goes on from its last round):
 
     flwr run app fedflat --stream

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, wrong
 
-HEAD, ROUNDS, SESSION = "head.safetensors", "rounds.jsonl", "session.json"
+HEAD, ROUNDS, SESSION, NODE = "head.safetensors", "rounds.jsonl", "session.json", "node.json"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -106,6 +106,16 @@ class Store:
     def end_session(self) -> None:
         """Forget a session's secrets."""
         (self.folder / SESSION).unlink(missing_ok=True)
+
+    def node(self) -> int | None:
+        """Flower's number of this client's SuperNode, if it was ever asked anything."""
+        path = self.folder / NODE
+        return int(json.loads(path.read_bytes())["node"]) if path.exists() else None
+
+    def note_node(self, node: int) -> None:
+        """Remember Flower's number, which a restart after a kill needs (``fedflat.federation.rejoin``)."""
+        if self.node() != node:
+            replace_file(self.folder / NODE, json.dumps({"node": node}).encode())
 
     def note_participation(self, round: int) -> None:
         """Count an answer, durably, before it leaves."""

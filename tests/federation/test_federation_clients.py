@@ -133,6 +133,25 @@ def test_a_wrong_node_config_is_one_sentence(
     assert "\n" not in str(found.value)
 
 
+def test_signing_off_for_a_killed_node_needs_its_number_key_and_superlink(
+    project: tuple[Path, Task, list[Client]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That it lets the node in is in the processes' test; here, what can be wrong is one sentence each."""
+    from fedflat.federation.rejoin import main
+
+    own = client_folder(project[0], 0)
+    store = Store(tmp_path / "state")
+    words = ["--superlink", "127.0.0.1:9", "--root-certificates", str(project[0] / "certificates" / "ca.crt")]
+    words += ["--state", str(store.folder), "--auth-supernode-private-key"]
+    assert main([*words, str(own / "auth.key")]) == 0 and "nothing to sign off" in capsys.readouterr().out
+    store.note_node(77)
+    assert store.node() == 77
+    assert main([*words, str(own / "auth.key")]) == 1 and "127.0.0.1:9: no answer" in capsys.readouterr().err
+    assert main([*words, str(own / "auth.pub")]) == 2 and "auth.key" in capsys.readouterr().err
+    words[3] = str(tmp_path / "none.crt")
+    assert main([*words, str(own / "auth.key")]) == 2 and "--root-certificates" in capsys.readouterr().err
+
+
 def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
     import shutil
 

@@ -23,6 +23,7 @@ from stand_in import final_shared, small
 from fedflat import simulation
 from fedflat.federation.local import Federation
 from fedflat.federation.project import write_project
+from fedflat.federation.server import _name
 from fedflat.privacy.ledger import read as read_ledger
 
 PATIENCE = 240.0
@@ -83,17 +84,18 @@ def check_numbers(federation: Federation, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_federation_of_processes(tmp_path: Path) -> None:
     """SuperLink, two SuperNodes, `flwr run`: the simulation's numbers. Then a run in which a client is killed while it
-    trains, a second server is refused, the server is killed, and a third goes on to the end."""
+    trains, a second server is refused, the server is killed, the client is back, and a third server goes on to the
+    end."""
     run = tmp_path / "fed" / "faults"
     with made(tmp_path / "fed", 2, algorithm="dp2-fedsam") as federation:
         federation.start()
         assert federation.wait(federation.run(), PATIENCE) == "finished:completed", logs(federation)
         check_numbers(federation, tmp_path)
-        federation.run(config=f'out="{run}" answer-seconds=25.0')
+        first = federation.run(config=f'out="{run}" answer-seconds=25.0')
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not programs("flwr-clientapp", federation.port + 2):
             time.sleep(0.05)
-        federation.kill("client-1")  # it stays away
+        federation.kill("client-1")
         second = federation.run(config=f'out="{run}" wait-for-nodes=1')  # while the first waits for client 1
         assert federation.wait(second, PATIENCE) == "finished:failed"
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
@@ -101,8 +103,13 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
             os.kill(process, signal.SIGKILL)
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
-        third = federation.run(config=f'out="{run}" answer-seconds=3.0 wait-for-nodes=1')
+        federation.end(first)
+        federation.restart_node(1)  # Flower alone would refuse it for up to a minute after its death
+        third = federation.run(config=f'out="{run}" answer-seconds=25.0 wait-for-nodes=2')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
+    operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{_name(run)}.jsonl"
+    counts = [json.loads(line) for line in operator.read_text().splitlines()]
+    assert counts == [{"round": 0, "missing": 1}, {"round": 1}]  # in round 1 it took part again
     charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
     assert charged == [0, 1]
     facts = json.loads((run / "privacy.json").read_text())
