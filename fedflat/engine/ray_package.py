@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,9 @@ from fedflat.engine.sequential import Sequential
 
 USER_FILES = "fedflat_user_"
 """How modules read from a user's file are named; other processes have no such modules."""
+
+ROWS = {"inputs", "targets", "parts", "held_back", "test_inputs", "test_targets"}
+"""Fields of a federation that hold examples; the others are public constants."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def packed(inner: Sequential) -> Package:
         last=last,
         targets=targets,
         parts=Rows(rows, ends),
-        facts={name: getattr(data, name) for name in ("classes", "name", "vocabulary", "padding")},
+        facts={f.name: getattr(data, f.name) for f in fields(data) if f.name not in ROWS},
         versions=versions(),
     )
 

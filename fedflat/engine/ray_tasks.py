@@ -38,8 +38,8 @@ PER_WORKER = 4
 """Blocks per worker in a round, at least, so that workers end at about the same time."""
 LARGEST = 64
 """Clients in a block, at most, when the recipe names no block size."""
-ENTRIES = 8_000_000
-"""Entries of a block's messages, at most, when the recipe names no block size (32 MB in float32)."""
+ENTRIES = 2_500_000
+"""Entries of a block's messages, at most, when the recipe names no block size (10 MB in float32)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,250 @@
+"""``python -m benchmarks.scale``: what a round on Ray costs beyond its clients' arithmetic, and a projection from that.
+
+Three kinds of clients. *empty*: no arithmetic, a whole message; such a round is nothing but overhead. *waiting*: a
+fixed wait instead of arithmetic, so that more workers than cores mean something. *W1*: real training. Rounds of the Ray
+and of the worker back end take turns, the same clients alone in one process beside them. Results go to
+``benchmarks/results/ray.json`` and ``ray.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.scale_paper import Costs, markdown
+from benchmarks.workloads import BY_NAME, network
+from fedflat.core.params import layout_of
+from fedflat.core.types import Algorithm, Broadcast, Local, Phase, UpdateView
+from fedflat.data.clients import Federated
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.choose import one_thread
+from fedflat.engine.heads import Heads
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.ray_tasks import RayTasks
+from fedflat.engine.resident import keep_freed_memory, resident
+from fedflat.engine.sequential import Sequential
+from fedflat.engine.workers import Workers
+from fedflat.pieces.clipping import whole_vector
+
+RESULTS = Path(__file__).parent / "results"
+WARM = 3
+"""Rounds before the measured ones."""
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A transform that waits, in place of arithmetic."""
+
+    seconds: float
+
+    def __call__(self, update: torch.Tensor, view: UpdateView) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return update
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Clients to measure. model: of which workload. pause: seconds of waiting; None for real training."""
+
+    name: str
+    model: str
+    clients: int
+    pause: float | None = None
+
+
+KINDS = [
+    Kind("empty, d = 50,890", "W2", 256, 0.0),
+    Kind("empty, d = 667,402", "W1", 64, 0.0),
+    Kind("empty, d = 11.2 million", "W3", 8, 0.0),
+    Kind("waiting 50 ms, d = 667,402", "W1", 48, 0.05),
+    Kind("W1, 8 clients, d = 667,402", "W1", 8),
+]
+
+
+def loop(kind: Kind) -> Sequential:
+    """The sequential back end of a kind, on made-up data."""
+    workload = BY_NAME[kind.model]
+    examples = workload.examples if kind.pause is None else 1
+    rng, rows = np.random.default_rng(0), kind.clients * examples
+    inputs = torch.from_numpy(rng.standard_normal((rows, *workload.shape), dtype=np.float32))
+    parts = tuple(np.arange(i * examples, (i + 1) * examples) for i in range(kind.clients))
+    none = (np.empty(0, dtype=np.int64),) * kind.clients
+    targets = torch.from_numpy(rng.integers(0, workload.classes, rows))
+    data = Federated(inputs, targets, parts, none, None, None, workload.classes, "benchmark")
+    module = network(workload)
+    problem = ModuleProblem(module, layout_of(module))
+    waiting = Algorithm("pause", phases=(Phase(steps=0),), transforms=(Pause(kind.pause or 0.0),))
+    steps = workload.epochs * -(-examples // workload.batch)
+    local = Local(steps=steps, batch_size=workload.batch, lr=workload.lr, momentum=0.0)
+    algorithm = Algorithm("fedavg") if kind.pause is None else waiting
+    return Sequential(algorithm, problem, local, resident(data, module), 0)
+
+
+def start_of(inner: Sequential) -> Broadcast:
+    """The broadcast of a round."""
+    return Broadcast(0, torch.zeros(inner.problem.layout.size), 1.0, 1.0)
+
+
+def timed_round(backend: Any, inner: Sequential) -> tuple[float, float, torch.Tensor]:
+    """Seconds of one round, the driver thread's own, and the sum."""
+    layout, broadcast = inner.problem.layout, start_of(inner)
+    sink = Accumulator(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
+    cohort, heads = np.arange(inner.data.clients), Heads(torch.zeros(0))
+    began, busy = time.perf_counter(), time.thread_time()
+    backend.train(cohort, broadcast, sink, heads)
+    return time.perf_counter() - began, time.thread_time() - busy, sink.total
+
+
+def alone(inner: Sequential) -> float:
+    """Seconds of the clients' own work, one after the other, nothing sent and nothing added."""
+    broadcast = start_of(inner)
+    began = time.perf_counter()
+    for client in range(inner.data.clients):
+        inner.one(client, broadcast, broadcast.shared.clone())
+    return time.perf_counter() - began
+
+
+def measure(kind: Kind, workers: int, rounds: int, others: bool = True) -> dict[str, Any]:
+    """Medians over rounds of all back ends in turn, after some that warm up (processes, memory touched first)."""
+    inner = loop(kind)
+    backends: dict[str, Any] = {"ray": RayTasks(inner, workers)}
+    if others:
+        backends["workers"] = Workers(inner, workers)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in backends}
+    own: list[float] = []
+    sums, load = [], os.getloadavg()[0]
+    for index in range(rounds + WARM):
+        if index >= WARM and (len(own) < 2 or not kind.pause):
+            own.append(alone(inner))
+        for name, backend in backends.items():
+            seconds, busy, total = timed_round(backend, inner)
+            sums.append(total)
+            if index >= WARM:
+                times[name].append((seconds, busy))
+    if others:
+        backends["workers"].close()
+    arithmetic = statistics.median(own)
+    found: dict[str, Any] = {"kind": kind.name, "d": inner.problem.layout.size, "clients": kind.clients}
+    found |= {"count": workers, "load_before": load, "arithmetic": arithmetic}
+    found["same"] = all(torch.equal(total, sums[0]) for total in sums)
+    side_by_side = workers if kind.pause else min(workers, CORES)
+    for name, pairs in times.items():
+        seconds = statistics.median(s for s, _ in pairs)
+        found[name] = {
+            "seconds": seconds,
+            "min": min(s for s, _ in pairs),
+            "overhead": seconds - arithmetic / side_by_side,
+            "driver": statistics.median(b for _, b in pairs),
+        }
+    return found
+
+
+def best(action: Callable[[], Any], tries: int = 7) -> float:
+    """The least seconds of a few tries."""
+    seconds = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        kept = action()
+        seconds.append(time.perf_counter() - began)
+        del kept
+    return min(seconds)
+
+
+def constants() -> dict[str, float]:
+    """The parts of the overhead, each by itself, on the session that runs (at least one worker)."""
+    import ray
+
+    size = 2_500_000  # 10 MB
+    vector = np.ones(size, np.float32)
+    answer = ray.remote(num_cpus=1)(answer_of)
+    ray.get(answer.remote(size))
+    empty, whole = best(lambda: ray.get(answer.remote(0)), 50), best(lambda: ray.get(answer.remote(size)))
+    ready = [answer.remote(size) for _ in range(7)]
+    ray.wait(ready, num_returns=len(ready))
+    read = min(best(lambda r=r: float(ray.get(r).sum()), 1) for r in ready)  # type: ignore[misc]
+    here = best(lambda: float(vector.sum()))
+    count = 500
+    began, busy = time.perf_counter(), time.thread_time()
+    ray.get([answer.remote(0) for _ in range(count)])
+    each, each_driver = (time.perf_counter() - began) / count, (time.thread_time() - busy) / count
+    sink = Accumulator(whole_vector(1.0), 1.0, (slice(0, size),), size)
+    message = torch.ones(1, size)
+    return {
+        "put_per_mb": best(lambda: ray.put(vector)) / 10,
+        "task_latency": empty,
+        "task_throughput": each,
+        "task_driver": each_driver,
+        "answer_per_mb": max(0.0, whole - empty) / 10,
+        "read_per_mb": max(0.0, read - here) / 10,
+        "add_per_mb": best(lambda: sink.add(message, [1])) / 10,
+        "first_mb_puts": best(lambda: ray.put(vector[:250_000])),
+    }
+
+
+def answer_of(size: int) -> np.ndarray:
+    """A task that answers with a vector."""
+    return np.ones(size, np.float32)
+
+
+def costs(rows: list[dict[str, Any]]) -> list[Costs]:
+    """What the projection needs, from the empty rounds of one worker and from the clients' own seconds."""
+    found = []
+    own = {BY_NAME[k].name: alone(loop(Kind("", k, n))) / n for k, n in (("W1", 4), ("W2", 64), ("W3", 1))}
+    for row in rows:
+        if row["kind"].startswith("empty") and row["count"] == 1:
+            model = next(kind.model for kind in KINDS if kind.name == row["kind"])
+            each = row["clients"]
+            found.append(Costs(model, row["d"], own[model], row["ray"]["seconds"] / each, row["ray"]["driver"] / each))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each back end")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--many", type=int, default=16, help="workers for one more measurement of waiting clients")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    import platform
+
+    import ray
+
+    from benchmarks.__main__ import machine
+
+    keep_freed_memory()
+    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "rounds": given.rounds}
+    report["versions"] = {"python": platform.python_version(), "ray": ray.__version__, "torch": torch.__version__}
+    rows: list[dict[str, Any]] = []
+    plan = [(kind, workers, True) for workers in given.workers for kind in KINDS]
+    plan += [(kind, given.many, False) for kind in KINDS if kind.pause and given.many]
+    with one_thread():
+        for kind, workers, others in plan:
+            rows.append(measure(kind, workers, given.rounds, others))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            if workers == given.workers[0] and kind is KINDS[0]:
+                report["constants"] = constants()
+        report |= {"rows": rows, "costs": [vars(c) for c in costs(rows)]}
+    ray.shutdown()
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "ray.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (given.out / "ray.md").write_text(markdown(report), encoding="utf-8")
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    from benchmarks.scale import main as run  # workers look classes up in the module by its name
+
+    run()

@@ -1,0 +1,69 @@
+"""The projection's arithmetic; what is measured is what is said: whole messages, no training, the same sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.scale import KINDS, Pause, alone, loop, timed_round
+from benchmarks.scale_paper import MACHINE, WIRE, Costs, markdown
+
+COSTS = Costs("W1", 667_402, client=0.2, worker=0.004, driver=0.002)
+
+
+def test_few_workers_wait_for_themselves_and_many_for_the_driver() -> None:
+    assert COSTS.round(50, 1) == pytest.approx(50 * 0.204)
+    assert COSTS.round(50, 4) == pytest.approx(13 * 0.204)  # 13 clients for the busiest
+    machines = math.ceil(100 / MACHINE)
+    wire = 4 * 667_402 / WIRE
+    assert COSTS.least == pytest.approx(wire)  # 2.1 ms on the network, 2.0 ms for the driver
+    assert COSTS.round(1000, 100) == pytest.approx(machines * wire + max(10 * 0.204, 1000 * wire))
+    assert [COSTS.bound(1000, p) for p in (1, 16, 100)] == ["workers", "workers", "network"]
+    slow = dataclasses.replace(COSTS, driver=0.02)
+    assert slow.bound(1000, 100) == "driver" and slow.round(1000, 1000) >= 20.0
+    assert slow.most_workers == pytest.approx(0.204 / 0.02)
+
+
+def test_a_round_is_never_faster_with_fewer_workers_or_than_the_driver() -> None:
+    on_one_machine = [COSTS.round(100, p) for p in (1, 2, 4, 8, 16)]
+    assert on_one_machine == sorted(on_one_machine, reverse=True)
+    assert all(COSTS.round(100, p) >= 100 * COSTS.driver for p in (1, 10, 100, 1000))
+
+
+def test_empty_clients_send_whole_messages_and_add_up_to_nothing() -> None:
+    small = dataclasses.replace(KINDS[0], clients=3)
+    inner = loop(small)
+    seconds, busy, total = timed_round(inner, inner)
+    assert total.shape == (50_890,) and not total.any() and busy > 0 and seconds > 0
+    assert alone(inner) > 0
+    waiting = loop(dataclasses.replace(small, pause=0.05))
+    assert alone(waiting) >= 0.15
+    assert torch.equal(Pause(0.0)(torch.ones(2), None), torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_real_clients_train() -> None:
+    inner = loop(dataclasses.replace(KINDS[-1], model="W2", clients=2))
+    assert timed_round(inner, inner)[2].any()
+
+
+def test_the_table_holds_rounds_constants_and_projection() -> None:
+    row: dict[str, Any] = {"kind": "empty", "d": 10, "clients": 4, "count": 2, "load_before": 0.5, "arithmetic": 0.1}
+    row |= {"same": False, "ray": {"seconds": 0.2, "overhead": 0.15, "driver": 0.01, "min": 0.19}}
+    report = {
+        "date": "2026-01-01",
+        "machine": {"cpu": "a cpu", "cores": 2, "load_before": 0.1},
+        "versions": {"ray": "2", "torch": "2"},
+        "rounds": 5,
+        "rows": [row, row | {"same": True, "workers": {"seconds": 3.0, "overhead": 2.5, "driver": 0.1, "min": 3.0}}],
+        "constants": {"put_per_mb": 0.001},
+        "costs": [vars(COSTS)],
+    }
+    text = markdown(report)
+    assert "| 200 ms | 150 ms | 37.5 ms | 10 ms | – | – | NO |" in text
+    assert "| 3.00 s | 2.50 s | yes |" in text
+    assert "| broadcast into the object store, per MB | 1.000 |" in text
+    assert "| W1 | 667,402 | 200 ms | 4 ms | 2 ms | 2.14 ms | 96 | 50 |" in text
