@@ -36,7 +36,7 @@ class Client:
     """One client: its number, its own data file, its own state folder, and what it agreed to (the task).
 
     pin: a hash that the operator of the client fixed by hand; with it, another recipe is refused whatever the server
-    says.
+    says. held: examples that are never trained on, for the client's own record of how well the models do for it.
     """
 
     task: Task
@@ -45,6 +45,7 @@ class Client:
     store: Store
     pin: str = ""
     key: Path | None = None
+    held: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.task.form.clients:
@@ -105,6 +106,8 @@ class Client:
         job = self.job
         parts, rows = job.parts, job.data.parts[self.number]
         before = self.store.head(job.first[parts.layout.dimension :], broadcast.round)
+        if self.held is not None:
+            self._note_accuracy(broadcast)
         if len(rows) == 0:
             return torch.zeros(parts.layout.dimension), 0
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
@@ -112,6 +115,15 @@ class Client:
             result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]))
         self.store.keep_head(broadcast.round, before, result.personal)
         return self._outgoing(result.message, broadcast), len(rows) if parts.weighted else 0
+
+    def _note_accuracy(self, broadcast: Broadcast) -> None:
+        """The client's own record of the model it was sent; if it fails, that changes nothing that is sent."""
+        from fedflat.federation.personal import evaluate
+
+        try:
+            self.store.note_accuracy(evaluate(self, broadcast.shared, broadcast.round))
+        except (InputError, OSError, ValueError) as error:
+            log.error("no personal accuracy: %s", error)
 
     def _outgoing(self, message: Tensor, broadcast: Broadcast) -> Tensor:
         """What leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip)."""
@@ -134,13 +146,13 @@ def is_adaptive(clip: Any) -> bool:
 
 
 def client_of(task: Task, config: Any) -> Client:
-    """The client that a SuperNode's ``--node-config`` describes: client, data, state, and optionally pin."""
+    """The client that a SuperNode's ``--node-config`` describes: client, data, state; optionally pin, key, held."""
     for key in ("client", "data", "state"):
         if key not in config:
             raise wrong("node config", "nothing", f'{key}=…, for example --node-config \'client=0 data="…" state="…"\'')
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", config["client"], "the client's number in the roster")
-    key = str(config.get("key", ""))
+    key, held = str(config.get("key", "")), str(config.get("held", ""))
     return Client(
         task,
         config["client"],
@@ -148,6 +160,7 @@ def client_of(task: Task, config: Any) -> Client:
         Store(Path(str(config["state"]))),
         str(config.get("pin", "")),
         Path(key) if key else None,
+        Path(held) if held else None,
     )
 
 

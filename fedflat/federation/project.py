@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from fedflat.core.checks import InputError, wrong
@@ -23,6 +24,7 @@ from fedflat.recipe import Recipe
 
 PACKAGE = "fedflat_app"
 PORT = 8443
+DATA, HELD = "data.safetensors", "held.safetensors"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ def client_folder(out: Path, client: int) -> Path:
 def _write_client(folder: Path, data: Federated, client: int) -> str:
     public = write_client_keys(folder)
     inputs, targets = data.client(client)
-    write_examples(folder / "data.safetensors", inputs.contiguous(), targets)
+    write_examples(folder / DATA, inputs.contiguous(), targets)
+    rows = torch.from_numpy(data.held_back[client])
+    if len(rows):
+        write_examples(folder / HELD, data.inputs[rows], data.targets[rows])
     return public
 
 
@@ -179,7 +184,9 @@ def superlink_command(out: Path, host: str, port: int) -> list[str]:
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """The SuperNode of one client: TLS to the SuperLink, its own key, data and state."""
     held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
-    config = f'client={client} data="{own}/data.safetensors" state="{own}/state" key="{own}/auth.key" pin="{pin}"'
+    config = f'client={client} data="{own}/{DATA}" state="{own}/state" key="{own}/auth.key" pin="{pin}"'
+    if (own / HELD).exists():
+        config += f' held="{own}/{HELD}"'
     return [
         "flower-supernode", "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
         "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(port + 1 + client), "--node-config", config,

@@ -89,7 +89,7 @@ Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`.
 |---|---|---|
 | app/ | the Flower app: recipe, form of the data, roster of public keys | everybody |
 | certificates/ | test authority and the SuperLink's certificate; ca.key signs new ones | operator; clients get ca.crt |
-| clients/NNNNN/ | key, examples and state of one client | that client only |
+| clients/NNNNN/ | key, examples and state of one client, held-back examples if the recipe has any | that client only |
 | server/test.safetensors | public test set | everybody |
 | run/ | released metrics, ledger, checkpoints, statement | as the statement says |
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedflat.core.checks import InputError, RunError, wrong
 
 HEAD, ROUNDS, SESSION, NODE = "head.safetensors", "rounds.jsonl", "session.json", "node.json"
+ACCURACY = "personal.jsonl"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -116,6 +117,19 @@ class Store:
         """Remember Flower's number, which a restart after a kill needs (``fedflat.federation.rejoin``)."""
         if self.node() != node:
             replace_file(self.folder / NODE, json.dumps({"node": node}).encode())
+
+    def accuracies(self) -> list[dict[str, Any]]:
+        """What this client noted of models on its own held-back examples, by round; the newest of each round."""
+        path = self.folder / ACCURACY
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found = {row["round"]: row for row in map(json.loads, lines)}
+        return [found[round] for round in sorted(found)]
+
+    def note_accuracy(self, record: dict[str, Any]) -> None:
+        """Note one model's accuracy (``fedflat.federation.personal``), for the client's owner only."""
+        kept = [row for row in self.accuracies() if row["round"] != record["round"]]
+        rows = sorted([*kept, record], key=lambda row: int(row["round"]))
+        replace_file(self.folder / ACCURACY, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def note_participation(self, round: int) -> None:
         """Count an answer, durably, before it leaves."""

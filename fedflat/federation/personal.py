@@ -1,0 +1,103 @@
+"""How well the models do for one client, on its own held-back examples: measured by the client, kept by the client.
+
+Nothing here is ever sent. An accuracy on private examples is not covered by ε; so it leaves a client only if its owner
+carries it out. With ``held=FILE`` in its node config a client notes, each time it is asked, the accuracy of the model
+that it was sent: with its own head, or after fine-tuning on its own training examples, as its method says.
+
+    python -m fedflat.federation.personal APP --state STATE                       (what was noted)
+    python -m fedflat.federation.personal APP --state STATE --client 0 --data FILE --held FILE --model CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import InputError, wrong
+from fedflat.core.types import RoundState
+from fedflat.engine import checkpoint
+from fedflat.engine.choose import one_thread
+from fedflat.engine.evaluate import scores
+from fedflat.engine.heads import Heads
+from fedflat.engine.train import finetuned
+from fedflat.federation.client import Client
+from fedflat.federation.store import Store, read_examples
+from fedflat.federation.task import Task
+
+
+def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
+    """The record of one model on the client's held-back examples.
+
+    shared: ``(d,)``, released after ``round`` rounds. The record: round, personal_accuracy (own head or fine-tuned),
+    shared_accuracy (w^0's head, not fine-tuned), examples.
+
+    Raises:
+        InputError: no held-back file, examples of another form, or a model of another size.
+    """
+    job, number = client.job, client.number
+    if client.held is None:
+        raise wrong("node config: held", "nothing", "a file of examples that are never trained on")
+    inputs, targets = read_examples(client.held)
+    client.task.form.check(str(client.held), inputs, targets)
+    size = job.parts.layout.dimension
+    if shared.shape != (size,):
+        raise wrong("--model", f"{shared.numel()} shared parameters", f"{size}, as the recipe's model has")
+    first = job.first[size:]
+    heads = Heads(first, {number: client.store.head(first, round)})
+    with one_thread():
+        plain = scores(job.problem, torch.cat([shared, first]), inputs, targets).mean()[1]
+        own = heads.whole(shared, number)
+        tune = job.parts.algorithm.finetune
+        if tune is not None:
+            own = finetuned(job, RoundState(round, shared, job.threshold), own, number, tune)
+        found = scores(job.problem, own, inputs, targets).mean()[1]
+    return {"round": round, "personal_accuracy": found, "shared_accuracy": plain, "examples": len(inputs)}
+
+
+def model_of(path: Path) -> tuple[Tensor, int]:
+    """The shared part of a released checkpoint, and after how many rounds it was released."""
+    state, _, _ = checkpoint.load(path)
+    return state.shared, state.round
+
+
+def shown(records: Sequence[dict[str, Any]]) -> str:
+    """The records as a small table."""
+    lines = [f"{'round':>6} {'personal %':>11} {'shared %':>9} {'examples':>9}"]
+    for row in records:
+        personal, plain = (100 * row[name] for name in ("personal_accuracy", "shared_accuracy"))
+        lines.append(f"{row['round']:>6} {personal:>11.2f} {plain:>9.2f} {row['examples']:>9}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what a client noted; with ``--model`` first evaluate that released model and note it."""
+    parser = argparse.ArgumentParser(prog="python -m fedflat.federation.personal", description=__doc__.split("\n")[0])
+    parser.add_argument("app", type=Path, help="the app's folder (app/fedflat_app)")
+    parser.add_argument("--state", required=True, type=Path, help="the client's state folder")
+    parser.add_argument("--client", type=int, default=0, help="the client's number")
+    parser.add_argument("--data", type=Path, help="the client's training examples")
+    parser.add_argument("--held", type=Path, help="the client's held-back examples")
+    parser.add_argument("--model", type=Path, help="a released model: run/checkpoints/round-N.safetensors")
+    given = parser.parse_args(arguments)
+    try:
+        store = Store(given.state)
+        if given.model is not None:
+            if given.data is None or given.held is None:
+                raise wrong("--model", "no --data or no --held", "both files of the client")
+            client = Client(Task.read(given.app), given.client, given.data, store, held=given.held)
+            store.note_accuracy(evaluate(client, *model_of(given.model)))
+        print(shown(store.accuracies()))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
