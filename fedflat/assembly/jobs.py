@@ -20,6 +20,7 @@ from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
 from fedflat.engine.choose import backend_for
+from fedflat.engine.features import with_features
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resident import keep_freed_memory, resident
@@ -51,7 +52,8 @@ def prepare(
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module = module_of(recipe, model, data)
-    data = resident(data, module)
+    precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
+    given_data, data = data, resident(with_features(data, module, precision), module)
     layout = layout_of(module, method.head)
     plan = plan_of(recipe, method, data.clients, layout.dimension)
     local = local_of(recipe, method, data)
@@ -69,7 +71,7 @@ def prepare(
     )
     if as_published:
         parts = published.parts_of(parts)
-    problem = ModuleProblem(module, layout, "bf16" if recipe.engine.precision == "bf16" else "fp32")
+    problem = ModuleProblem(module, layout, precision)
     job = Job(
         parts=parts,
         data=data,
@@ -80,10 +82,10 @@ def prepare(
         seed=recipe.seed,
         key=simulation_key(recipe.seed),
         evaluation=Evaluation(**recipe.evaluation.model_dump()),
-        fingerprint=fingerprint(settled(recipe, plan, local, data.clients), data, layout),
+        fingerprint=fingerprint(settled(recipe, plan, local, data.clients), given_data, layout),
     )
     if public is not None:
-        job.public_update = _public_update(job, resident(public, module))
+        job.public_update = _public_update(job, resident(with_features(public, module, precision), module))
     return job if queries is None else voting.with_votes(job, recipe, queries)
 
 

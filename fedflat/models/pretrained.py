@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fedflat.core.checks import InputError, one_of, whole, wrong
 from fedflat.core.hub import hub
+from fedflat.models.headed import Headed
 from fedflat.models.text import text_length
 from fedflat.models.vision import image_shape
 
@@ -29,8 +30,11 @@ TRAIN = ("all", "head", "lora")
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value")
 
 
-class ImageTransformer(nn.Module):
-    """Images (b, 3 or 1, h, w), resized bilinearly to the model's own size -> logits (b, classes)."""
+class ImageTransformer(Headed):
+    """Images (b, 3 or 1, h, w), resized bilinearly to the model's own size -> logits (b, classes).
+
+    Features: the class token's last hidden state.
+    """
 
     def __init__(self, body: nn.Module, side: int, channels: int) -> None:
         super().__init__()
@@ -38,16 +42,19 @@ class ImageTransformer(nn.Module):
         self.side = side
         self.channels = channels
 
-    def forward(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor) -> Tensor:
         if images.shape[1] == 1:
             images = images.expand(-1, self.channels, -1, -1)
         if tuple(images.shape[2:]) != (self.side, self.side):
             images = F.interpolate(images, size=(self.side, self.side), mode="bilinear", align_corners=False)
-        return cast(Tensor, self.body(pixel_values=images).logits)
+        return cast(Tensor, self.body.vit(pixel_values=images).last_hidden_state[:, 0])  # type: ignore[operator, union-attr]
+
+    def head(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.body.classifier(features))  # type: ignore[operator]
 
 
-class TextTransformer(nn.Module):
-    """Ids (b, T) int64 -> logits (b, classes); attention skips the padding id.
+class TextTransformer(Headed):
+    """Ids (b, T) int64 -> logits (b, classes); attention skips the padding id. Features: the first token's last state.
 
     Mask and positions are computed here, as RoBERTa does, because transformers looks at the mask's values to
     choose a branch, which ``torch.func.vmap`` forbids.
@@ -58,20 +65,23 @@ class TextTransformer(nn.Module):
         self.body = body
         self.padding = padding
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def features(self, ids: Tensor) -> Tensor:
         keep = ids != self.padding
         positions = keep.long().cumsum(1) * keep.long() + self.padding
         length = ids.shape[1]
         dtype = next(self.body.parameters()).dtype
         hidden = torch.finfo(dtype).min * (~keep).to(dtype)
         mask = hidden[:, None, None, :].expand(-1, 1, length, length)
-        outputs = self.body(
+        outputs = self.body.roberta(  # type: ignore[operator, union-attr]
             input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=torch.zeros_like(ids)
         )
-        return cast(Tensor, outputs.logits)
+        return cast(Tensor, outputs.last_hidden_state[:, 0])
+
+    def head(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.body.classifier(features[:, None]))  # type: ignore[operator]
 
 
-def _extra(package: str, name: str) -> Any:
+def extra(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -99,9 +109,9 @@ def _load(
     options: Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
-    transformers = _extra("transformers", name)
+    transformers = extra("transformers", name)
     configuration_kind, model_kind = (getattr(transformers, kind) for kind in kinds)
-    with _readable(name, source), hub() if options["pretrained"] and source in PUBLISHED else nullcontext():
+    with readable(name, source), hub() if options["pretrained"] and source in PUBLISHED else nullcontext():
         config = _configuration(configuration_kind, source, options, defaults or {})
         config.num_labels = classes
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
@@ -110,7 +120,7 @@ def _load(
         config._attn_implementation = one_of("model.attention", options["attention"], ("sdpa", "eager"))
         if not options["pretrained"]:
             return model_kind(config), config
-        with _quiet(transformers):
+        with quiet(transformers):
             # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors:
             # the other format is a pickle, which runs code.
             body = model_kind.from_pretrained(source, config=config, ignore_mismatched_sizes=True, use_safetensors=True)
@@ -118,7 +128,7 @@ def _load(
 
 
 @contextmanager
-def _readable(name: str, source: str) -> Iterator[None]:
+def readable(name: str, source: str) -> Iterator[None]:
     """Whatever transformers raises about missing or broken files as one sentence that names the remedy."""
     try:
         yield
@@ -134,7 +144,7 @@ def _readable(name: str, source: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """No progress bars and no table of the classifier's missing weights: it is meant to be new."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -149,18 +159,22 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _source(published: str, path: str | None) -> str:
-    if path is None:
-        return published
+    return published if path is None else folder(path)
+
+
+def folder(path: str) -> str:
+    """``path``, or InputError if there is no folder."""
     if not Path(path).is_dir():
         raise wrong("model.path", path, "an existing folder written by save_pretrained")
     return str(path)
 
 
-def _trainable(name: str, body: nn.Module, train: str, rank: int) -> nn.Module:
+def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
     """Choose what is trained: everything, the classifier only, or the classifier and low-rank adapters."""
     one_of("model.train", train, TRAIN)
+    body = cast(nn.Module, module.body)
     if train == "lora":
-        peft = _extra("peft", name)
+        peft = extra("peft", name)
         ends = {key.rsplit(".", 1)[-1] for key, _ in body.named_modules()}
         config = peft.LoraConfig(
             r=whole("model.rank", rank, 1),
@@ -168,11 +182,11 @@ def _trainable(name: str, body: nn.Module, train: str, rank: int) -> nn.Module:
             lora_dropout=0.0,
             target_modules=[target for target in LORA_TARGETS if target in ends],
         )
-        body = cast(nn.Module, peft.inject_adapter_in_model(config, body))
-    for key, parameter in body.named_parameters():
-        chosen = train == "all" or key.startswith("classifier.")
+        module.body = peft.inject_adapter_in_model(config, body)
+    for key, parameter in module.named_parameters():
+        chosen = train == "all" or key.startswith(module.trained)
         parameter.requires_grad_(chosen or (train == "lora" and "lora_" in key))
-    return body
+    return module
 
 
 def vit_base(
@@ -198,7 +212,7 @@ def vit_base(
     body, found = _load("vit-base", classes, kinds, _source(VIT, path), options)
     if channels not in (1, found.num_channels):
         raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {found.num_channels} channels")
-    return ImageTransformer(_trainable("vit-base", body, train, rank), int(found.image_size), found.num_channels)
+    return trainable("vit-base", ImageTransformer(body, int(found.image_size), found.num_channels), train, rank)
 
 
 def roberta_base(
@@ -227,14 +241,14 @@ def roberta_base(
     defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
     source = _source(ROBERTA, path)
     body, found = _load("roberta-base", classes, kinds, source, options, defaults)
-    _same_ids(found, source if pretrained else None, vocabulary, padding)
+    same_ids(found, source if pretrained else None, vocabulary, padding)
     longest = found.max_position_embeddings - found.pad_token_id - 1
     if length > longest:
         raise wrong("model roberta-base: input shape", tuple(input_shape), f"at most {longest} ids (data.max_length)")
-    return TextTransformer(_trainable("roberta-base", body, train, rank), found.pad_token_id)
+    return trainable("roberta-base", TextTransformer(body, found.pad_token_id), train, rank)
 
 
-def _same_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
+def same_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
     """Raise InputError unless the data's ids are the model's: none beyond its table, and the same one for padding."""
     fits = (vocabulary is None or vocabulary <= found.vocab_size) and padding in (None, found.pad_token_id)
     if fits:

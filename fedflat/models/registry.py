@@ -11,7 +11,7 @@ from torch import nn
 from fedflat.core.checks import nearest, whole, wrong
 from fedflat.core.imports import imported
 from fedflat.core.rng import seeded_torch
-from fedflat.models import pretrained, text, vision
+from fedflat.models import encoder, pretrained, text, vision
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "linear": vision.linear,
@@ -26,6 +26,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "bow": text.bow,
     "vit-base": pretrained.vit_base,
     "roberta-base": pretrained.roberta_base,
+    "text-encoder": encoder.text_encoder,
 }
 
 NAMES: dict[str, str] = {
@@ -41,6 +42,7 @@ NAMES: dict[str, str] = {
     "bow": "text classifier, mean of embeddings of 64; 320,130 parameters with vocabulary 5,000, 2 classes",
     "vit-base": "ViT-Base/16, ImageNet-21k weights (paper 002); 85,806,346 parameters with 10 classes",
     "roberta-base": "RoBERTa-Base (paper 002); 124,647,170 parameters with 2 classes",
+    "text-encoder": "BERT or RoBERTa of any size from a folder (path), linear classifier on the mean state",
 }
 
 

@@ -1,0 +1,94 @@
+"""A frozen body's output for every example, computed once: head-only training then never runs the body again."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.data.clients import Federated
+from fedflat.engine.choose import one_thread
+
+BATCH = 64
+"""Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
+
+
+class Frozen(Protocol):
+    """A module that says whether its features stay the same, and that takes features for its inputs."""
+
+    @property
+    def frozen(self) -> bool: ...
+    def features(self, inputs: Tensor) -> Tensor: ...
+
+
+def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -> Federated:
+    """The federation with each input replaced by its features ``(n,)``, if ``module`` has a frozen body.
+
+    Only then: with a body that is trained, or draws dropout, features change from step to step. The numbers of a run
+    are those of a run without, up to rounding. Each example's features depend on that example alone, so a client in a
+    deployment computes its own. precision: ``bf16`` as in the run's arithmetic. The last federation's are remembered.
+    """
+    known = data.inputs.dim() == 2 and data.inputs.is_floating_point()
+    if known or getattr(module, "frozen", False) is not True:
+        return data
+    name = _name(data, module, precision)
+    if name not in _LAST:
+        _LAST.clear()
+        test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
+        _LAST[name] = computed(module, data.inputs, precision), test
+    inputs, test = _LAST[name]
+    return replace(data, inputs=inputs, test_inputs=test)
+
+
+_LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+
+def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tensor:
+    """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding."""
+    body = cast(Frozen, module)
+    if len(inputs) == 0:
+        return body.features(inputs.new_zeros(1, *inputs.shape[1:]))[:0].detach()
+    lengths = _lengths(module, inputs)
+    order = torch.argsort(lengths, stable=True)
+    rows = order.split(BATCH)
+    fast = precision == "bf16"
+
+    def one(chosen: Tensor) -> Tensor:
+        batch = inputs[chosen]
+        if inputs.dim() == 2:
+            batch = batch[:, : max(1, int(lengths[chosen].max()))]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if fast else nullcontext():
+            return body.features(batch).float()
+
+    threads = torch.get_num_threads()
+    with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found: Tensor = torch.cat(list(pool.map(one, rows)))
+    result = torch.empty_like(found)
+    result[order] = found
+    return result
+
+
+def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Ids up to the last that is not padding ``(N,)``; 0 for anything but ids."""
+    padding = getattr(module, "padding", None)
+    if inputs.dim() != 2 or padding is None:
+        return torch.full((len(inputs),), inputs.shape[1] if inputs.dim() == 2 else 0)
+    places = torch.arange(1, inputs.shape[1] + 1)
+    return torch.where(inputs != padding, places, 0).amax(1)
+
+
+def _name(data: Federated, module: nn.Module, precision: str) -> str:
+    """A hash of everything that the features depend on."""
+    total = hashlib.sha256(f"{type(module).__qualname__} {vars(module).get('pooling')} {precision}".encode())
+    own = (p.detach() for p in module.parameters() if not p.requires_grad)
+    for value in (*own, *module.buffers(), data.inputs, data.test_inputs):
+        if value is not None:
+            total.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            total.update(np.ascontiguousarray(value.cpu().numpy()).reshape(-1).view(np.uint8).data)
+    return str(total.hexdigest())

@@ -1,0 +1,161 @@
+"""Features of a frozen body, computed once: the same run as without them, and never where features would change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.data.clients import Federated, from_pairs
+from fedflat.engine import features
+from fedflat.engine.features import computed, with_features
+from fedflat.models.headed import Headed
+from fedflat.simulation import prepare
+
+
+class Body(Headed):
+    """Embeddings and a squashing as the body, a linear layer on their mean as the head; counts the body's calls."""
+
+    trained = "classifier."
+
+    def __init__(self, frozen: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.padding, self.calls = 0, 0
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body, self.drop, self.classifier = nn.Embedding(20, 6), nn.Dropout(dropout), nn.Linear(6, 3)
+        self.body.requires_grad_(not frozen)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        keep = (inputs != self.padding).float()[..., None]
+        return self.drop(torch.tanh((self.body(inputs) * keep).sum(1) / keep.sum(1).clamp(min=1)))
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.classifier(features)
+
+
+class Live(Body):
+    """The twin that runs its body at every step: it does not say that it is frozen."""
+
+    frozen = False  # type: ignore[assignment]
+
+
+def texts(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = np.random.default_rng(seed)
+    ids = torch.from_numpy(draw.integers(1, 20, (count, 8)))
+    ids[torch.arange(8)[None] >= torch.from_numpy(draw.integers(1, 9, count))[:, None]] = 0
+    return ids, ids[:, 0] % 3
+
+
+def federation(clients: int = 5) -> Federated:
+    return from_pairs([texts(17 + i, i) for i in range(clients)], texts(30, 99))
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    return {
+        "rounds": 3,
+        "algorithm": {"name": "dp-fedsam"},
+        "local": {"steps": 3, "batch_size": 4, "lr": 0.5},
+        "cohort": {"size": 5, "sampling": "fixed"},
+        "privacy": {"clip": 0.5, "noise_multiplier": 0.5},
+        "engine": {"backend": "sequential"},
+        **changes,
+    }
+
+
+def run(module: nn.Module, **changes: Any) -> fedflat.simulation.Result:
+    pairs = [texts(17 + i, i) for i in range(5)]
+    return fedflat.run(recipe(**changes), model=module, clients=pairs, test=texts(30, 99))
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> None:
+    features._LAST.clear()
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorized"])
+def test_a_run_with_features_is_the_run_without(backend: str) -> None:
+    engine = {"backend": backend}
+    fast, slow = run(Body(), engine=engine), run(Live(), engine=engine)
+    for a, b in zip(fast.model.parameters(), slow.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert [r["test_accuracy"] for r in fast.history] == pytest.approx([r["test_accuracy"] for r in slow.history])
+    assert fast.model.calls <= 4 < 9 <= slow.model.calls  # two batches of training data, one of test data, one trial
+    x, _ = texts(4)
+    torch.testing.assert_close(fast.model(x), slow.model(x))  # what comes out still takes ids
+
+
+def test_stale_features_would_be_noticed() -> None:
+    """The broken twin: a body that is trained but says it is frozen ends elsewhere."""
+
+    class Lies(Body):
+        frozen = True  # type: ignore[assignment]
+
+    wrong, right = run(Lies(frozen=False)), run(Live(frozen=False))
+    assert not torch.allclose(wrong.model.body.weight, right.model.body.weight)
+    assert not Body(frozen=False).frozen and not Body(dropout=0.1).frozen and Body().frozen
+
+
+@pytest.mark.parametrize("module", [Body(frozen=False), Body(dropout=0.1), Live(), nn.Linear(8, 3)])
+def test_other_modules_keep_their_inputs(module: nn.Module) -> None:
+    data = federation()
+    assert with_features(data, module) is data
+
+
+def test_every_row_is_the_features_of_its_own_example() -> None:
+    module, (x, _) = Body(), texts(3 * features.BATCH + 5)
+    found = computed(module, x)
+    torch.testing.assert_close(found, torch.cat([module.features(row[None]) for row in x]))
+    swapped = x.clone()
+    swapped[0] = x[1]  # nobody else's features depend on an example
+    assert torch.allclose(computed(module, swapped)[2:], found[2:])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    again = computed(module, x)
+    torch.set_num_threads(before)
+    assert torch.equal(again, found) and computed(module, x[:0]).shape == (0, 6)
+
+
+def test_images_are_inputs_too() -> None:
+    class Image(Body):
+        def features(self, inputs: Tensor) -> Tensor:
+            return inputs.flatten(1)[:, :6]
+
+    images = torch.randn(70, 1, 3, 3, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(computed(Image(), images), images.flatten(1)[:, :6])
+
+
+def test_remembered_for_the_same_body_and_data_only() -> None:
+    module, data = Body(), federation()
+    first = with_features(data, module)
+    calls = module.calls
+    assert with_features(data, module).inputs is first.inputs and module.calls == calls
+    with torch.no_grad():
+        module.classifier.weight += 1  # the head changes no feature
+    assert with_features(data, module).inputs is first.inputs
+    with torch.no_grad():
+        module.body.weight += 1
+    assert not torch.allclose(with_features(data, module).inputs, first.inputs)
+    other = replace(data, inputs=data.inputs.flip(0))
+    assert torch.allclose(with_features(other, module).inputs, computed(module, other.inputs))
+
+
+def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(tmp_path: Path) -> None:
+    pairs = [texts(17 + i, i) for i in range(5)]
+    changes: dict[str, Any] = {"model": Body(), "clients": pairs, "test": texts(30, 99)}
+    whole = fedflat.run(recipe(), out=tmp_path / "run", **changes)
+    for path in sorted((tmp_path / "run" / "checkpoints").glob("*.safetensors"))[1:]:
+        path.unlink()
+    again = fedflat.run(recipe(), out=tmp_path / "run", resume=True, **changes)
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    jobs = [prepare(fedflat.Recipe.of(recipe()), module, pairs, texts(30, 99)) for module in (Body(), Live())]
+    assert jobs[0].fingerprint == jobs[1].fingerprint
+    assert jobs[0].data.inputs.shape[1:] == (6,) and jobs[1].data.inputs.shape[1:] == (8,)
