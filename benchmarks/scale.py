@@ -2,16 +2,19 @@
 
 Three kinds of clients. *empty*: no arithmetic, a whole message; such a round is nothing but overhead. *waiting*: a
 fixed wait instead of arithmetic, so that more workers than cores mean something. *W1*: real training. Rounds of the Ray
-and of the worker back end take turns, the same clients alone in one process beside them. Results go to
-``benchmarks/results/ray.json`` and ``ray.md``.
+and of the worker back end take turns, the same clients alone in one process beside them. CPU seconds of all processes
+stand beside wall-clock seconds, for a busy machine stretches the latter. Results go to ``benchmarks/results/ray.json``
+and ``ray.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +40,8 @@ from fedflat.engine.sequential import Sequential
 from fedflat.engine.workers import Workers
 from fedflat.pieces.clipping import whole_vector
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 WARM = 3
 """Rounds before the measured ones."""
 CORES = len(os.sched_getaffinity(0))
@@ -69,8 +73,8 @@ KINDS = [
     Kind("empty, d = 50,890", "W2", 256, 0.0),
     Kind("empty, d = 667,402", "W1", 64, 0.0),
     Kind("empty, d = 11.2 million", "W3", 8, 0.0),
-    Kind("waiting 50 ms, d = 667,402", "W1", 48, 0.05),
-    Kind("W1, 8 clients, d = 667,402", "W1", 8),
+    Kind("waiting 50 ms, d = 667,402", "W1", 32, 0.05),
+    Kind("W1, 6 clients, d = 667,402", "W1", 6),
 ]
 
 
@@ -98,58 +102,86 @@ def start_of(inner: Sequential) -> Broadcast:
     return Broadcast(0, torch.zeros(inner.problem.layout.size), 1.0, 1.0)
 
 
-def timed_round(backend: Any, inner: Sequential) -> tuple[float, float, torch.Tensor]:
-    """Seconds of one round, the driver thread's own, and the sum."""
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a round: on the clock, of the driver's thread, of all processes together; and its sum."""
+
+    seconds: float
+    driver: float
+    cpu: float
+    total: torch.Tensor
+
+
+def cpu_seconds() -> float:
+    """CPU seconds so far of this process and all it has started, Ray's own included (in ticks of 10 ms)."""
+    import psutil
+
+    found = time.process_time()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            found += times.user + times.system
+    return found
+
+
+def timed_round(backend: Any, inner: Sequential) -> Spent:
+    """One round."""
     layout, broadcast = inner.problem.layout, start_of(inner)
     sink = Accumulator(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
     cohort, heads = np.arange(inner.data.clients), Heads(torch.zeros(0))
-    began, busy = time.perf_counter(), time.thread_time()
+    spent, began, busy = cpu_seconds(), time.perf_counter(), time.thread_time()
     backend.train(cohort, broadcast, sink, heads)
-    return time.perf_counter() - began, time.thread_time() - busy, sink.total
+    seconds, driver = time.perf_counter() - began, time.thread_time() - busy
+    return Spent(seconds, driver, cpu_seconds() - spent, sink.total)
 
 
-def alone(inner: Sequential) -> float:
-    """Seconds of the clients' own work, one after the other, nothing sent and nothing added."""
+def alone(inner: Sequential) -> tuple[float, float]:
+    """Seconds, and CPU seconds, of the clients' own work, one after the other, nothing sent and nothing added."""
     broadcast = start_of(inner)
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.thread_time()
     for client in range(inner.data.clients):
         inner.one(client, broadcast, broadcast.shared.clone())
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.thread_time() - busy
 
 
 def measure(kind: Kind, workers: int, rounds: int, others: bool = True) -> dict[str, Any]:
-    """Medians over rounds of all back ends in turn, after some that warm up (processes, memory touched first)."""
+    """Rounds of all back ends in turn, after some that warm up (processes, memory touched first)."""
     inner = loop(kind)
     backends: dict[str, Any] = {"ray": RayTasks(inner, workers)}
     if others:
         backends["workers"] = Workers(inner, workers)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in backends}
-    own: list[float] = []
-    sums, load = [], os.getloadavg()[0]
+    spent: dict[str, list[Spent]] = {name: [] for name in backends}
+    own: list[tuple[float, float]] = []
+    load, first = os.getloadavg()[0], None
+    same = True
     for index in range(rounds + WARM):
         if index >= WARM and (len(own) < 2 or not kind.pause):
             own.append(alone(inner))
         for name, backend in backends.items():
-            seconds, busy, total = timed_round(backend, inner)
-            sums.append(total)
-            if index >= WARM:
-                times[name].append((seconds, busy))
+            found = timed_round(backend, inner)
+            first = found.total if first is None else first
+            same = same and torch.equal(found.total, first)
+            spent[name] += [found] if index >= WARM else []
     if others:
         backends["workers"].close()
-    arithmetic = statistics.median(own)
-    found: dict[str, Any] = {"kind": kind.name, "d": inner.problem.layout.size, "clients": kind.clients}
-    found |= {"count": workers, "load_before": load, "arithmetic": arithmetic}
-    found["same"] = all(torch.equal(total, sums[0]) for total in sums)
-    side_by_side = workers if kind.pause else min(workers, CORES)
-    for name, pairs in times.items():
-        seconds = statistics.median(s for s, _ in pairs)
-        found[name] = {
-            "seconds": seconds,
-            "min": min(s for s, _ in pairs),
-            "overhead": seconds - arithmetic / side_by_side,
-            "driver": statistics.median(b for _, b in pairs),
-        }
-    return found
+    arithmetic, cpu = (statistics.median(pair[i] for pair in own) for i in (0, 1))
+    row: dict[str, Any] = {"kind": kind.name, "d": inner.problem.layout.size, "clients": kind.clients}
+    row |= {"count": workers, "load": (load, os.getloadavg()[0]), "arithmetic": arithmetic, "cpu": cpu, "same": same}
+    return row | {
+        name: _summary(found, row, workers if kind.pause else min(workers, CORES)) for name, found in spent.items()
+    }
+
+
+def _summary(spent: list[Spent], row: dict[str, Any], side_by_side: int) -> dict[str, float]:
+    """Medians (CPU: means, for its ticks are long) and what is left of them without arithmetic."""
+    seconds, cpu = statistics.median(s.seconds for s in spent), statistics.mean(s.cpu for s in spent)
+    return {
+        "seconds": seconds,
+        "min": min(s.seconds for s in spent),
+        "overhead": seconds - row["arithmetic"] / side_by_side,
+        "cpu_overhead": cpu - row["cpu"],
+        "driver": statistics.median(s.driver for s in spent),
+    }
 
 
 def best(action: Callable[[], Any], tries: int = 7) -> float:
@@ -199,15 +231,25 @@ def answer_of(size: int) -> np.ndarray:
     return np.ones(size, np.float32)
 
 
-def costs(rows: list[dict[str, Any]]) -> list[Costs]:
-    """What the projection needs, from the empty rounds of one worker and from the clients' own seconds."""
+def transfer() -> float:
+    """Seconds per MB between the object stores of two nodes on this machine."""
+    command = [sys.executable, "-m", "benchmarks.scale_transfer"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    return float(done.stdout.split()[-1])
+
+
+def costs(rows: list[dict[str, Any]], task: float) -> list[Costs]:
+    """What the projection needs, in CPU seconds: from the empty rounds of one worker, and the clients' own.
+
+    The worker's share is all that is not the driver's thread, Ray's processes included, and the wait for a task.
+    """
     found = []
-    own = {BY_NAME[k].name: alone(loop(Kind("", k, n))) / n for k, n in (("W1", 4), ("W2", 64), ("W3", 1))}
+    own = {BY_NAME[k].name: alone(loop(Kind("", k, n)))[1] / n for k, n in (("W1", 4), ("W2", 64), ("W3", 1))}
     for row in rows:
         if row["kind"].startswith("empty") and row["count"] == 1:
-            model = next(kind.model for kind in KINDS if kind.name == row["kind"])
-            each = row["clients"]
-            found.append(Costs(model, row["d"], own[model], row["ray"]["seconds"] / each, row["ray"]["driver"] / each))
+            model, ray = next(kind.model for kind in KINDS if kind.name == row["kind"]), row["ray"]
+            worker = max(0.0, ray["cpu_overhead"] - ray["driver"]) / row["clients"] + task
+            found.append(Costs(model, row["d"], own[model], worker, ray["driver"] / row["clients"]))
     return found
 
 
@@ -236,8 +278,9 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if workers == given.workers[0] and kind is KINDS[0]:
                 report["constants"] = constants()
-        report |= {"rows": rows, "costs": [vars(c) for c in costs(rows)]}
+        report |= {"rows": rows, "costs": [vars(c) for c in costs(rows, report["constants"]["task_throughput"])]}
     ray.shutdown()
+    report["constants"]["transfer_per_mb"] = transfer()
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "ray.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (given.out / "ray.md").write_text(markdown(report), encoding="utf-8")

@@ -65,12 +65,12 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['date']}, {machine['cpu']}, {machine['cores']} cores, Ray {report['versions']['ray']}, torch "
         f"{report['versions']['torch']}; load before: {machine['load_before']:.1f}. Medians of {report['rounds']} "
         "rounds. *Arithmetic* is what the clients take alone in one process; *overhead* is the round less "
-        "arithmetic ÷ workers (no more than cores, but for clients that wait). Every round's sum was compared, bit for "
-        "bit.",
+        "arithmetic ÷ workers (no more than cores, but for clients that wait). *CPU overhead*: CPU seconds "
+        "of all processes less those of the arithmetic. Every round's sum was compared, bit for bit.",
         "",
-        "| clients | workers | load | arithmetic | Ray: round | overhead | a client | driver's own "
-        "| worker back end: round | overhead | same bits |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| clients | workers | load | arithmetic | Ray: round | overhead | CPU overhead a client | of it the driver's "
+        "| worker back end: round | overhead | CPU overhead a client | same bits |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(row) for row in report["rows"]]
     lines += ["", "## Constants", "", "| | ms |", "|---|---|"]
@@ -86,16 +86,18 @@ CONSTANTS = {
     "task_driver": "of that the driver's thread",
     "answer_per_mb": "an answer there and back, per MB beyond the empty task",
     "read_per_mb": "an answer's first reading by the driver, per MB",
+    "transfer_per_mb": "an answer from another node's store on this machine (loopback, two stores), per MB",
     "add_per_mb": "clip and addition by the driver, per MB of float32 message",
 }
 
 
 def _row(row: dict[str, Any]) -> str:
     ray, other = row["ray"], row.get("workers")
-    cells = [row["kind"], row["count"], f"{row['load_before']:.1f}", _seconds(row["arithmetic"])]
-    cells += [_seconds(ray["seconds"]), _seconds(ray["overhead"]), _seconds(ray["overhead"] / row["clients"])]
-    cells += [_seconds(ray["driver"])]
+    cells = [row["kind"], row["count"], f"{max(row['load']):.1f}", _seconds(row["arithmetic"])]
+    cells += [_seconds(ray["seconds"]), _seconds(ray["overhead"])]
+    cells += [_seconds(value / row["clients"]) for value in (ray["cpu_overhead"], ray["driver"])]
     cells += [_seconds(other["seconds"]), _seconds(other["overhead"])] if other else ["–", "–"]
+    cells += [_seconds(other["cpu_overhead"] / row["clients"]) if other else "–"]
     return "| " + " | ".join(map(str, [*cells, "yes" if row["same"] else "NO"])) + " |"
 
 
@@ -105,7 +107,8 @@ def _paper(costs: list[Costs]) -> list[str]:
         "## On paper",
         "",
         f"T = machines·w + max(⌈m/P⌉·(c + a), m·max(k, w)): c a client's training, a its worker's and k its "
-        f"driver's cost beyond that (the empty rounds of one worker, above), w = 4d bytes at {WIRE / 1.25e8:.0f} "
+        f"driver's cost beyond that (CPU seconds in the empty rounds of one worker; a with the wait for a task), "
+        f"w = 4d bytes at {WIRE / 1.25e8:.0f} "
         f"Gb/s, {MACHINE} workers a machine; no network with one machine.",
         "",
         "| | d | c | a | k | w | workers beyond which the driver binds | m | "
