@@ -81,7 +81,9 @@ def prepare(
         threshold=threshold,
         seed=recipe.seed,
         key=simulation_key(recipe.seed),
-        evaluation=Evaluation(**recipe.evaluation.model_dump()),
+        evaluation=Evaluation(
+            **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
+        ),
         fingerprint=fingerprint(settled(recipe, plan, local, data.clients), given_data, layout),
     )
     if public is not None:

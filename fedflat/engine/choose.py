@@ -87,7 +87,7 @@ class _Makers:
             return Workers(alone, self.cores)
         if name == "ray":
             return RayTasks(alone, self.cores, block)
-        written: Problem = BlockProblem(self.problem.module, layout)
+        written: Problem = BlockProblem(self.problem.module, layout, self.problem.precision)
         factors = None
         if self.stack is not None:
             written = DenseProblem(layout, self.stack)

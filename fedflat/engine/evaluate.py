@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,16 +27,32 @@ class Scores:
         return float(self.loss.mean()), float(self.accuracy.mean())
 
 
-def scores(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = 500) -> Scores:
-    """Loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient."""
+def scores(
+    problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = 500, threads: int = 1
+) -> Scores:
+    """Loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient.
+
+    threads: as many batches at once, each by one thread; the numbers do not depend on it.
+    """
     problem.bind(weights)
-    losses, right = [], []
-    with problem.evaluating(), torch.no_grad():
-        for start in range(0, len(inputs), batch):
-            end = start + batch
-            loss, accuracy = example_loss(problem.logits(inputs[start:end]), targets[start:end])
-            losses.append(loss)
-            right.append(accuracy)
+    starts = range(0, len(inputs), batch)
+    modules = problem.twins(min(threads, len(starts))) if len(starts) > 1 else [problem.module]
+
+    def share(number: int) -> list[tuple[Tensor, Tensor]]:
+        module = modules[number]
+        module.eval()
+        with torch.no_grad():
+            pieces = ((inputs[start : start + batch], targets[start : start + batch]) for start in starts[number::step])
+            return [example_loss(problem.logits(some, module), wanted) for some, wanted in pieces]
+
+    step = len(modules)
+    with problem.evaluating():
+        if step == 1:
+            found = [share(0)]
+        else:
+            with ThreadPoolExecutor(step, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                found = list(pool.map(share, range(step)))
+    losses, right = zip(*(found[i % step][i // step] for i in range(len(starts))))
     return Scores(torch.cat(losses), torch.cat(right))
 
 

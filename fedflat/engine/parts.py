@@ -26,6 +26,17 @@ class Mechanism(Protocol):
         """The adaptive clip's centred count with its noise."""
 
 
+@runtime_checkable
+class ScaledMechanism(Mechanism, Protocol):
+    """A mechanism whose noise can be drawn before the cohort is known: ``noise`` is ``scaled`` of ``unit``."""
+
+    def unit(self, key: bytes, round: int, size: int) -> Tensor:
+        """N(0, I) ``(size,)`` of a round."""
+
+    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The round's noise from its ``unit``, which is overwritten."""
+
+
 class Encoder(Protocol):
     """The whole-number sum of a round's clipped messages."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -87,6 +88,7 @@ class ModuleProblem:
         self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
         self._buffers = Buffers(module)
+        self._twins = [module]
         self.module.train()
 
     def bind(self, weights: Tensor) -> None:
@@ -97,12 +99,26 @@ class ModuleProblem:
                 parameter.data = view
             self._bound = weights  # keeps the storage alive, so that its address stays unique
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """The module's output in float32."""
-        if self.precision == "fp32":
-            return self.module(inputs)  # type: ignore[no-any-return]
-        with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-            return self.module(inputs).float()  # type: ignore[no-any-return]
+    def logits(self, inputs: Tensor, module: nn.Module | None = None) -> Tensor:
+        """The module's output in float32; ``module``: one of ``twins`` instead."""
+        with layers_in(self.precision, inputs):
+            found: Tensor = (module or self.module)(inputs)
+        return found if self.precision == "fp32" else found.float()
+
+    def twins(self, count: int) -> list[nn.Module]:
+        """``count`` modules for as many threads, the first being the module itself.
+
+        All share one set of parameters and buffers, so whatever is bound holds for each; what a forward pass may write
+        to the module itself is their own. Only one where the module cannot be copied.
+        """
+        if len(self._twins) < count:
+            shared = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
+            try:
+                more = [copy.deepcopy(self.module, dict(shared)) for _ in range(count - len(self._twins))]
+            except Exception:  # any class may refuse in its own way
+                return [self.module]
+            self._twins += more
+        return self._twins[:count]
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
@@ -129,10 +145,13 @@ class ModuleProblem:
 
 
 class BlockProblem:
-    """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``."""
+    """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``.
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self.module, self.layout = module, layout
+    precision: as ``ModuleProblem``'s.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, precision: str = "fp32") -> None:
+        self.module, self.layout, self.precision = module, layout, precision
         self.module.train()
         trained = set(layout.names)
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
@@ -153,7 +172,9 @@ class BlockProblem:
     ) -> tuple[Tensor, Tensor]:
         whole = torch.cat([before, trained, after])
         parameters = dict(self.layout.views(whole)) | self._fixed
-        losses, right = example_loss(torch.func.functional_call(self.module, parameters, (inputs,)), targets)
+        with layers_in(self.precision, inputs):
+            logits = torch.func.functional_call(self.module, parameters, (inputs,))
+        losses, right = example_loss(logits if self.precision == "fp32" else logits.float(), targets)
         return weighted_mean(losses, weights), weighted_mean(right, weights)
 
     @contextmanager
@@ -164,6 +185,13 @@ class BlockProblem:
             yield
         finally:
             self.module.train()
+
+
+def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:
+    """Inside, layers compute in ``precision`` fp32 or bf16; their parameters stay as they are."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(inputs.device.type, dtype=torch.bfloat16)
 
 
 def _ones(batch: Batch) -> Tensor:

@@ -25,7 +25,7 @@ from fedflat.core.types import (
 )
 from fedflat.engine.accumulate import Accumulator, GridAccumulator
 from fedflat.engine.client import rate_of, steps_of
-from fedflat.engine.parts import GridMechanism, Parts
+from fedflat.engine.parts import GridMechanism, Parts, ScaledMechanism
 
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
@@ -91,11 +91,13 @@ def finish_round(
     charge: Callable[[dict[str, Any]], object],
     *,
     divisor: float | None = None,
+    unit: Callable[[], Tensor] | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Noise on the sum, the constant divisor, the ledger, then the server step (algorithms.md, the round, steps 6–9).
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.
     divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.
+    unit: the mechanism's own N(0, I) of this round, where it was drawn while clients trained.
     """
     plan, round = parts.plan, state.round
     bound = parts.clip.bound(broadcast.clip)
@@ -104,9 +106,8 @@ def finish_round(
             charge(line)
     if not plan.releases(aggregate.count):
         return _aborted(state, broadcast, aggregate)
-    released = noisy_sum(parts, broadcast, aggregate, key)
-    noisy = released.to(state.shared.dtype)
-    mean = noisy / (plan.divisor if divisor is None else divisor)
+    released = noisy_sum(parts, broadcast, aggregate, key, unit)
+    mean = released.to(state.shared.dtype, copy=True).div_(plan.divisor if divisor is None else divisor)
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
     steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
@@ -124,11 +125,15 @@ def finish_round(
     return RoundState(round + 1, shared, clip, slots), info
 
 
-def noisy_sum(parts: Parts, broadcast: Broadcast, aggregate: Aggregate, key: bytes) -> Tensor:
+def noisy_sum(
+    parts: Parts, broadcast: Broadcast, aggregate: Aggregate, key: bytes, unit: Callable[[], Tensor] | None = None
+) -> Tensor:
     """The sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
     bound = parts.clip.bound(broadcast.clip)
     if isinstance(parts.mechanism, GridMechanism):
         noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
+    elif unit is not None and isinstance(parts.mechanism, ScaledMechanism):
+        noisy = aggregate.total + parts.mechanism.scaled(unit(), broadcast, aggregate, bound)
     else:
         noisy = aggregate.total + parts.mechanism.noise(key, broadcast.round, broadcast, aggregate, bound)
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,18 +21,21 @@ from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import Federated
 from fedflat.engine import checkpoint
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.ahead import Ahead
 from fedflat.engine.client import train_client
 from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.folder import LEDGER, RunFolder
 from fedflat.engine.heads import Heads
-from fedflat.engine.parts import Parts
+from fedflat.engine.parts import Parts, ScaledMechanism
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
 
 Record = dict[str, Any]
+LARGE = 200_000
+"""Parameters from which drawing a round's noise takes longer than starting a thread."""
 
 
 class Backend(Protocol):
@@ -47,11 +49,12 @@ class Backend(Protocol):
 @dataclass(frozen=True)
 class Evaluation:
     """every: rounds between evaluations on public test data. personal_every: the same for personal accuracy
-    (None: about ten times in a run). The last round is always evaluated."""
+    (None: about ten times in a run). The last round is always evaluated. threads: batches at once."""
 
     every: int = 1
     personal_every: int | None = None
     batch_size: int = 500
+    threads: int = 1
 
 
 @dataclass
@@ -112,7 +115,8 @@ def train(
     history: list[Record] = []
     private: list[Record] = []
     notes: list[str] = []
-    with _open_ledger(job) as ledger:
+    with contextlib.ExitStack() as stack:
+        ledger = stack.enter_context(_open_ledger(job))
         notes += ledger.notes
         if resume and job.folder is not None:
             found = checkpoint.newest(job.folder.checkpoints)
@@ -122,6 +126,8 @@ def train(
             _charge_open_rounds(ledger, state.round)
         job.charged_again = sum("attempt" in entry for entry in ledger.entries)
         stopped = ""
+        saved: Callable[[], object] = _nothing
+        stack.callback(lambda: saved())
         while state.round < plan.rounds:
             if state.round >= job.last_round:
                 stopped = f"stopped before round {state.round}: it would exceed the budget ε = {plan.budget:g}"
@@ -129,11 +135,11 @@ def train(
             if should_stop is not None and should_stop():
                 stopped = f"stopped as asked after {state.round} rounds"
                 break
-            state, released, hidden = _one_round(job, state, heads, ledger)
+            state, released, hidden = _one_round(job, state, heads, ledger, saved)
             history.append(released)
             private.append(hidden)
             if job.folder is not None:
-                _save(job, state, heads, released, hidden)
+                saved = _save(job, state, heads, released, hidden)
             if on_round is not None:
                 on_round(released, hidden)
         complete = state.round >= job.last_round
@@ -178,25 +184,31 @@ class MemoryLedger:
         return None
 
 
-def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tuple[RoundState, Record, Record]:
-    """One round from the secret cohort to the evaluated new state."""
+def _one_round(
+    job: Job, state: RoundState, heads: Heads, ledger: Ledger, saved: Callable[[], object]
+) -> tuple[RoundState, Record, Record]:
+    """One round from the secret cohort to the evaluated new state. saved: waits for the last round's checkpoint."""
     began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
     start = state
     public = None if job.public_update is None else lambda: job.public_update(start)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
     accumulator = accumulator_of(parts, broadcast, job.key)
-    spent = _AfterRound(parts.plan, state.round + 1 + job.charged_again)
+    spent = _epsilon_after(parts.plan, state.round + 1 + job.charged_again)
+    unit = _noise_ahead(job, state.round)
     for draw in parts.plan.draws(state.round):
         cohort, state = within_cap(parts, state, select_cohort(parts, job.key, draw))
         clock("cohort and broadcast")
         job.backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
         clock("local training, clip and sum")
     aggregate = accumulator.result()
-    new, info = finish_round(parts, state, broadcast, aggregate, job.key, ledger.append, divisor=accumulator.divisor)
+    saved()  # before the next round is charged, the last one's checkpoint is there
+    new, info = finish_round(
+        parts, state, broadcast, aggregate, job.key, ledger.append, divisor=accumulator.divisor, unit=unit
+    )
     clock("noise, ledger and server")
     released, hidden = dict(info.released), {"round": state.round, **info.private}
     plan = parts.plan
-    released["epsilon"] = spent.epsilon()
+    released["epsilon"] = spent()
     claimed = getattr(plan.mechanism, "claimed", None)  # published procedures: never without the proven ε beside it
     if claimed is not None:
         released["claimed_epsilon"] = claimed(plan, new.round + job.charged_again)
@@ -209,28 +221,6 @@ def _one_round(job: Job, state: RoundState, heads: Heads, ledger: Ledger) -> tup
         order.insert(2, "claimed_epsilon")
     released = {k: released.get(k) for k in order} | {k: v for k, v in released.items() if k not in order}
     return new, released, hidden | private_facts
-
-
-class _AfterRound:
-    """ε after a round, worked out by a thread while the clients train: it depends on the plan and the round only."""
-
-    def __init__(self, plan: Plan, rounds: int) -> None:
-        self._found: list[float] = []
-        self._plan, self._rounds = plan, rounds
-        self._thread = threading.Thread(target=self._run, daemon=True) if plan.private else None
-        if self._thread is not None:
-            self._thread.start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(Exception):  # tried again, and reported, where it is asked for
-            self._found.append(self._plan.epsilon(self._rounds))
-
-    def epsilon(self) -> float:
-        """The value; waits if it is not there yet."""
-        if self._thread is None:
-            return math.inf
-        self._thread.join()
-        return self._found[-1] if self._found else self._plan.epsilon(self._rounds)
 
 
 @dataclass
@@ -246,12 +236,35 @@ class _Clock:
         self.last = now
 
 
-def _save(job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record) -> None:
-    """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again."""
-    clock = _Clock(job.stages)
-    job.folder.append(released, hidden)  # type: ignore[union-attr]
-    checkpoint.save(job.folder.checkpoints, state, heads, {"fingerprint": job.fingerprint})  # type: ignore[union-attr]
+def _save(job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record) -> Callable[[], object]:
+    """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again.
+
+    A thread writes the checkpoint while the next round's clients train; the answer waits for it.
+    """
+    clock, folder = _Clock(job.stages), job.folder
+    folder.append(released, hidden)  # type: ignore[union-attr]
+    kept = Heads(heads.first, dict(heads.kept))
+    written = Ahead(lambda: checkpoint.save(folder.checkpoints, state, kept, {"fingerprint": job.fingerprint}))  # type: ignore[union-attr]
     clock("metrics and checkpoint")
+    return written
+
+
+def _nothing() -> None:
+    """There is no checkpoint to wait for."""
+
+
+def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
+    """ε after a round; it depends on the plan and the round only."""
+    return Ahead(lambda: plan.epsilon(rounds)) if plan.private else lambda: math.inf
+
+
+def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
+    """N(0, I) ``(d,)`` of the round, drawn while clients train: its stream depends on the key and the round only, its
+    std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
+    mechanism, size = job.parts.mechanism, job.parts.layout.dimension
+    if not isinstance(mechanism, ScaledMechanism) or not job.parts.plan.private or size < LARGE:
+        return None
+    return Ahead(lambda: mechanism.unit(job.key, round, size))
 
 
 def _due(round: int, every: int, rounds: int) -> bool:
@@ -266,7 +279,8 @@ def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record
     hidden: Record = {}
     whole = torch.cat([state.shared, heads.first])
     if data.test_inputs is not None and (last or _due(finished, job.evaluation.every, rounds)):
-        found = scores(job.problem, whole, data.test_inputs, data.test_targets, job.evaluation.batch_size)  # type: ignore[arg-type]
+        how = job.evaluation
+        found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
         public["test_loss"], public["test_accuracy"] = found.mean()
         public["class_accuracy"] = class_accuracy(found, data.test_targets, data.classes)  # type: ignore[arg-type]
     every = job.evaluation.personal_every or max(1, rounds // 10)

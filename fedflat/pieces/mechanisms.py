@@ -41,10 +41,19 @@ class GaussianNoise:
         shares = {"central": 1.0, "distributed": participants / self.minimum, "local": float(participants)}[self.trust]
         return self.std(bound) * math.sqrt(shares)
 
+    def unit(self, key: bytes, round: int, size: int) -> Tensor:
+        """N(0, I) ``(size,)`` of a round: what ``noise`` multiplies with the std."""
+        return gaussian(size, 1.0, stream(key, "noise", round))
+
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Noise ``(d,)`` float32; confined to the common mask if the round has one."""
-        size = broadcast.shared.numel()
-        drawn = gaussian(size, self.total_std(bound, aggregate.count), stream(key, "noise", round))
+        size, std = broadcast.shared.numel(), self.total_std(bound, aggregate.count)
+        unit = torch.zeros(size) if std == 0 else self.unit(key, round, size)
+        return self.scaled(unit, broadcast, aggregate, bound)
+
+    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The noise of a round from its ``unit``, which is overwritten: times the std, confined to the common mask."""
+        drawn = unit.mul_(self.total_std(bound, aggregate.count))
         # Sound: a common mask is drawn before, and without, the round's private data.
         return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
 

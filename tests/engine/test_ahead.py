@@ -1,0 +1,160 @@
+"""What runs beside the clients' training: noise, ε, the last checkpoint, several batches of an evaluation."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.core.params import layout_of
+from fedflat.core.rng import stream
+from fedflat.engine import checkpoint, train
+from fedflat.engine.ahead import Ahead
+from fedflat.engine.evaluate import scores
+from fedflat.engine.problem import ModuleProblem
+from fedflat.pieces.mechanisms import GaussianNoise
+
+
+def pairs(clients: int = 6) -> list[tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(1)
+    return [(torch.tensor(rng.normal(size=(5, 4)), dtype=torch.float32), torch.arange(5) % 3) for _ in range(clients)]
+
+
+def settings(**privacy: Any) -> dict[str, Any]:
+    return {
+        "rounds": 3,
+        "algorithm": {"name": "dp-fedavg"},
+        "local": {"steps": 2, "batch_size": 3, "lr": 0.2},
+        "cohort": {"size": 3},
+        "privacy": {"clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5, **privacy},
+        "engine": {"backend": "sequential"},
+    }
+
+
+def weights(found: Any) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+
+
+def model() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def test_what_was_found_or_raised_comes_back_when_asked_for() -> None:
+    began = time.perf_counter()
+    slow = Ahead(lambda: time.sleep(0.1) or 7)
+    assert time.perf_counter() - began < 0.09
+    assert slow() == slow() == 7
+
+    def fails() -> None:
+        raise OSError("disk full")
+
+    broken = Ahead(fails)
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk full"):
+            broken()
+
+
+@pytest.mark.parametrize("trust", ["central", "distributed", "local"])
+def test_noise_drawn_ahead_is_the_same_noise(trust: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {k: v.clone() for k, v in model().state_dict().items()}
+    found = []
+    for least in (10**9, 0):
+        monkeypatch.setattr(train, "LARGE", least)
+        network = model()
+        network.load_state_dict(first)
+        recipe = settings(trust=trust)
+        if trust == "distributed":
+            recipe["cohort"] = {"size": 18, "min": 4}
+        found.append(fedflat.run(recipe, model=network, clients=pairs(20)))
+    assert torch.equal(weights(found[0]), weights(found[1]))
+    assert [r["epsilon"] for r in found[0].history] == [r["epsilon"] for r in found[1].history]
+
+
+def test_noise_ahead_is_of_its_own_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken twin: one unit vector for all rounds would let the noise be subtracted."""
+    asked: list[int] = []
+    real = GaussianNoise.unit
+    monkeypatch.setattr(train, "LARGE", 0)
+    monkeypatch.setattr(GaussianNoise, "unit", lambda self, key, r, size: asked.append(r) or real(self, key, r, size))
+    fedflat.run(settings(), model=model(), clients=pairs())
+    assert sorted(asked) == [0, 1, 2]
+    noise = GaussianNoise(lambda bound: bound)
+    drawn = [real(noise, b"k", r, 9) for r in range(3)]
+    assert torch.equal(drawn[1], torch.from_numpy(stream(b"k", "noise", 1).standard_normal(9, dtype=np.float32)))
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_a_round_is_charged_only_after_the_last_ones_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, int]] = []
+    save, finish = checkpoint.save, train.finish_round
+
+    def slow(folder: Path, state: Any, *rest: Any) -> Path:
+        time.sleep(0.05)
+        path = save(folder, state, *rest)
+        events.append(("saved", state.round))
+        return path
+
+    def noted(parts: Any, state: Any, *rest: Any, **more: Any) -> Any:
+        events.append(("finishes", state.round))
+        return finish(parts, state, *rest, **more)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(train, "finish_round", noted)
+    fedflat.run(settings(), model=model(), clients=pairs(), out=tmp_path / "run")
+    assert events == [("finishes", 0), ("saved", 1), ("finishes", 1), ("saved", 2), ("finishes", 2), ("saved", 3)]
+
+
+def test_a_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        fedflat.run(settings(), model=model(), clients=pairs(), out=tmp_path / "run")
+    assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == 1
+
+
+class Remembers(nn.Module):
+    """Keeps something of its input on itself, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 3), torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        time.sleep(0.002)
+        return self.layer(self.seen)  # type: ignore[no-any-return]
+
+
+class Alone(Remembers):
+    """Refuses to be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("one only")
+
+
+@pytest.mark.parametrize("kind", [Remembers, Alone])
+def test_an_evaluation_by_several_threads_has_the_same_numbers(kind: type[nn.Module]) -> None:
+    module = kind()
+    problem = ModuleProblem(module, layout_of(module))
+    vector, inputs, targets = (
+        torch.randn(15, generator=torch.Generator().manual_seed(0)),
+        torch.randn(47, 4),
+        torch.zeros(47, dtype=torch.int64),
+    )
+    alone = scores(problem, vector, inputs, targets, 5)
+    for threads in (2, 3, 50):
+        together = scores(problem, vector, inputs, targets, 5, threads)
+        assert torch.equal(together.loss, alone.loss) and torch.equal(together.accuracy, alone.accuracy)
+    assert module.training and len(problem.twins(3)) == (3 if kind is Remembers else 1)
+    other = scores(problem, vector + 1, inputs, targets, 5, 3)
+    torch.testing.assert_close(other.loss, scores(problem, vector + 1, inputs, targets).loss)
