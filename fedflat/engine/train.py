@@ -239,12 +239,19 @@ class _Clock:
 def _save(job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record) -> Callable[[], object]:
     """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again.
 
-    A thread writes the checkpoint while the next round's clients train; the answer waits for it.
+    A thread writes the checkpoint while the next round's clients train; the answer waits for it. In a deployment it is
+    written before the model leaves.
     """
     clock, folder = _Clock(job.stages), job.folder
     folder.append(released, hidden)  # type: ignore[union-attr]
     kept = Heads(heads.first, dict(heads.kept))
-    written = Ahead(lambda: checkpoint.save(folder.checkpoints, state, kept, {"fingerprint": job.fingerprint}))  # type: ignore[union-attr]
+
+    def save() -> object:
+        return checkpoint.save(folder.checkpoints, state, kept, {"fingerprint": job.fingerprint})  # type: ignore[union-attr]
+
+    if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
+        save()
+    written = _nothing if folder.deployment else Ahead(save)  # type: ignore[union-attr]
     clock("metrics and checkpoint")
     return written
 

@@ -176,6 +176,28 @@ _NOTHING_OPEN = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("stage", ["before the ledger line", "before the checkpoint", "after the checkpoint"])
+def test_a_run_ended_for_good_states_what_its_ledger_says(
+    stage: str, federation: tuple[Path, Task], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server killed in its second round and never started again: an uncertain release counts in the statement."""
+    from fedflat.federation import close
+    from fedflat.federation.project import PACKAGE
+
+    folder, task = federation
+    words = [str(folder / "app" / PACKAGE), str(folder / "run")]
+    assert close.main(words) == 2 and "a run of this app" in capsys.readouterr().err
+    assert serve_in_a_process(folder, task, STAGES[stage]) == -signal.SIGKILL
+    assert len(list(keys.folder().iterdir())) == 1
+    assert close.main(words) == 0 and "key deleted" in capsys.readouterr().out
+    facts = json.loads((folder / "run" / "privacy.json").read_text())
+    lines = read_ledger(folder / "run" / "ledger.jsonl")
+    finished = 2 if stage == "after the checkpoint" else 1
+    assert (facts["rounds"], facts["rounds_charged"]) == (finished, len(lines))
+    assert len(lines) == 1 + (stage != "before the ledger line")
+    assert facts["epsilon"] == pytest.approx(lines[-1]["epsilon"]) and not list(keys.folder().iterdir())
+
+
 def test_broken_twin_that_keeps_the_key_of_an_open_round_is_found(
     federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
