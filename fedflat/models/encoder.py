@@ -17,7 +17,9 @@ from fedflat.models.text import text_length
 NAME = "text-encoder"
 FIRST_POSITION = {"bert": 0, "roberta": 1, "xlm-roberta": 1}
 """Kinds of encoders, and the position of the first token, counted from the padding id where it is 1."""
-POOLING = ("mean", "pair")
+POOLING = ("mean", "pair", "distance")
+NEAR = 0.01
+"""Added to a squared distance before its logarithm: equal sentences have a finite one."""
 
 
 class TextEncoder(Headed):
@@ -26,7 +28,8 @@ class TextEncoder(Headed):
     Features: the mean of the last hidden states over the tokens that are not padding, normalised to mean 0 and
     variance 1 in every example (Ba et al. 2016, without weights), so that one learning rate serves every encoder.
     pooling ``pair``: the two sentences u, v are encoded apart, as in Reimers & Gurevych 2019 (Sentence-BERT); features
-    are |u − v| and u·v entry by entry, which do not depend on the sentences' order.
+    are |u − v| and u·v entry by entry, which do not depend on the sentences' order. ``distance``: one feature, the
+    logarithm of their mean squared difference (0 for unrelated ones): a head so small takes little noise.
     """
 
     trained = "classifier."
@@ -38,7 +41,7 @@ class TextEncoder(Headed):
         self.first = FIRST_POSITION[config.model_type] * (self.padding + 1)
         self.kinds = int(config.type_vocab_size)
         width = int(config.hidden_size)
-        self.classifier = nn.Linear(2 * width if pooling == "pair" else width, classes)
+        self.classifier = nn.Linear({"mean": width, "pair": 2 * width, "distance": 1}[pooling], classes)
 
     def features(self, inputs: Tensor) -> Tensor:
         keep = inputs != self.padding
@@ -47,6 +50,8 @@ class TextEncoder(Headed):
             return _normalised(self._states(inputs, keep, part), keep)
         states = self._states(inputs, keep, part)
         u, v = (_normalised(states, keep & (part == side)) for side in (0, 1))
+        if self.pooling == "distance":
+            return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
         return torch.cat([(u - v).abs(), u * v], dim=-1)
 
     def head(self, features: Tensor) -> Tensor:
@@ -56,7 +61,7 @@ class TextEncoder(Headed):
         """Last hidden states (b, T, n); masks and positions without a branch on values, for ``torch.func.vmap``."""
         position = keep.long().cumsum(1) - 1
         seen = keep[:, None, :].expand(-1, ids.shape[1], -1)
-        if self.pooling == "pair":  # no token sees the other sentence, whose positions start anew
+        if self.pooling != "mean":  # no token sees the other sentence, whose positions start anew
             seen = seen & (part[:, :, None] == part[:, None, :])
             position = position - part * (keep & (part == 0)).sum(1, keepdim=True)
         dtype = next(self.body.parameters()).dtype
@@ -103,9 +108,9 @@ def text_encoder(
     """A BERT, RoBERTa or XLM-RoBERTa encoder in the folder ``path``, with a new linear classifier.
 
     Options: ``path`` (required) a folder written by save_pretrained, with safetensors; ``train`` head (the body is
-    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or pair for two sentences;
-    ``attention`` sdpa or eager. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer must be the
-    encoder's own. Raises InputError.
+    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or pair or distance for two
+    sentences; ``attention`` sdpa or eager. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
+    must be the encoder's own. Raises InputError.
     """
     length = text_length(NAME, input_shape)
     if path is None:

@@ -94,6 +94,10 @@ def _configuration(kind: Any, source: str, options: Mapping[str, Any], defaults:
     if pretrained and config is not None:
         raise wrong("model.config", "a configuration for published weights", "none, or pretrained: false")
     if pretrained:
+        stored = kind.get_config_dict(source)[0].get("model_type", kind.model_type)
+        if stored != kind.model_type:  # its weights would fit here and there, and its positions and masks would not
+            hint = "Other text encoders: model.name=text-encoder."
+            raise wrong("model.path", f"a {stored} at {source}", f"a {kind.model_type}", hint=hint)
         return kind.from_pretrained(source)
     known = set(kind().to_dict())
     for key in config or {}:

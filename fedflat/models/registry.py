@@ -42,7 +42,7 @@ NAMES: dict[str, str] = {
     "bow": "text classifier, mean of embeddings of 64; 320,130 parameters with vocabulary 5,000, 2 classes",
     "vit-base": "ViT-Base/16, ImageNet-21k weights (paper 002); 85,806,346 parameters with 10 classes",
     "roberta-base": "RoBERTa-Base (paper 002); 124,647,170 parameters with 2 classes",
-    "text-encoder": "BERT or RoBERTa of any size from a folder (path), linear classifier on the mean state",
+    "text-encoder": "BERT or RoBERTa from a folder (path); its head has 770 parameters with hidden size 384, 2 classes",
 }
 
 

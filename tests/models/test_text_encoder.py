@@ -78,12 +78,16 @@ def test_sentences_of_a_pair_do_not_see_each_other(folders: dict[str, Path], kin
     means = [body(input_ids=torch.tensor([part])).last_hidden_state[0].mean(0) for part in (text[:cut], text[cut:])]
     u, v = (F.layer_norm(mean, (16,)) for mean in means)
     torch.testing.assert_close(module.features(padded(kind, text))[0], torch.cat([(u - v).abs(), u * v]))
+    near = encoder(folders[kind], pooling="distance")
+    expected = torch.log((u - v).square().mean() / 2 + 0.01)
+    torch.testing.assert_close(near.features(padded(kind, text))[0, 0], expected)
+    assert sum(p.numel() for p in near.parameters() if p.requires_grad) == 2 * 3
     whole = encoder(folders[kind]).features(padded(kind, text, [*text[:cut], 20, 3]))
     assert not torch.allclose(whole[0], whole[1]), "as one text, they do"
     assert module(padded(kind, text)).shape == (1, 3) and module.classifier.in_features == 32
 
 
-@pytest.mark.parametrize("pooling", ["mean", "pair"])
+@pytest.mark.parametrize("pooling", ["mean", "pair", "distance"])
 def test_padding_and_an_empty_text(folders: dict[str, Path], pooling: str) -> None:
     module = encoder(folders["Bert"], pooling=pooling)
     long, short = (padded("Bert", *SINGLE[:2], PAIRS["Bert"], length=n) for n in (10, 7))
@@ -91,7 +95,7 @@ def test_padding_and_an_empty_text(folders: dict[str, Path], pooling: str) -> No
     assert bool(torch.isfinite(module(torch.zeros(1, 10, dtype=torch.int64))).all())
 
 
-@pytest.mark.parametrize("pooling", ["mean", "pair"])
+@pytest.mark.parametrize("pooling", ["mean", "pair", "distance"])
 @pytest.mark.parametrize("train", ["head", "lora", "all"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_clients_under_vmap_equal_single_calls(folders: dict[str, Path], train: str, pooling: str) -> None:
@@ -153,3 +157,10 @@ def test_long_texts_other_kinds_and_empty_folders(folders: dict[str, Path], tmp_
     transformers.DistilBertConfig(vocab_size=30).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="a distilbert at"):
         encoder(tmp_path)
+
+
+def test_a_bert_is_no_roberta(folders: dict[str, Path]) -> None:
+    """It would load, and count its positions from the wrong one."""
+    with pytest.raises(InputError, match=r"found a bert at .*text-encoder"):
+        build("roberta-base", (10,), 3, 0, path=str(folders["Bert"]))
+    assert build("roberta-base", (10,), 3, 0, path=str(folders["Roberta"])) is not None
