@@ -81,7 +81,8 @@ Start the run, and start it again after a failure (it goes on from its last roun
 
     flwr run app fedflat --stream
 
-Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`.
+Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`. To end one for good before its last round:
+`python -m fedflat.federation.close app/{package} run`.
 
 ## What lies where
 

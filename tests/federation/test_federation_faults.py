@@ -318,19 +318,62 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
     assert (again == clean).all()
 
 
-def test_a_server_killed_with_masked_vectors_in_hand_learns_no_second_sum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["_keys", "_shares", "_vectors", "_consents", "_reveals"])
+def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clients refuse the round that they answered already; it is aborted and charged, and the run goes on."""
+    """Once a masked vector has left, clients refuse the round: it is aborted and charged. Before, it is done again."""
     from fedflat.federation.secure_rounds import SecureFlower
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     recipe = small(algorithm="ddgauss", rounds=2, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
     task, clients = deployed(tmp_path / "fed", recipe)
     _ = [client.job for client in clients]
-    killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, "_reveals", before=True, when=0))
+    killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, step, before=True, when=0))
     assert killed == -signal.SIGKILL and not (tmp_path / "fed" / "run" / "ledger.jsonl").read_text()
     assert serve_in_a_process(tmp_path / "fed", task) == 0
     shown = [json.loads(line) for line in (tmp_path / "fed" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["aborted"] for row in shown] == [True, False]
+    assert [row["aborted"] for row in shown] == [step in ("_consents", "_reveals"), False]
     assert [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("trust", ["local", "distributed"])
+def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it must remember it cannot: so no noised update and no masked vector leaves; the round goes on without."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    changes: dict[str, Any] = {"privacy": {"trust": "local", "noise_multiplier": 1.0}}
+    if trust == "distributed":
+        changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}
+    task, clients = deployed(tmp_path / "fed", small(rounds=1, **changes))
+    grid = grid_of(task, clients)
+
+    def full(message: Any) -> Any:
+        """The client in a process of its own that may write no file."""
+        from flwr.app import Error, Message
+
+        ours, theirs = FORK.Pipe()
+
+        def work() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            try:
+                clients[0].answer(message.content)
+                theirs.send("answered")
+            except (RunError, OSError) as error:
+                theirs.send(str(error))
+            os._exit(0)
+
+        process = FORK.Process(target=work)
+        process.start()
+        said.append(ours.recv())
+        process.join(60)
+        return Message(Error(code=0, reason="no answer"), reply_to=message)
+
+    said: list[str] = []
+    _ = [client.job for client in clients]
+    grid.handlers[0] = full
+    serve(grid, task, settings(tmp_path / "fed"))
+    assert said and "answered" not in said and ("nothing is sent" in said[0] or "too large" in said[0])
+    operator = next((keys.folder().parent / "operator").iterdir())
+    assert json.loads(operator.read_text()) == {"round": 0, "failed": 1}
+    assert len(read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")) == 1

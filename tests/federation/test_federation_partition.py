@@ -30,7 +30,7 @@ from fedflat.federation.local import Federation
 from fedflat.federation.project import write_project
 from fedflat.privacy.ledger import read as read_ledger
 
-PATIENCE, CLIENTS, ROUNDS, ANSWER_SECONDS = 240.0, 2, 3, 25.0
+PATIENCE, CLIENTS, ROUNDS, ANSWER_SECONDS = 240.0, 2, 3, 20.0
 
 
 def ip(*words: str) -> None:

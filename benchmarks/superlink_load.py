@@ -1,0 +1,175 @@
+"""What Flower's SuperLink pays while a few hundred light clients answer: CPU, memory, database, time.
+
+    python benchmarks/superlink_load.py [CLIENTS] [D]
+
+Real: SuperLink (TLS, node authentication, database on disk), `flwr run`, ServerApp with desk, check, clip and ledger.
+Light: the clients, threads of one process that speak Flower's Fleet API with a key of their own each, pull the whole
+ask, and answer with one prepared vector. Everything shares this machine's cores, the clients included.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedflat.federation import wire
+from fedflat.federation.local import Federation
+from fedflat.federation.project import client_folder, write_project
+from fedflat.recipe import Recipe
+
+ROUNDS, POLL = 2, 3.0
+INPUTS, CLASSES = 64, 10
+
+
+def recipe_of(clients: int, dimension: int) -> Recipe:
+    """Digits, one example or so each, a model of about ``dimension`` parameters, everybody in every round."""
+    hidden = max(1, dimension // (INPUTS + CLASSES + 1))
+    return Recipe.of(
+        {
+            "name": "superlink-load",
+            "rounds": ROUNDS,
+            "data": {"dataset": "digits", "clients": clients, "partition": "iid", "max_test": 20},
+            "model": {"name": "mlp", "hidden": hidden},
+            "algorithm": {"name": "dp-fedavg"},
+            "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
+            "cohort": {"size": clients},
+            "privacy": {"clip": 0.1, "noise_multiplier": 1.0},
+        }
+    )
+
+
+def client(number: int, folder: Path, address: str, certificates: str, dimension: int, done: threading.Event) -> None:
+    """One light SuperNode: asks for messages as Flower's does, and answers each with the same vector."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supernode.fleet_http_connection import http_request_response
+
+    private: Any = load_ssh_private_key((client_folder(folder, number) / "auth.key").read_bytes(), None)
+    keys = (private, private.public_key())
+    update = np.linspace(-1, 1, dimension, dtype=np.float32)
+    with suppress(Exception), http_request_response(address, False, certificates, keys) as connection:
+        while not done.wait(POLL):
+            with suppress(Exception):
+                while answered(connection, update):
+                    pass
+
+
+def answered(connection: Any, update: np.ndarray) -> bool:
+    """Whether there was a message; it is pulled whole and answered."""
+    from flwr.app import Message
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+
+    _, receive, send, _, _, pull_object, push_object, confirm = connection
+    received = receive()
+    if received is None:
+        return False
+    message, tree = received
+    run, number = message.metadata.run_id, message.metadata.message_id
+    wanted = list(_ids(tree))
+    contents = pull_objects(wanted, pull_object_fn=lambda name: pull_object(run, name))
+    confirm(run, number)
+    asked: Any = inflate_object_from_contents(number, contents)
+    facts = asked.content["facts"]
+    reply = Message(wire.write_answer(wire.Answer(facts["round"], facts["nonce"], update)), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    nested, tree = get_all_nested_objects(reply), get_object_tree(reply)
+    packed = {name: part.deflate() for name, part in nested.items()}
+    missing, session = send(reply, tree, 0.1)
+    for name in missing:
+        push_object(run, session, name, packed[name])
+    return True
+
+
+def _ids(tree: Any) -> list[str]:
+    return [tree.object_id, *(name for child in tree.children for name in _ids(child))]
+
+
+def crowd(clients: range, folder: Path, address: str, certificates: str, dimension: int, stop: Any) -> None:
+    """Threads for many clients; ends when ``stop`` is set."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    done = threading.Event()
+    for number in clients:
+        words = (number, folder, address, certificates, dimension, done)
+        threading.Thread(target=client, args=words, daemon=True).start()
+    stop.wait()
+    done.set()
+    time.sleep(POLL + 1)
+    os._exit(0)
+
+
+def usage(process: int) -> tuple[float, float]:
+    """CPU seconds and peak resident MiB of a process."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(peak.split()[1]) / 1024
+
+
+def measure(clients: int, dimension: int, place: Path) -> None:
+    """Print what one SuperLink paid for two rounds."""
+    folder = place / "fed"
+    write_project(recipe_of(clients, dimension), folder, port=18443)
+    federation = Federation(folder)
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    with federation:
+        federation.start_superlink()
+        federation.register()
+        real = dimension_of(federation)
+        address, certificates = f"{federation.host}:{federation.port}", str(folder / "certificates" / "ca.crt")
+        others = context.Process(target=crowd, args=(range(clients), folder, address, certificates, real, stop))
+        others.start()
+        link = federation.processes["superlink"].pid
+        idle = usage(link)
+        began = time.monotonic()
+        run = federation.run(config=f"answer-seconds=300.0 wait-for-nodes={clients}")
+        status = federation.wait(run, 900)
+        wall, paid = time.monotonic() - began, usage(link)
+        stop.set()
+        others.join(20)
+    report(folder, clients, real, idle, paid, wall, status)
+
+
+def dimension_of(federation: Federation) -> int:
+    """d of the model that the recipe made."""
+    from fedflat.simulation import prepare
+
+    return prepare(federation.task.recipe, data=federation.task.form.federation()).parts.layout.dimension
+
+
+def report(
+    folder: Path, clients: int, dimension: int, idle: tuple[float, float], paid: tuple[float, float], wall: float,
+    status: str,
+) -> None:  # fmt: skip
+    """One paragraph."""
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    database = sum(path.stat().st_size for path in (folder / "server").glob("superlink.db*")) / 2**20
+    asked = clients * ROUNDS
+    print(
+        f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update), {ROUNDS} rounds: {status}"
+    )
+    seconds = ", ".join(f"{row['seconds']:.1f} s" for row in rows)
+    print(f"rounds: {seconds}; run {wall:.0f} s")
+    print(f"SuperLink: {1000 * (paid[0] - idle[0]) / asked:.0f} ms of CPU for each client and round")
+    print(
+        f"SuperLink: peak {paid[1]:.0f} MiB ({idle[1]:.0f} MiB before the run), database {database:.0f} MiB afterwards"
+    )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        os.environ["XDG_STATE_HOME"] = f"{made}/state"
+        given = [int(text) for text in sys.argv[1:]]
+        measure(given[0] if given else 200, given[1] if len(given) > 1 else 100_000, Path(made))
