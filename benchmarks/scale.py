@@ -164,7 +164,8 @@ def measure(kind: Kind, workers: int, rounds: int, others: bool = True) -> dict[
             spent[name] += [found] if index >= WARM else []
     if others:
         backends["workers"].close()
-    arithmetic, cpu = (statistics.median(pair[i] for pair in own) for i in (0, 1))
+    usual = min if kind.pause else statistics.median  # a wait is as long as its shortest
+    arithmetic, cpu = (usual(pair[i] for pair in own) for i in (0, 1))
     row: dict[str, Any] = {"kind": kind.name, "d": inner.problem.layout.size, "clients": kind.clients}
     row |= {"count": workers, "load": (load, os.getloadavg()[0]), "arithmetic": arithmetic, "cpu": cpu, "same": same}
     return row | {
@@ -238,18 +239,20 @@ def transfer() -> float:
     return float(done.stdout.split()[-1])
 
 
-def costs(rows: list[dict[str, Any]], task: float) -> list[Costs]:
-    """What the projection needs, in CPU seconds: from the empty rounds of one worker, and the clients' own.
+def costs(rows: list[dict[str, Any]], constants: dict[str, float]) -> list[Costs]:
+    """What the projection needs, in CPU seconds: the empty rounds' medians over numbers of workers, the clients' own.
 
     The worker's share is all that is not the driver's thread, Ray's processes included, and the wait for a task.
     """
     found = []
-    own = {BY_NAME[k].name: alone(loop(Kind("", k, n)))[1] / n for k, n in (("W1", 4), ("W2", 64), ("W3", 1))}
-    for row in rows:
-        if row["kind"].startswith("empty") and row["count"] == 1:
-            model, ray = next(kind.model for kind in KINDS if kind.name == row["kind"]), row["ray"]
-            worker = max(0.0, ray["cpu_overhead"] - ray["driver"]) / row["clients"] + task
-            found.append(Costs(model, row["d"], own[model], worker, ray["driver"] / row["clients"]))
+    for kind, examples in ((KINDS[0], 64), (KINDS[1], 4), (KINDS[2], 1)):
+        client = alone(loop(Kind("", kind.model, examples)))[1] / examples
+        mine = [row["ray"] for row in rows if row["kind"] == kind.name]
+        driver = statistics.median(ray["driver"] for ray in mine) / kind.clients
+        rest = statistics.median(max(0.0, ray["cpu_overhead"] - ray["driver"]) for ray in mine) / kind.clients
+        size = loop(kind).problem.layout.size
+        wire = 4e-6 * size * constants["transfer_per_mb"]
+        found.append(Costs(kind.model, size, client, rest + constants["task_throughput"], driver, wire))
     return found
 
 
@@ -278,9 +281,9 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if workers == given.workers[0] and kind is KINDS[0]:
                 report["constants"] = constants()
-        report |= {"rows": rows, "costs": [vars(c) for c in costs(rows, report["constants"]["task_throughput"])]}
-    ray.shutdown()
-    report["constants"]["transfer_per_mb"] = transfer()
+        ray.shutdown()
+        report["constants"]["transfer_per_mb"] = transfer()
+        report |= {"rows": rows, "costs": [vars(c) for c in costs(rows, report["constants"])]}
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "ray.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (given.out / "ray.md").write_text(markdown(report), encoding="utf-8")

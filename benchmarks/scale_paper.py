@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-WIRE = 1.25e9
-"""Bytes a second of the driver's network on paper: 10 Gb/s."""
 MACHINE = 16
 """Workers on one machine of the cluster, on paper."""
 COHORTS = {"W1": (50, 1000), "W2": (500, 10_000), "W3": (50, 1000)}
@@ -16,18 +14,15 @@ WORKERS = (1, 2, 4, 10, 100)
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds of one client of a workload: its training, what its worker and its driver pay beyond it."""
+    """Measured seconds of one client of a workload: its training, what its worker and its driver pay beyond it, and
+    what its message takes from another machine's object store."""
 
     workload: str
     d: int
     client: float
     worker: float
     driver: float
-
-    @property
-    def wire(self) -> float:
-        """Seconds a message takes on the driver's network."""
-        return 4 * self.d / WIRE
+    wire: float
 
     @property
     def least(self) -> float:
@@ -108,8 +103,8 @@ def _paper(costs: list[Costs]) -> list[str]:
         "",
         f"T = machines·w + max(⌈m/P⌉·(c + a), m·max(k, w)): c a client's training, a its worker's and k its "
         f"driver's cost beyond that (CPU seconds in the empty rounds of one worker; a with the wait for a task), "
-        f"w = 4d bytes at {WIRE / 1.25e8:.0f} "
-        f"Gb/s, {MACHINE} workers a machine; no network with one machine.",
+        f"w a message's way from another node's store (a network of 10 Gb/s alone would take 0.8 ms per MB); {MACHINE} "
+        "workers a machine, and nothing on the way with one machine.",
         "",
         "| | d | c | a | k | w | workers beyond which the driver binds | m | "
         + " | ".join(f"P = {workers}" for workers in WORKERS)

@@ -46,7 +46,7 @@ def connect(processes: int) -> str:
         with _signals_kept():
             ray.init(**place, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises many kinds
-        where = f"RAY_ADDRESS={address}" if address else "a local Ray"
+        where = f"RAY_ADDRESS={address} (RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')})" if address else "a local Ray"
         raise RunError(f"engine.backend=ray: {where} could not be used: {one_line(error)}") from error
     name = _name(ray)
     if place["address"] == "local":

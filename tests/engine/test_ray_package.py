@@ -175,7 +175,8 @@ def test_no_cluster_and_no_package_are_said_in_one_line(fake: FakeRay, monkeypat
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     fake.error = ConnectionError("Could not\nfind any running Ray instance")
     with pytest.raises(
-        RunError, match=r"^engine\.backend=ray: RAY_ADDRESS=192\.0\.2\.1:6379 could not .*Could not find"
+        RunError,
+        match=r"^engine\.backend=ray: RAY_ADDRESS=192\.0\.2\.1:6379 \(RAY_AUTH_MODE=.*\) could not .*Could not find",
     ):
         ray_session.connect(2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
