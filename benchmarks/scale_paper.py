@@ -48,7 +48,7 @@ class Costs:
         least = self.least if workers > MACHINE else self.driver
         if math.ceil(cohort / workers) * (self.client + self.worker) >= cohort * least:
             return "workers"
-        return "driver" if self.driver >= least else "network"
+        return "driver" if self.driver >= least else "transfer"
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -61,7 +61,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['versions']['torch']}; load before: {machine['load_before']:.1f}. Medians of {report['rounds']} "
         "rounds. *Arithmetic* is what the clients take alone in one process; *overhead* is the round less "
         "arithmetic ÷ workers (no more than cores, but for clients that wait). *CPU overhead*: CPU seconds "
-        "of all processes less those of the arithmetic. Every round's sum was compared, bit for bit.",
+        "of all processes less those of the arithmetic. Every round's sum was compared, bit for bit. Where the load "
+        "exceeds the cores, rounds and overheads hold the waiting for cores too; CPU seconds do not.",
         "",
         "| clients | workers | load | arithmetic | Ray: round | overhead | CPU overhead a client | of it the driver's "
         "| worker back end: round | overhead | CPU overhead a client | same bits |",
@@ -102,7 +103,7 @@ def _paper(costs: list[Costs]) -> list[str]:
         "## On paper",
         "",
         f"T = machines·w + max(⌈m/P⌉·(c + a), m·max(k, w)): c a client's training, a its worker's and k its "
-        f"driver's cost beyond that (CPU seconds in the empty rounds of one worker; a with the wait for a task), "
+        f"driver's cost beyond that (CPU seconds in the empty rounds, the median over numbers of workers; a with the wait for a task), "
         f"w a message's way from another node's store (a network of 10 Gb/s alone would take 0.8 ms per MB); {MACHINE} "
         "workers a machine, and nothing on the way with one machine.",
         "",

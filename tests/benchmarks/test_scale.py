@@ -21,7 +21,7 @@ def test_few_workers_wait_for_themselves_and_many_for_the_driver() -> None:
     machines = math.ceil(100 / MACHINE)
     assert COSTS.least == 0.00214  # 2.1 ms on the network, 2.0 ms for the driver
     assert COSTS.round(1000, 100) == pytest.approx(machines * 0.00214 + max(10 * 0.204, 2.14))
-    assert [COSTS.bound(1000, p) for p in (1, 16, 100)] == ["workers", "workers", "network"]
+    assert [COSTS.bound(1000, p) for p in (1, 16, 100)] == ["workers", "workers", "transfer"]
     slow = dataclasses.replace(COSTS, driver=0.02)
     assert slow.bound(1000, 100) == "driver" and slow.round(1000, 1000) >= 20.0
     assert slow.most_workers == pytest.approx(0.204 / 0.02)
