@@ -103,7 +103,8 @@ def _paper(costs: list[Costs]) -> list[str]:
         "## On paper",
         "",
         f"T = machines·w + max(⌈m/P⌉·(c + a), m·max(k, w)): c a client's training, a its worker's and k its "
-        f"driver's cost beyond that (CPU seconds in the empty rounds, the median over numbers of workers; a with the wait for a task), "
+        f"driver's cost beyond that (CPU seconds in the empty rounds, medians over numbers of workers; "
+        "a with the wait for a task), "
         f"w a message's way from another node's store (a network of 10 Gb/s alone would take 0.8 ms per MB); {MACHINE} "
         "workers a machine, and nothing on the way with one machine.",
         "",
