@@ -77,6 +77,39 @@ def test_table_v_on_local_folders(folder: Path, name: str) -> None:
     assert trained and all("lora_" in n or n.startswith("body.classifier.") for n in trained)
 
 
+def encoder(folder: Path) -> list[str]:
+    """Options that name a folder with a tiny random encoder and its tokenizer."""
+    import transformers
+
+    weights = tiny.tokenizer(folder / "encoder")
+    config = transformers.RobertaConfig(vocab_size=14, pad_token_id=1, **{**tiny.SIZES, "hidden_size": 16})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.RobertaModel(config, add_pooling_layer=False).save_pretrained(weights)
+    return [f"model.path={weights}", f"data.tokenizer={weights}", "data.max_length=14", "data.clients=6"]
+
+
+@pytest.mark.parametrize("train", ["head", "lora"])
+@pytest.mark.parametrize("name", ["sst2-encoder", "mrpc-encoder"])
+def test_encoders_on_local_folders(folder: Path, name: str, train: str) -> None:
+    result = fedflat.run(Recipe.load(name, [*SMALL, *encoder(folder), f"model.train={train}"]))
+    trained = [n for n, p in result.model.named_parameters() if p.requires_grad]
+    assert all("lora_" in n or n.startswith("classifier.") for n in trained) and result.privacy["proven_epsilon"] <= 8
+    assert ("lora_" in " ".join(trained)) == (train == "lora")
+
+
+def test_a_head_learns_what_a_frozen_encoder_tells_apart(folder: Path) -> None:
+    """One of six adjectives decides; without noise the head on a random encoder's features finds it."""
+    options = ["algorithm.name=fedavg", "privacy={}", "rounds=60", "cohort.size=6", "local.lr=0.5", *SMALL[3:]]
+    result = fedflat.run(Recipe.load("sst2-encoder", [*encoder(folder), *options]))
+    assert result.history[-1]["test_accuracy"] >= 0.75 and result.private_history[-1]["train_accuracy"] > 0.9
+
+
+def test_an_encoder_recipe_names_the_folder_it_needs(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.path: found nothing; allowed: a folder"):
+        fedflat.run(Recipe.load("sst2-encoder", ["data.clients=6", *SMALL]))
+
+
 def test_without_the_hub_a_table_v_recipe_names_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedflat.core.hub._reachable", lambda *_: False)
     monkeypatch.setenv("HF_HOME", str(folder / "empty"))
