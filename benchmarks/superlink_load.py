@@ -27,7 +27,7 @@ from fedflat.federation.local import Federation
 from fedflat.federation.project import client_folder, write_project
 from fedflat.recipe import Recipe
 
-ROUNDS, POLL = 2, 3.0
+ROUNDS, POLL, IDLE = 1, 3.0, 20.0
 INPUTS, CLASSES = 64, 10
 
 
@@ -55,7 +55,7 @@ def client(number: int, folder: Path, address: str, certificates: str, dimension
 
     private: Any = load_ssh_private_key((client_folder(folder, number) / "auth.key").read_bytes(), None)
     keys = (private, private.public_key())
-    update = np.linspace(-1, 1, dimension, dtype=np.float32)
+    update = np.linspace(-1, 1, dimension, dtype=np.float32) * (1 + number)  # like ones would be stored once
     with suppress(Exception), http_request_response(address, False, certificates, keys) as connection:
         while not done.wait(POLL):
             with suppress(Exception):
@@ -118,7 +118,7 @@ def usage(process: int) -> tuple[float, float]:
 
 
 def measure(clients: int, dimension: int, place: Path) -> None:
-    """Print what one SuperLink paid for two rounds."""
+    """Print what one SuperLink paid for a round."""
     folder = place / "fed"
     write_project(recipe_of(clients, dimension), folder, port=18443)
     federation = Federation(folder)
@@ -131,15 +131,21 @@ def measure(clients: int, dimension: int, place: Path) -> None:
         address, certificates = f"{federation.host}:{federation.port}", str(folder / "certificates" / "ca.crt")
         others = context.Process(target=crowd, args=(range(clients), folder, address, certificates, real, stop))
         others.start()
-        link = federation.processes["superlink"].pid
+        link, log = federation.processes["superlink"].pid, federation.logs / "superlink.log"
+        while log.read_text(errors="replace").count("[Fleet.ActivateNode]") < clients:
+            time.sleep(1)
+        time.sleep(5)
+        before, start = usage(link), time.monotonic()
+        time.sleep(IDLE)
         idle = usage(link)
+        share = (idle[0] - before[0]) / (time.monotonic() - start)
         began = time.monotonic()
         run = federation.run(config=f"answer-seconds=300.0 wait-for-nodes={clients}")
         status = federation.wait(run, 900)
         wall, paid = time.monotonic() - began, usage(link)
         stop.set()
         others.join(20)
-    report(folder, clients, real, idle, paid, wall, status)
+    report(folder, clients, real, share, idle, paid, wall, status)
 
 
 def dimension_of(federation: Federation) -> int:
@@ -150,19 +156,19 @@ def dimension_of(federation: Federation) -> int:
 
 
 def report(
-    folder: Path, clients: int, dimension: int, idle: tuple[float, float], paid: tuple[float, float], wall: float,
-    status: str,
+    folder: Path, clients: int, dimension: int, share: float, idle: tuple[float, float], paid: tuple[float, float],
+    wall: float, status: str,
 ) -> None:  # fmt: skip
     """One paragraph."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     database = sum(path.stat().st_size for path in (folder / "server").glob("superlink.db*")) / 2**20
     asked = clients * ROUNDS
-    print(
-        f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update), {ROUNDS} rounds: {status}"
-    )
+    print(f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update), {ROUNDS} round: {status}")
     seconds = ", ".join(f"{row['seconds']:.1f} s" for row in rows)
     print(f"rounds: {seconds}; run {wall:.0f} s")
-    print(f"SuperLink: {1000 * (paid[0] - idle[0]) / asked:.0f} ms of CPU for each client and round")
+    print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that ask every {POLL:g} s for work")
+    work = paid[0] - idle[0]
+    print(f"SuperLink: {work:.1f} s of CPU in the run, {1000 * (work - share * wall) / asked:.0f} ms for each answer")
     print(
         f"SuperLink: peak {paid[1]:.0f} MiB ({idle[1]:.0f} MiB before the run), database {database:.0f} MiB afterwards"
     )
