@@ -19,6 +19,7 @@ from benchmarks.environments import FOLDER, ROOT, python_of, versions
 from benchmarks.server import server_costs
 from benchmarks.table import markdown
 from benchmarks.workloads import ALL, BY_NAME, Workload, write_data
+from fedflat.engine.choose import one_thread
 
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = 900.0
@@ -200,7 +201,8 @@ def main() -> None:
         _write(report, given.out)  # what was measured stays, whatever happens later
     if not given.without_extras:
         report["start_up"] = start_up(given.rounds)
-        report["server"] = server_costs()
+        with one_thread():
+            report["server"] = server_costs()
     _write(report, given.out)
     print(markdown(report))
 

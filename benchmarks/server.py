@@ -1,4 +1,4 @@
-"""What the server does once a round, beside the clients: noise, mean, optimiser — against memory bandwidth."""
+"""What the server does once a round, beside the clients — the real ``finish_round`` — against memory bandwidth."""
 
 from __future__ import annotations
 
@@ -7,30 +7,65 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+INPUTS = ((1_117_395, 10), (12_464_716, 10))
+"""Linear layers of 11,173,960 parameters (as many as ResNet-18 has, to a few) and 124,647,170 (RoBERTa)."""
 
 
-def server_costs(sizes: tuple[int, ...] = (11_173_962, 124_647_170)) -> list[dict[str, Any]]:
-    """Seconds of a central round's noise and of everything else, and of copying as many floats."""
-    return [_one(size) for size in sizes]
+def server_costs(shapes: tuple[tuple[int, int], ...] = INPUTS) -> list[dict[str, Any]]:
+    """Per size: seconds of drawing the noise, of everything else of a round's end, of adding one client's clipped
+    update, of a checkpoint, and of copying as many floats (read 4 B, write 4 B each)."""
+    return [_one(*shape) for shape in shapes]
 
 
-def _one(size: int) -> dict[str, Any]:
-    from fedflat.core.rng import stream
-    from fedflat.pieces.mechanisms import gaussian
-    from fedflat.pieces.server import optimizer
+def _one(inputs: int, outputs: int) -> dict[str, Any]:
+    import tempfile
+    from pathlib import Path
 
-    shared, total = torch.zeros(size), torch.zeros(size, dtype=torch.float64)
-    step, other = optimizer(name="sgd", lr=1.0, momentum=0.0), torch.empty(size)
-    drawn = gaussian(size, 1.0, stream(0, "benchmark"))
+    from fedflat.engine import checkpoint
+    from fedflat.engine.heads import Heads
+    from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
+    from fedflat.recipe import Recipe
+    from fedflat.simulation import prepare
+
+    clients = [(torch.zeros(1, inputs), torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
+    job = prepare(Recipe.of(_recipe()), nn.Linear(inputs, outputs), clients)
+    parts, size = job.parts, job.parts.layout.dimension
+    state = parts.first_state(job.first, job.threshold)
+    broadcast = broadcast_of(parts, state, 0)
+    accumulator = accumulator_of(parts, broadcast, job.key)
+    update = torch.full((1, size), 1e-3)
+    add = _seconds(lambda: accumulator.add(update, [1]))
+    aggregate = accumulator.result()
+    unit = parts.mechanism.unit(job.key, 0, size)  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as place:
+        saved = _seconds(lambda: checkpoint.save(Path(place), state, Heads(torch.zeros(0)), {}), 2)
+    other = torch.empty(size)
     return {
         "d": size,
-        "noise": _seconds(lambda: gaussian(size, 1.0, stream(0, "benchmark"))),
-        "rest": _seconds(lambda: step(shared, (total + drawn).to(torch.float32) / 50.0, {})),
-        "copy": _seconds(lambda: other.copy_(shared)),
+        "noise": _seconds(lambda: parts.mechanism.unit(job.key, 0, size)),  # type: ignore[attr-defined]
+        "rest": _seconds(
+            lambda: finish_round(parts, state, broadcast, aggregate, job.key, lambda line: None, unit=lambda: unit)
+        ),
+        "add": add,
+        "checkpoint": saved,
+        "copy": _seconds(lambda: other.copy_(job.first)),
     }
 
 
-def _seconds(work: Callable[[], Any], tries: int = 3) -> float:
+def _recipe() -> dict[str, Any]:
+    return {
+        "rounds": 10,
+        "algorithm": {"name": "dp-fedavg"},
+        "local": {"steps": 1, "batch_size": 1},
+        "cohort": {"size": 1},
+        "privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        "engine": {"backend": "sequential"},
+    }
+
+
+def _seconds(work: Callable[[], Any], tries: int = 4) -> float:
     times = []
     for _ in range(tries):
         began = time.perf_counter()

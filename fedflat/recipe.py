@@ -134,7 +134,7 @@ class ServerSection(Section):
 class EngineSection(Section):
     """Where and how it runs; none of it changes what is computed beyond floating-point rounding."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu"] = "auto"
     backend: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     block: Annotated[int, Field(ge=1)] | None = None

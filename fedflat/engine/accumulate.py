@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedflat.core import wide
 from fedflat.core.types import Aggregate, Clip
 from fedflat.engine.factored import Factored
 from fedflat.engine.parts import Encoder
 
-CACHED = 1 << 17
-"""Entries of a float64 copy that stays in a core's cache (1 MB)."""
 MERGED = 64
 """Blocks of norms after which they become one."""
 
@@ -79,9 +78,9 @@ class Accumulator:
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         """total += Σ factor·message, each product and sum in float64."""
         if factors.dim() == 1:
-            width = max(1, CACHED // max(len(messages), 1))
+            width = max(1, wide.CACHED // max(len(messages), 1))
             if len(messages) == 1:
-                self.total.add_(messages[0].to(self.total.device), alpha=float(factors[0]))
+                wide.add_scaled(self.total, messages[0].to(self.total.device), float(factors[0]))
             else:
                 for start in range(0, self.dimension, width):  # a float64 copy of the whole block would not fit a cache
                     piece = messages[:, start : start + width].double()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core import wide
 from fedflat.core.rng import stream
 from fedflat.core.types import (
     Aggregate,
@@ -121,7 +122,7 @@ def finish_round(
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.cohort_min is not None:
         shown["aborted"] = False
-    info = RoundInfo(released=shown, private=_private_facts(aggregate, released - aggregate.total, bound))
+    info = RoundInfo(released=shown, private=_private_facts(aggregate, wide.distance(released, aggregate.total), bound))
     return RoundState(round + 1, shared, clip, slots), info
 
 
@@ -133,9 +134,9 @@ def noisy_sum(
     if isinstance(parts.mechanism, GridMechanism):
         noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
     elif unit is not None and isinstance(parts.mechanism, ScaledMechanism):
-        noisy = aggregate.total + parts.mechanism.scaled(unit(), broadcast, aggregate, bound)
+        noisy = wide.plus(aggregate.total, parts.mechanism.scaled(unit(), broadcast, aggregate, bound))
     else:
-        noisy = aggregate.total + parts.mechanism.noise(key, broadcast.round, broadcast, aggregate, bound)
+        noisy = wide.plus(aggregate.total, parts.mechanism.noise(key, broadcast.round, broadcast, aggregate, bound))
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 
@@ -155,12 +156,11 @@ def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes,
     return float(follow(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
-def _private_facts(aggregate: Aggregate, noise: Tensor, bound: float) -> dict[str, Any]:
+def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dict[str, Any]:
     """Norms against the clip, ᾱ and α̃ (000 Eq. 15), clip bias (004 Eq. 2, first term) and signal-to-noise."""
     norms, factors = aggregate.norms, aggregate.factors
     facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats}
-    noise_norm = float(torch.linalg.vector_norm(noise, dtype=torch.float64))
-    signal = float(torch.linalg.vector_norm(aggregate.total))
+    signal = float(wide.norm(aggregate.total))
     facts["noise_norm"] = noise_norm
     facts["signal_to_noise"] = signal / noise_norm if noise_norm > 0 else None
     finite = norms[torch.isfinite(norms)]

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedflat.core import wide
 from fedflat.core.checks import in_range, wrong
-
-CACHED = 1 << 17
-"""Entries of a float64 copy that stays in a core's cache (1 MB)."""
 
 
 def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
@@ -25,8 +23,10 @@ def norms_of(messages: Tensor) -> Tensor:
 
     Squares are summed in float64, so that a huge but finite float32 message has a finite norm and is clipped.
     """
-    if isinstance(messages, Tensor) and messages.dim() == 2 and len(messages) > 1:
-        rows = max(1, CACHED // messages.shape[1])  # a float64 copy of the whole block would not fit a cache
+    if isinstance(messages, Tensor) and messages.dim() == 2 and messages.shape[1] > wide.CACHED:
+        norms = torch.stack([wide.norm(m) for m in messages]) if len(messages) else messages.new_zeros(0).double()
+    elif isinstance(messages, Tensor) and messages.dim() == 2 and len(messages) > 1:
+        rows = max(1, wide.CACHED // messages.shape[1])  # a float64 copy of the whole block would not fit a cache
         norms = torch.cat(
             [torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in torch.split(messages, rows)]
         )

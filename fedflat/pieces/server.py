@@ -89,9 +89,9 @@ class Sgd:
 
     def __call__(self, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if self.momentum == 0:
-            return w + self.lr * mean, {}
+            return torch.add(w, mean, alpha=self.lr), {}
         velocity = self.momentum * slots.get("velocity", torch.zeros_like(w)) + mean
-        return w + self.lr * velocity, {"velocity": velocity}
+        return torch.add(w, velocity, alpha=self.lr), {"velocity": velocity}
 
 
 @dataclass(frozen=True)

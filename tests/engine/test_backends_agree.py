@@ -81,6 +81,26 @@ def test_every_back_end_agrees_on_every_method(method: str) -> None:
         torch.testing.assert_close(final(method, **engine), expected, rtol=2e-5, atol=2e-6)
 
 
+def test_bf16_in_blocks_is_bf16_of_one_client() -> None:
+    """As far from float32 as the sequential bf16 run is, and no farther from that run: layers do compute in bf16."""
+
+    def trained(**engine: Any) -> Tensor:
+        network = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 3))
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        found = fedflat.run(recipe("dp-fedavg", **engine), model=network, clients=clients())
+        return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+
+    alone, exact = trained(backend="sequential", precision="bf16"), trained(backend="sequential")
+    block = trained(backend="vectorized", precision="bf16")
+    rounding = float((alone - exact).norm())
+    assert rounding > 1e-4 and 0.3 * rounding < float((block - exact).norm()) < 3 * rounding
+    assert float((block - alone).norm()) < 2 * rounding
+    torch.testing.assert_close(trained(backend="vectorized"), exact, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("method", PERSONAL)
 def test_the_low_rank_form_says_why_it_does_not_apply(method: str) -> None:
     with pytest.raises(InputError, match=r"engine\.backend: found lowrank with a personal part"):
