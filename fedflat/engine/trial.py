@@ -25,6 +25,8 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.train import Backend
 
+VERSION = 2
+"""Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
 STEPS = 4
 """Steps of a trial whose cost grows in proportion to them."""
 
@@ -77,6 +79,7 @@ def shortened(parts: Parts) -> tuple[Parts, float]:
 def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int) -> str:
     """What a trial's outcome depends on, as a short hash: machine, versions, model, method and shapes."""
     facts = (
+        VERSION,
         platform.node(),
         platform.processor(),
         torch.__version__,
