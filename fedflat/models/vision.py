@@ -67,7 +67,9 @@ def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int]
 class Convolutions(nn.Module):
     """Convolutions (kernel k, stride 1), 2 × 2 max pooling where ``pools`` says so, ReLU; then dense layers.
 
-    Pooling comes before ReLU: both orders give the same numbers, and this one applies ReLU to a quarter of them.
+    Pooling comes before ReLU: both orders give the same numbers, and this one applies ReLU to a quarter of them. Of the
+    image, rows and columns at the end that no pooling keeps (an odd side loses one) are not looked at: the same function
+    of the rest, a sixth less arithmetic for ``cnn-3`` on 32 × 32.
     """
 
     def __init__(
@@ -94,9 +96,13 @@ class Convolutions(nn.Module):
             nn.Conv2d(a, b, kernel, padding=padding) for a, b in zip(inputs, channels, strict=True)
         )
         self.pools = tuple(pools)
+        self.seen = tuple(
+            side if padding else _needed(left, pools, kernel) for side, left in ((height, rows), (width, columns))
+        )
         self.dense = Dense([channels[-1] * rows * columns, *widths])
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x[..., : self.seen[0], : self.seen[1]]
         for convolution, pool in zip(self.convolutions, self.pools, strict=True):
             x = convolution(x)
             x = F.relu(F.max_pool2d(x, 2) if pool else x)
@@ -111,6 +117,13 @@ def _left_over(side: int, pools: Sequence[bool], kernel: int, padding: int) -> i
         side = side + 2 * padding - kernel + 1
         side = side // 2 if pool else side
     return side
+
+
+def _needed(left: int, pools: Sequence[bool], kernel: int) -> int:
+    """The side of the input that ``left`` rows at the end depend on, without padding."""
+    for pool in reversed(pools):
+        left = (2 * left if pool else left) + kernel - 1
+    return left
 
 
 def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding: int = 0) -> nn.Module:

@@ -66,6 +66,20 @@ def test_cnn_3_computes_the_layers_of_the_paper() -> None:
     torch.testing.assert_close(module(x), y @ p[10].T + p[11], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("side", [22, 23, 27, 32, 33])
+def test_what_no_pooling_keeps_is_not_looked_at_and_nothing_else(side: int, padding: int) -> None:
+    module = build("cnn-3", (3, side, side + 3), 5, 0, padding=padding)
+    x = torch.randn(2, 3, side, side + 3, generator=torch.Generator().manual_seed(1))
+    found, seen = module(x), module.seen
+    module.seen = (side, side + 3)
+    torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-6)
+    module.seen = (seen[0] - 1, seen[1])  # the twin: one row more left out changes sizes, or numbers
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.testing.assert_close(found, module(x))
+    assert padding == 0 or seen == (side, side + 3)
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_memory_formats_agree(name: str) -> None:
     module, x = small(name)
