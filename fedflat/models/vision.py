@@ -68,8 +68,8 @@ class Convolutions(nn.Module):
     """Convolutions (kernel k, stride 1), 2 × 2 max pooling where ``pools`` says so, ReLU; then dense layers.
 
     Pooling comes before ReLU: both orders give the same numbers, and this one applies ReLU to a quarter of them. Of the
-    image, rows and columns at the end that no pooling keeps (an odd side loses one) are not looked at: the same function
-    of the rest, a sixth less arithmetic for ``cnn-3`` on 32 × 32.
+    image, rows and columns at the end that no pooling keeps (an odd side loses one) are not looked at: the same
+    function, a sixth less arithmetic for ``cnn-3`` on 32 × 32.
     """
 
     def __init__(
