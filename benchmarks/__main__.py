@@ -186,6 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--environments", type=Path, default=FOLDER, help="where peers are installed")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--add", action="store_true", help="keep other workloads' results of an earlier session")
     parser.add_argument("--without-extras", action="store_true", help="leave out start-up time and server cost")
     given = parser.parse_args()
     chosen = [s for s in SYSTEMS if s.name in given.systems]
@@ -196,6 +197,8 @@ def main() -> None:
         "workloads": {},
     }
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.add and (given.out / "results.json").is_file():
+        report = json.loads((given.out / "results.json").read_text(encoding="utf-8"))
     for name in given.only:
         report["workloads"][name] = measure(BY_NAME[name], chosen, given.rounds, given.environments)
         _write(report, given.out)  # what was measured stays, whatever happens later

@@ -156,6 +156,19 @@ def test_cohorts_are_public_and_local_epochs_follow_the_data() -> None:
     assert plain.of(33) is plain and plain.steps_for(33) == 3
 
 
+@pytest.mark.parametrize("algorithm", ["dp-fedsam", "dp-fedsam-topk", "dp-fedpgn"])
+@pytest.mark.parametrize("backend", ["vectorized", "lowrank", "auto"])
+def test_blocks_carry_every_clients_noise_share(algorithm: str, backend: str, tmp_path: Path) -> None:
+    """The twin is a part that clips and adds as the plain sum does: its release would carry no noise at all."""
+    local = {"epochs": None, "steps": 3}
+    one = fedflat.run(recipe(algorithm, local=local, engine={"backend": "sequential"}))
+    other = fedflat.run(recipe(algorithm, local=local, engine={"backend": backend}), out=tmp_path / "run")
+    for a, b in zip(one.model.parameters(), other.model.parameters()):
+        assert torch.allclose(a, b, atol=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "private.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(line["noise_norm"] > 0.1 for line in lines)
+
+
 def test_back_ends_agree() -> None:
     one = fedflat.run(recipe())
     other = fedflat.run(recipe(engine={"backend": "vectorized"}))

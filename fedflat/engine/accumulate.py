@@ -91,7 +91,9 @@ class Accumulator:
 
     def part(self) -> Accumulator | None:
         """An empty accumulator for some of the messages, filled elsewhere and then merged; None where messages must be
-        added here, one after the other."""
+        added here, one after the other: in every subclass that adds in a way of its own."""
+        if type(self).add is not Accumulator.add or type(self)._sum is not Accumulator._sum:
+            return None
         return Accumulator(self.clip, self.threshold, self.tensors, self.dimension, self.weighted)
 
     def merge(self, part: Accumulator) -> None:

@@ -32,6 +32,8 @@ CACHED_ENTRIES = 1_000_000
 """The same for a block that stays in a core's caches."""
 LONG_ROUND = 0.5
 """Seconds of local training per round above which worker processes pay for their start."""
+UNEVEN = 1.1
+"""A round by worker processes, over one that fills the cores evenly, above which all cores on one client are tried."""
 FEW_ROWS = 1_000
 """Rows per client (steps · batch · passes) above which the low-rank form is not even tried."""
 SMALL_STEP = 0.02
@@ -82,7 +84,7 @@ class _Makers:
         parts, layout = parts or self.parts, self.parts.layout
         alone = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
         if name == "sequential":
-            return alone
+            return replace(alone, threads=threads)
         if name == "workers":
             return Workers(alone, self.cores)
         if name == "ray":
@@ -142,8 +144,18 @@ def _measured(makers: _Makers) -> Choice:
     alone = factor * seconds_per_client(makers.make("sequential", None, short), short, data, first, 1)
     makers.problem.bind(first)
     found = {Choice("sequential"): alone}
-    if makers.cores > 1 and alone * parts.plan.sampler.size > LONG_ROUND and portable(makers.problem.module):
-        found[Choice("workers")] = alone / makers.cores * 1.1
+    cohort = max(1, math.ceil(parts.plan.sampler.size))
+    turns = (
+        math.ceil(cohort / makers.cores) / cohort
+    )  # of one process among equals: the last turn may not fill the cores
+    if makers.cores > 1 and alone * cohort > LONG_ROUND:
+        if portable(makers.problem.module):
+            found[Choice("workers")] = alone * turns * 1.1
+        if turns * makers.cores > UNEVEN or not portable(makers.problem.module):
+            together = makers.make("sequential", None, short, makers.cores)
+            found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(
+                together, short, data, first, 1
+            )
     if parts.local.epochs is None and not _random(makers.problem.module):
         _measure_blocks(makers, first, min(found.values()), found)
     makers.problem.bind(first)
@@ -162,7 +174,8 @@ def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: f
         clients = cores * block
     backend = makers.make(best.backend, block, parts, cores)
     together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
-    return replace(best, block=block, threads=cores) if together < 0.9 * seconds else best
+    least = 0.9 if makers.stack is None else 1.0  # blocks of their own give the same bits with any number of threads
+    return replace(best, block=block, threads=cores) if together < least * seconds else best
 
 
 def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: dict[Choice, float]) -> None:

@@ -14,6 +14,9 @@ from fedflat.core.loss import example_loss
 from fedflat.data.clients import Federated
 from fedflat.engine.problem import ModuleProblem
 
+MOST = 8
+"""Batches evaluated at once, at most: each holds its layers' outputs."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -36,7 +39,7 @@ def scores(
     """
     problem.bind(weights)
     starts = range(0, len(inputs), batch)
-    modules = problem.twins(min(threads, len(starts))) if len(starts) > 1 else [problem.module]
+    modules = problem.twins(min(threads, MOST, len(starts))) if len(starts) > 1 else [problem.module]
 
     def share(number: int) -> list[tuple[Tensor, Tensor]]:
         module = modules[number]

@@ -85,7 +85,11 @@ def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
 
 def _name(data: Federated, module: nn.Module, precision: str) -> str:
     """A hash of everything that the features depend on."""
-    total = hashlib.sha256(f"{type(module).__qualname__} {vars(module).get('pooling')} {precision}".encode())
+    total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
+    for layer in module.modules():
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool, tuple)) and k[0] != "_"}
+        told = getattr(getattr(layer, "config", None), "to_json_string", str)()
+        total.update(f"{sorted(plain.items())!r} {told}".encode())
     own = (p.detach() for p in module.parameters() if not p.requires_grad)
     for value in (*own, *module.buffers(), data.inputs, data.test_inputs):
         if value is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +21,23 @@ from fedflat.engine.heads import Heads
 from fedflat.engine.problem import ModuleProblem
 
 
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """``count`` intra-op threads inside the block, put back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass
 class Sequential:
-    """Trains a cohort client by client."""
+    """Trains a cohort client by client.
+
+    threads: cores that work on one client; another number may round differently.
+    """
 
     algorithm: Algorithm
     problem: ModuleProblem
@@ -29,9 +45,17 @@ class Sequential:
     data: Federated
     seed: int
     name: str = "sequential"
+    threads: int = 1
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train each client of the cohort (sorted ids) and add its message to the accumulator."""
+        if self.threads > 1:
+            with using_threads(self.threads):
+                self._train(cohort, broadcast, accumulator, heads)
+        else:
+            self._train(cohort, broadcast, accumulator, heads)
+
+    def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         for client in cohort.tolist():
             size = len(self.data.parts[client])
             if size == 0:

@@ -262,7 +262,17 @@ def _nothing() -> None:
 
 def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
     """ε after a round; it depends on the plan and the round only."""
-    return Ahead(lambda: plan.epsilon(rounds)) if plan.private else lambda: math.inf
+    if not plan.private:
+        return lambda: math.inf
+    ahead = Ahead(lambda: plan.epsilon(rounds))
+
+    def found() -> float:
+        try:
+            return ahead()
+        except Exception:  # tried again where nothing else takes memory
+            return plan.epsilon(rounds)
+
+    return found
 
 
 def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:

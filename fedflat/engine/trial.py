@@ -27,13 +27,15 @@ from fedflat.engine.train import Backend
 
 VERSION = 2
 """Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
+TRIES, SHORT = 6, 0.5
+"""Tries of a back end, as long as they took fewer seconds together; two in any case."""
 STEPS = 4
 """Steps of a trial whose cost grows in proportion to them."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A back end by name, its block size where it has one, and the threads that work on one block."""
+    """A back end by name, its block size where it has one, and the cores it works with (not for workers)."""
 
     backend: str
     block: int | None = None
@@ -41,15 +43,15 @@ class Choice:
 
 
 def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: torch.Tensor, clients: int) -> float:
-    """Local training, clip and sum of ``clients`` of the largest clients, the better of two tries; inf if it fails.
+    """Local training, clip and sum of ``clients`` of the largest clients, the best of a few tries; inf if it fails.
 
     Nothing stays: the sum is thrown away, heads are copies, and weights are w^0's.
     """
     largest = np.sort(np.argsort(-data.sizes, kind="stable")[:clients])
     size = parts.layout.dimension
     threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
-    times = []
-    for _ in range(2):
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < TRIES and sum(times) * len(largest) < SHORT):
         began = time.perf_counter()
         zero = torch.zeros(size)
         memory = zero if any("memory" in step.initial(zero[:1]) for step in parts.algorithm.server) else None

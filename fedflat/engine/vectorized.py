@@ -27,19 +27,9 @@ from fedflat.engine.feed import BlockFeed, Order
 from fedflat.engine.heads import Heads
 from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.problem import Problem
+from fedflat.engine.sequential import using_threads
 
 OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory")
-
-
-@contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """``count`` intra-op threads inside the block, put back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -117,18 +107,26 @@ class Vectorized:
     def _halve(self, error: Exception, clients: int, broadcast: Broadcast) -> None:
         """Half the block where memory was short; anything else, or one client that does not fit, ends the run."""
         short = isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
-        if not short or clients == 1:
+        if not short or (clients == 1 and not (self.apart and self.threads > 1)):
             where = f"round {broadcast.round}, a block of {clients} clients, local training"
             raise RunError(f"{where}: {error or type(error).__name__}") from error
+        if self.apart and self.threads > 1:  # fewer blocks at a time change no number
+            self.threads = 1
+            warnings.warn(
+                f"engine.processes: blocks of {clients} clients do not fit into memory side by side; going on with one",
+                stacklevel=2,
+            )
+            return
         self.block = max(1, clients // 2)
         warnings.warn(
             f"engine.block: {clients} clients did not fit into memory; going on with {self.block}", stacklevel=2
         )
 
     def _trained(self, clients: np.ndarray, broadcast: Broadcast, heads: Heads) -> LocalResult:
-        if self.factors is not None:
+        factors = self.factors  # another block's thread may decline in between
+        if factors is not None:
             try:
-                return self._run(self.factors, clients, broadcast, self.factors.start(broadcast.shared, len(clients)))  # type: ignore[arg-type]
+                return self._run(factors, clients, broadcast, factors.start(broadcast.shared, len(clients)))  # type: ignore[arg-type]
             except Declined:
                 self.factors = None
         if heads.first.numel():

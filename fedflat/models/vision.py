@@ -102,7 +102,8 @@ class Convolutions(nn.Module):
         self.dense = Dense([channels[-1] * rows * columns, *widths])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[..., : self.seen[0], : self.seen[1]]
+        if tuple(x.shape[-2:]) != self.seen and not x.is_mkldnn:  # oneDNN's own tensors cannot be cut
+            x = x[..., : self.seen[0], : self.seen[1]]
         for convolution, pool in zip(self.convolutions, self.pools, strict=True):
             x = convolution(x)
             x = F.relu(F.max_pool2d(x, 2) if pool else x)
