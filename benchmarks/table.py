@@ -25,6 +25,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"Systems take turns, {report['rounds']} rounds each; "
         "only ratios within one table mean anything."
     )
+    lines += ["", report["note"]] if report.get("note") else []
     for name, found in report["workloads"].items():
         lines += [
             "",

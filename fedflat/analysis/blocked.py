@@ -26,14 +26,21 @@ def batches(module: nn.Module, layout: Layout, weights: Tensor, inputs: Tensor) 
         return None
     first, vector = inputs[:BATCH], weights.to(inputs.dtype)
     try:
-        found = torch.func.functional_call(module, converted(layout, vector), (first.to_mkldnn(),)).to_dense()
+        kept = _looked_at(module, inputs)
+        found = torch.func.functional_call(module, converted(layout, vector), (kept[:BATCH].to_mkldnn(),)).to_dense()
     except Exception:  # a module may do anything with its inputs, and most of it is not there for these tensors
         return None
     expected = torch.func.functional_call(module, dict(layout.views(vector)), (first,))
     scale = float(expected.abs().max())
     if found.shape != expected.shape or not float((found - expected).abs().max()) <= TOLERANCE[inputs.dtype] * scale:
         return None
-    return [inputs[start : start + BATCH].to_mkldnn() for start in range(0, len(inputs), BATCH)]
+    return [kept[start : start + BATCH].to_mkldnn() for start in range(0, len(kept), BATCH)]
+
+
+def _looked_at(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What the built-in convolutional networks look at of an image: they cannot cut these tensors themselves."""
+    seen = getattr(module, "seen", None)
+    return inputs[..., : seen[0], : seen[1]] if isinstance(seen, tuple) else inputs
 
 
 def usable(inputs: Tensor) -> bool:
