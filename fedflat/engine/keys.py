@@ -82,6 +82,10 @@ def load(run: str) -> bytes | None:
     return key
 
 
-def forget(run: str) -> None:
-    """Delete a run's key; a missing one is no error."""
-    path_of(run).unlink(missing_ok=True)
+def forget(run: str) -> bool:
+    """Delete a run's key; whether there was one (a missing one is no error)."""
+    try:
+        path_of(run).unlink()
+    except FileNotFoundError:
+        return False
+    return True

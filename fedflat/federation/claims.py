@@ -16,9 +16,9 @@ CHECK_INS = (
 )
 
 
-def deployment_statement(task: Task, job: Job, outcome: Outcome) -> dict[str, Any]:
+def deployment_statement(task: Task, job: Job, outcome: Outcome, *, tested: bool = False) -> dict[str, Any]:
     """The privacy statement of a deployment: no simulation, OS entropy, and what real check-ins mean for the
-    sampling.
+    sampling. tested: the run had a public test set, though this job has none.
     """
     from fedflat.assembly.noising import facts as noise_facts
     from fedflat.privacy.statement import statement
@@ -28,6 +28,7 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome) -> dict[str, An
     known, chosen = cohort_known_epsilon(job, outcome), cohort_chosen_epsilon(job, outcome)
     facts = settled(task.recipe, plan, job.parts.local, job.data.clients) | stated_facts(task.recipe, job)
     facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": CHECK_INS}
+    facts["public_data"] = bool(facts.get("public_data")) or tested
     facts |= {"epsilon_cohort_known": known, "epsilon_cohort_chosen": chosen if math.isfinite(chosen or 0.0) else None}
     return statement(
         plan,
@@ -57,17 +58,22 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
 
 
 def cohort_chosen_epsilon(job: Job, outcome: Outcome) -> float | None:
-    """ε towards a server that asks a client in every round instead of drawing cohorts: T sums of n_min shares.
+    """ε towards a lying server that asks a client in all T rounds, whatever cohorts it draws and lines it writes.
 
-    None unless the server is distrusted and clients add its noise (distributed, ddgauss); inf where none is proven.
+    distributed (ddgauss): T sums of n_min shares, no amplification; inf where none is proven. local: T answers, if
+    fewer rounds are charged. None elsewhere. T, not the rounds charged: what a client counts is its own answers, T of
+    them; the ledger is the server's.
     """
     from fedflat.privacy.discrete_plan import DDGaussPlan
     from fedflat.privacy.statement import rounds_charged
 
     plan = job.parts.plan
+    charged = rounds_charged(outcome.state.round, outcome.entries)
+    rounds = max(plan.rounds, charged)
+    if plan.trust == "local" and plan.private and plan.event_multiplier > 0:
+        return plan.epsilon(rounds) if rounds > charged else None
     if not isinstance(plan.mechanism, DDGaussPlan):
         return None
-    rounds = rounds_charged(outcome.state.round, outcome.entries)
     return plan.mechanism.account(plan).epsilon(rounds, "server", amplification=False)
 
 
@@ -77,6 +83,6 @@ def _towards(known: float | None, chosen: float | None, delta: float) -> str:
     if known is not None:
         text += f" Towards them, if they are not the trusted server: ε = {known:.4g} at δ = {delta:g}."
     if chosen is not None:
-        text += " The server's figure counts on its drawing the cohorts: "
-        text += f"one that asks a client in every round learns of it at ε = {chosen:.4g}, δ = {delta:g}."
+        text += " The server's figure counts on its drawing the cohorts and charging every round: "
+        text += f"one that asks a client in every planned round learns of it at ε = {chosen:.4g}, δ = {delta:g}."
     return text

@@ -23,6 +23,7 @@ from fedflat.engine import checkpoint, keys
 from fedflat.engine.choose import one_thread
 from fedflat.engine.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
 from fedflat.engine.folder import replace as write_whole
+from fedflat.engine.heads import Heads
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.claims import deployment_statement
 from fedflat.federation.roster import Roster
@@ -34,6 +35,9 @@ from fedflat.pieces.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.ledger import read as read_ledger
 
 log = logging.getLogger("fedflat.server")
+
+ENDED = "ended.json"
+"""In the folder of a run that ``fedflat.federation.close`` ended."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,21 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     """Run a deployment to its end, or go on with the one in ``settings.out``; returns the privacy statement.
 
     Raises:
-        InputError: the task, the folder or the roster is not what it should be. RunError: the disk refuses, or another
-            server has the run.
+        InputError: the task, the folder or the roster is not what it should be, or the run was ended for good.
+        RunError: the disk refuses, or another server has the run.
     """
     job = job_of(task, settings)
     return_large_blocks()
     with _only_server(settings.out):
         folder = _folder(task, job, settings.out)
         job.folder = folder
-        job.key = _key(folder)
-        counts = Refusals(_operator_file(folder))
-        job.backend = _backend(grid, task, job, settings, counts)
-        _wait_for_nodes(grid, task.roster, settings)
-        outcome = _train(job)
+        outcome = standing(job, folder.path)
+        if not outcome.complete:  # a complete run needs no key and no clients, only its statement
+            job.key = _key(folder)
+            counts = Refusals(_operator_file(folder))
+            job.backend = _backend(grid, task, job, settings, counts)
+            _wait_for_nodes(grid, task.roster, settings)
+            outcome = _train(job)
         facts = deployment_statement(task, job, outcome)
         write_whole(folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
         if outcome.complete:
@@ -170,7 +176,20 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         raise wrong(
             "out", f"{out}, the folder of another deployment", "a new folder, or the one this task was started in"
         )
+    if (out / ENDED).exists():
+        raise wrong("out", f"{out}, a run that its operator ended for good", "a new folder")
     return folder
+
+
+def standing(job: Job, out: Path) -> Outcome:
+    """The run in ``out`` as its checkpoint and ledger have it, without touching either."""
+    found = checkpoint.newest(out / "checkpoints")
+    size = job.parts.layout.dimension
+    state = job.parts.first_state(job.first[:size], job.threshold) if found is None else found[0]
+    entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
+    plan, again = job.parts.plan, sum("attempt" in entry for entry in entries)
+    last = min(plan.rounds, plan.rounds_within_budget(again))
+    return Outcome(state, Heads(job.first[size:]), [], [], entries, complete=state.round >= last)
 
 
 def _versions(out: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.privacy.ledger import sync_folder
 
 HEAD, ROUNDS, SESSION, NODE = "head.safetensors", "rounds.jsonl", "session.json", "node.json"
-ACCURACY = "personal.jsonl"
+ACCURACY, LOCK = "personal.jsonl", "answer.lock"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -54,6 +57,18 @@ class Store:
                 f"state: found {self.folder} ({error.strerror}); allowed: a folder you may write to."
             ) from error
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One answer at a time, whatever processes share the folder: what it counts it counts before the next asks."""
+        import fcntl
+
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
     def head(self, first: Tensor, round: int) -> Tensor:
         """The personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.
 
@@ -92,7 +107,9 @@ class Store:
     def took_part(self, round: int) -> bool:
         """Whether an answer to this round has left, or may have."""
         path = self.folder / ROUNDS
-        return path.exists() and json.dumps({"round": round}) in path.read_text(encoding="utf-8").splitlines()
+        return path.exists() and json.dumps({"round": round}) in path.read_text(
+            encoding="utf-8"
+        )  # behind a torn line too
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""
@@ -135,11 +152,11 @@ class Store:
         """Count an answer, durably, before it leaves."""
         try:
             descriptor = os.open(self.folder / ROUNDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                os.write(descriptor, json.dumps({"round": round}).encode() + b"\n")
+            with open(descriptor, "ab") as file:
+                file.write(json.dumps({"round": round}).encode() + b"\n")
+                file.flush()
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_folder(self.folder)  # its name too, or a power cut forgets the first answer
         except OSError as error:
             raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
 
@@ -153,3 +170,4 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
+    sync_folder(path.parent)

@@ -99,7 +99,7 @@ class Flower:
             if not self._collect(desk, add):
                 time.sleep(self.poll)
         if self._late:
-            desk.late(self.grid.pull_messages(list(self._late)))
+            desk.late(self._pulled(desk, self._late))
         self._late = desk.close()
 
     def _ask(self, desk: Desk, clients: list[int], content: Callable[[Slip], Any]) -> None:

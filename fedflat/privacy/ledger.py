@@ -309,6 +309,10 @@ class Ledger:
         self._replay = [entry for entry in self._replay if entry["round"] < start] + spent
         return spent
 
+    def charge_open(self, payload: Mapping[str, Any], reason: str) -> Entry:
+        """Charge an event of a round that is never finished, because what went into it may have been seen already."""
+        return self._write({**self._normal(payload), "reason": reason})
+
     def _write(self, payload: Mapping[str, Any]) -> Entry:
         file = self._writable()
         entry = seal(payload, len(self.entries), self._tip)

@@ -79,18 +79,31 @@ def test_what_leaves_a_client_is_clipped(project: tuple[Path, Task, list[Client]
 
 def test_local_trust_a_client_counts_its_own_participations(tmp_path: Path) -> None:
     privacy = {"trust": "local", "noise_multiplier": 2.0}
-    task, clients = deployed(tmp_path / "fed", small(privacy=privacy, cohort={"max_participations": 2}))
-    for _ in range(2):
-        clients[0].answer(ask_of(clients[0]))
+    task, clients = deployed(tmp_path / "fed", small(rounds=3, privacy=privacy, cohort={"max_participations": 2}))
+    for round in (0, 1):
+        clients[0].answer(ask_of(clients[0], round=round))
     again = Client(task, 0, clients[0].data, Store(clients[0].store.folder), task.pin)
     with pytest.raises(Refused, match="2 times"):
-        again.answer(ask_of(again))
+        again.answer(ask_of(again, round=2))
+
+
+def test_local_trust_a_client_answers_once_in_a_round(tmp_path: Path) -> None:
+    """Whatever nonce it is asked with, and after a restart; a torn line (a full disk) does not hide a whole one."""
+    task, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
+    (clients[0].store.folder / "rounds.jsonl").write_text('{"rou')
+    clients[0].answer(ask_of(clients[0]))
+    again = Client(task, 0, clients[0].data, Store(clients[0].store.folder), task.pin)
+    for nonce in (b"n" * 16, b"m" * 16):
+        with pytest.raises(Refused, match="round 0 has left already"):
+            again.answer(ask_of(again, nonce=nonce))
+    assert again.answer(ask_of(again, round=1)) is not None
 
 
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
     size = clients[0].job.parts.layout.dimension
-    one, two = (wire.read_answer(clients[0].answer(ask_of(clients[0])), size).update for _ in range(2))
+    ask = wire.read_ask(ask_of(clients[0]), size)  # below the rule that it is answered once
+    one, two = (clients[0].update(ask.broadcast)[0] for _ in range(2))
     assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -24,7 +25,7 @@ pytest.importorskip("flwr")
 
 from stand_in import client_at, deployed, grid_of, honest, settings, small
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import InputError, RunError
 from fedflat.engine import checkpoint, keys
 from fedflat.engine.folder import RunFolder
 from fedflat.federation.client import Client
@@ -189,13 +190,80 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
     assert close.main(words) == 2 and "a run of this app" in capsys.readouterr().err
     assert serve_in_a_process(folder, task, STAGES[stage]) == -signal.SIGKILL
     assert len(list(keys.folder().iterdir())) == 1
-    assert close.main(words) == 0 and "key deleted" in capsys.readouterr().out
+    assert close.main(words) == 0 and "; key deleted\n" in capsys.readouterr().out
     facts = json.loads((folder / "run" / "privacy.json").read_text())
     lines = read_ledger(folder / "run" / "ledger.jsonl")
     finished = 2 if stage == "after the checkpoint" else 1
     assert (facts["rounds"], facts["rounds_charged"]) == (finished, len(lines))
     assert len(lines) == 1 + (stage != "before the ledger line")
     assert facts["epsilon"] == pytest.approx(lines[-1]["epsilon"]) and not list(keys.folder().iterdir())
+    assert close.main(words) == 0 and "; key deleted before\n" in capsys.readouterr().out
+    assert read_ledger(folder / "run" / "ledger.jsonl") == lines
+    with pytest.raises(InputError, match="ended for good"):  # no server goes on, and none makes a key for it
+        serve(grid_of(task, []), task, settings(folder))
+    assert not list(keys.folder().iterdir())
+
+
+def test_a_key_in_another_account_is_not_called_deleted(
+    federation: tuple[Path, Task], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fedflat.federation import close
+    from fedflat.federation.project import PACKAGE
+
+    folder, task = federation
+    words = [str(folder / "app" / PACKAGE), str(folder / "run")]
+    assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+        for _ in range(2):
+            assert close.main(words) == 1
+            shown = capsys.readouterr()
+            assert "KEY NOT DELETED" in shown.out and str(tmp_path / "another") in shown.err
+    assert len(list(keys.folder().iterdir())) == 1
+    assert close.main(words) == 0 and "; key deleted\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trust", ["local", "distributed"])
+def test_a_run_ended_under_a_distrusted_server_is_charged_the_round_that_may_be_open(
+    trust: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed with the round's updates (or their sum) in its memory and no line for them: the close writes it, once."""
+    from fedflat.federation.close import close
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    changes: dict[str, Any] = {"privacy": {"trust": "local", "noise_multiplier": 1.0}}
+    if trust == "distributed":
+        changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}
+    folder = tmp_path / "fed"
+    task, clients = deployed(folder, small(rounds=3, **changes))
+    _ = [client.job for client in clients]
+    assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
+    assert [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")] == [0]
+    for key in ("deleted", "gone"):
+        facts, found = close(task, folder / "run")
+        lines = read_ledger(folder / "run" / "ledger.jsonl")
+        assert [entry["round"] for entry in lines] == [0, 1] and "may have reached" in lines[1]["reason"]
+        assert (facts["rounds"], facts["rounds_charged"], found) == (1, 2, key)
+    plan = clients[0].job.parts.plan
+    wanted = (
+        plan.epsilon(3) if trust == "local" else plan.mechanism.account(plan).epsilon(3, "server", amplification=False)
+    )
+    found = facts["facts"]["epsilon_cohort_chosen"]  # a client answers T times, whatever the server writes down
+    assert found == (wanted if math.isfinite(wanted) else None)
+    if math.isfinite(wanted):
+        assert f"ε = {wanted:.4g}" in " ".join(facts["warnings"])
+
+
+def test_a_complete_run_needs_no_key_and_no_clients(federation: tuple[Path, Task]) -> None:
+    """Started once more: its statement again, no wait and no fresh key; ended: nothing is charged."""
+    from fedflat.federation.close import close
+
+    folder, task = federation
+    assert serve_in_a_process(folder, task) == 0
+    statement = (folder / "run" / "privacy.json").read_bytes()
+    facts = serve(grid_of(task, []), task, settings(folder, nodes=4))  # would wait for four clients, and fail
+    assert (folder / "run" / "privacy.json").read_bytes() == statement and not list(keys.folder().iterdir())
+    assert close(task, folder / "run") == (facts, "gone")
 
 
 def test_broken_twin_that_keeps_the_key_of_an_open_round_is_found(
@@ -268,6 +336,27 @@ def test_two_servers_on_one_run(federation: tuple[Path, Task]) -> None:
     first.join(60)
     assert first.exitcode == 0
     check_books(folder, 0)
+
+
+def test_late_bytes_that_cannot_be_decoded_do_not_end_the_run(federation: tuple[Path, Task]) -> None:
+    """Flower's decoder raises on what a client of the round before sends when its time is over."""
+    folder, task = federation
+    clients = [client_at(folder, task, number) for number in range(4)]
+    grid = grid_of(task, clients)
+    grid.handlers[0] = lambda message: None
+    pull = grid.pull_messages
+
+    def raising(numbers: Any) -> Any:
+        late = [m for m in grid.pushed if m.metadata.message_id in numbers and m.metadata.dst_node_id == 1000]
+        if any(m.content["facts"]["round"] < grid.pushed[-1].content["facts"]["round"] for m in late):
+            raised.append(len(late))
+            raise KeyError("arraychunk_ids")
+        return pull(numbers)
+
+    raised: list[int] = []
+    grid.pull_messages = raising  # type: ignore[method-assign]
+    assert serve(grid, task, settings(folder))["rounds"] == ROUNDS
+    assert raised
 
 
 def test_slow_clients_are_zero_in_their_round_and_late_in_the_next(federation: tuple[Path, Task]) -> None:

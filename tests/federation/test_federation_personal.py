@@ -92,7 +92,9 @@ def same(one: Any, other: Any) -> bool:
     return facts[0] == facts[1] and arrays[0] == arrays[1]
 
 
-def test_a_record_survives_a_restart_and_its_failure_changes_nothing(tmp_path: Path) -> None:
+def test_a_record_survives_a_restart_and_its_failure_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "fed"
     _, clients = deployed(folder, recipe_of("dp2-fedsam"))
     one = holding(clients[0], folder)
@@ -104,7 +106,14 @@ def test_a_record_survives_a_restart_and_its_failure_changes_nothing(tmp_path: P
     assert len((one.store.folder / "personal.jsonl").read_text().splitlines()) == 2
     broken = holding(clients[0], folder)
     broken.held = tmp_path / "none.safetensors"
-    assert same(broken.answer(ask_of(broken)), clients[0].answer(ask_of(clients[0])))
+    plain = clients[0].answer(ask_of(clients[0]))
+    assert same(broken.answer(ask_of(broken)), plain)
+
+    def explode(*given: object) -> None:
+        raise KeyError("whatever")
+
+    monkeypatch.setattr(personal, "evaluate", explode)
+    assert same(again.answer(ask_of(again)), plain)
     assert len(one.store.accuracies()) == 2
 
 
