@@ -273,7 +273,10 @@ class Collector:
         return True
 
     def result(self) -> Vector:
-        """The sum of the survivors' vectors modulo 2^bits ``(d,)``; Aborted if too few gave shares, or false ones."""
+        """The sum of the survivors' vectors modulo 2^bits ``(d,)``; Aborted if too few gave shares, or false ones.
+
+        Nobody sees one vector, so nobody can clip it: clients bound their own, and a hostile one's is anything.
+        """
         total = self.total.copy()
         for client in sorted(self.survivors):
             total -= prg(self._secret(self.seeds.get(client, {})), self.size, self.bits)

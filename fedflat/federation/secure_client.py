@@ -7,6 +7,7 @@ sums with at least n_min honest vectors in them, and only after enough others si
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,13 @@ def threshold_of(plan: Plan, clients: int) -> int:
     return max(consistency.enough_for_lies(clients, plan.colluders), (plan.cohort_min or 1) + plan.colluders)
 
 
-def context_of(round: int, session: bytes) -> bytes:
-    """What signatures and common secrets are bound to."""
-    return round.to_bytes(8, "big") + session
+def context_of(pin: str, round: int, session: bytes) -> bytes:
+    """What signatures, common secrets and masks are bound to: deployment (recipe, form and roster), round, session.
+
+    SHA-256; without the pin, two deployments of one roster's keys could be mixed.
+    """
+    told = pin.encode() + round.to_bytes(8, "big") + session  # only the pin's length is open
+    return hashlib.sha256(b"fedflat secure aggregation: session" + told).digest()
 
 
 def known_keys(task: Task) -> dict[int, EllipticCurvePublicKey]:
@@ -103,12 +108,17 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
         raise Refused("a step of a session that is not open")
     if state.get("stage") != ORDER[ORDER.index(stage) - 1]:
         raise Refused(f"step {stage} after step {state.get('stage')}")
+    if stage == stages.VECTOR and client.store.took_part(round):  # killed after it noted that the vector leaves
+        raise Refused(f"this client's vector of round {round} has left already")
     return state
 
 
+def _context(client: Client, state: Mapping[str, Any]) -> bytes:
+    return context_of(client.task.pin, state["round"], bytes.fromhex(state["session"]))
+
+
 def _own(client: Client, state: Mapping[str, Any]) -> Secrets:
-    context = context_of(state["round"], bytes.fromhex(state["session"]))
-    return Secrets(client.number, context, *(bytes.fromhex(state[name]) for name in _SECRETS))
+    return Secrets(client.number, _context(client, state), *(bytes.fromhex(state[name]) for name in _SECRETS))
 
 
 def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
@@ -118,7 +128,7 @@ def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
 def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
     if client.key is None:
         raise wrong("node config", "no key", 'key="…/auth.key" under trust: distributed')
-    own = Secrets.fresh(client.number, context_of(state["round"], bytes.fromhex(state["session"])))
+    own = Secrets.fresh(client.number, _context(client, state))
     public = own.public(signing_key(client.key))
     secret = {name: getattr(own, name).hex() for name in _SECRETS}
     client.store.keep_session({**state, "stage": stages.KEYS, **secret})
@@ -172,7 +182,7 @@ def _consent(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[
     survivors = set(stages.read_map(content[FACTS].get("survivors"), 0))
     secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
     client.store.keep_session({**state, "stage": stages.CONSENT, "survivors": sorted(survivors)})
-    signature = consistency.consent(_own(client, state), _seen(state, survivors))
+    signature = consistency.consent(_own(client, state), _seen(client, state, survivors))
     return {"signature": signature}, None
 
 
@@ -180,17 +190,16 @@ def _shared(state: Mapping[str, Any]) -> set[int]:
     return {int(i) for i in state["shares"]}
 
 
-def _seen(state: Mapping[str, Any], survivors: set[int]) -> bytes:
+def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> bytes:
     """The hash of what this client was told in the session."""
-    context = context_of(state["round"], bytes.fromhex(state["session"]))
-    return consistency.transcript(context, _keys(state), _shared(state), survivors)
+    return consistency.transcript(_context(client, state), _keys(state), _shared(state), survivors)
 
 
 def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
     """Shares for the survivors that this client signed, and for no others; once."""
     survivors = set(state["survivors"])
     signatures = stages.read_map(content[FACTS].get("signatures"), consistency.SIGNATURE_BYTES)
-    seen = _seen(state, survivors)
+    seen = _seen(client, state, survivors)
     consistency.require_consent(signatures, _keys(state), survivors, seen, state["threshold"])
     shares = {int(i): Shares(*(int(text) for text in found)) for i, found in state["shares"].items()}
     seeds, masks = secagg.reveal(shares, survivors, set(shares))

@@ -105,7 +105,8 @@ class SecureFlower(Flower):
 
     def _aggregate(self, cohort: list[int], broadcast: Broadcast) -> Collector:
         session = secrets.token_bytes(stages.SESSION_BYTES)
-        collector = Collector(context_of(broadcast.round, session), self.mechanism.padded, self.mechanism.bits, 1)
+        context = context_of(self.pin, broadcast.round, session)
+        collector = Collector(context, self.mechanism.padded, self.mechanism.bits, 1)
         self._keys(collector, session, cohort, broadcast)
         boxes = self._shares(collector, session, broadcast)
         self._vectors(collector, session, boxes, broadcast)

@@ -47,7 +47,7 @@ class Lying:
         facts = through_shares(self.clients)
         self.keys = {i: secure_client._keys(c.store.session())[i] for i, c in enumerate(self.clients)}
         mechanism = self.clients[0].job.parts.mechanism.mechanism  # type: ignore[attr-defined]
-        context = secure_client.context_of(0, SESSION)
+        context = secure_client.context_of(self.clients[0].task.pin, 0, SESSION)
         self.collector = Collector(context, mechanism.padded, mechanism.bits, 3, keys=self.keys, shared=set(range(5)))
         for client in self.clients:
             vector = client.answer(question(client, stages.VECTOR, facts=facts[client.number]))

@@ -21,7 +21,7 @@ from stand_in import client_at, deployed, final_shared, grid_of, honest, setting
 from fedflat import simulation
 from fedflat.core.types import Broadcast
 from fedflat.engine import keys
-from fedflat.federation import secagg, stages
+from fedflat.federation import secagg, secure_client, stages
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.desk import Slip
 from fedflat.federation.secure_client import threshold_of
@@ -215,6 +215,27 @@ def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None
     with pytest.raises(Refused, match="has left already"):
         again.answer(question(again, stages.KEYS, b"u" * 16))
     assert one.store.session() == {}
+
+
+def test_a_client_killed_after_it_noted_a_vector_sends_no_other(tmp_path: Path) -> None:
+    """Noted, and killed before the session says so: the same step of the same session is refused."""
+    _, clients = deployed(tmp_path / "fed", ddgauss())
+    facts = through_shares(clients)
+    clients[0].store.note_participation(0)
+    with pytest.raises(Refused, match="has left already"):
+        clients[0].answer(question(clients[0], stages.VECTOR, facts=facts[0]))
+
+
+def test_a_session_belongs_to_one_deployment(tmp_path: Path) -> None:
+    """The same keys in two deployments, the same round and session: what one signed is not believed in the other."""
+    _, clients = deployed(tmp_path / "fed", ddgauss())
+    one, session = clients[0], b"s" * 16
+    keys_of_one = stages.read_keys(one.answer(question(one, stages.KEYS, session))["facts"]["keys"])
+    known = secure_client.known_keys(one.task)
+    secagg.verify(keys_of_one, known, secure_client.context_of(one.task.pin, 0, session))
+    for other in (("another", 0, session), (one.task.pin, 1, session), (one.task.pin, 0, b"t" * 16)):
+        with pytest.raises(secagg.Aborted):
+            secagg.verify(keys_of_one, known, secure_client.context_of(*other))
 
 
 def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
