@@ -73,6 +73,10 @@ One SuperNode for each client (another `client=`, folder and `--port` each):
 
     {node}
 
+The `--ssl-…` flags are for trying it out on this one machine only: they serve the SuperNode's own local port
+(127.0.0.1) with the SuperLink's certificate. On a machine of a client's own give it another certificate for that port,
+from an authority of that machine's own. `server.key` never leaves the SuperLink's machine; clients get ca.crt alone.
+
 A SuperNode that was killed is refused for up to a minute; before it is started again, this lets it in at once:
 
     {rejoin}

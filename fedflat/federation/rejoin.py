@@ -41,6 +41,8 @@ def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
     except httpx.HTTPStatusError as error:
         if error.response.status_code == httpx.codes.UNAUTHORIZED:
             raise RunError(f"{address}: this key is not that of node {node}") from error
+        if error.response.is_server_error:
+            raise RunError(f"{address}: fails ({error.response.status_code})") from error
         return False  # it is off already
     except httpx.HTTPError as error:
         raise RunError(f"{address}: no answer ({error})") from error
