@@ -83,6 +83,6 @@ def _towards(known: float | None, chosen: float | None, delta: float) -> str:
     if known is not None:
         text += f" Towards them, if they are not the trusted server: ε = {known:.4g} at δ = {delta:g}."
     if chosen is not None:
-        text += " The server's figure counts on its drawing the cohorts and charging every round: "
+        text += " The server's figure counts on its asking and charging as agreed: "
         text += f"one that asks a client in every planned round learns of it at ε = {chosen:.4g}, δ = {delta:g}."
     return text

@@ -209,6 +209,15 @@ def test_charging_an_empty_ledger_again_charges_nothing(path: Path) -> None:
         assert ledger.charge_again("nothing was open") == [] and ledger.entries == []
 
 
+def test_an_open_round_is_charged_with_its_reason_and_spends_as_any_other(path: Path) -> None:
+    filled(path, 1)
+    with Ledger.open(path) as ledger:
+        ledger.charge_open(payload(1), "ended")
+    first, second = read(path)
+    assert second["reason"] == "ended" and event(second) == event(seal(payload(1), 1, "")) and "reason" not in first
+    assert "attempt" not in second  # a round of its own, not a second draw of one
+
+
 def test_a_named_key_tells_drawn_again_from_drawn_anew(path: Path) -> None:
     with Ledger.open(path, key_id="a") as ledger:
         for index in range(4):
