@@ -87,7 +87,8 @@ def _name(data: Federated, module: nn.Module, precision: str) -> str:
     """A hash of everything that the features depend on."""
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool, tuple)) and k[0] != "_"}
+        # whole numbers are left out: they are in the module's text or its config, or count calls
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (float, str, bool, tuple)) and k != "training"}
         told = getattr(getattr(layer, "config", None), "to_json_string", str)()
         total.update(f"{sorted(plain.items())!r} {told}".encode())
     own = (p.detach() for p in module.parameters() if not p.requires_grad)
