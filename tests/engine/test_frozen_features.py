@@ -147,6 +147,21 @@ def test_remembered_for_the_same_body_and_data_only() -> None:
     assert torch.allclose(with_features(other, module).inputs, computed(module, other.inputs))
 
 
+def test_another_setting_with_the_same_weights_is_another_body() -> None:
+    """The twin that looks at the weights alone would hand out the first one's features."""
+
+    class Scaled(Body):
+        scale = 1.0
+
+        def features(self, inputs: Tensor) -> Tensor:
+            return super().features(inputs) * self.scale
+
+    one, two, data = Scaled(), Scaled(), federation()
+    two.scale = 2.0
+    first = with_features(data, one).inputs
+    assert torch.allclose(with_features(data, two).inputs, 2 * first)
+
+
 def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(tmp_path: Path) -> None:
     pairs = [texts(17 + i, i) for i in range(5)]
     changes: dict[str, Any] = {"model": Body(), "clients": pairs, "test": texts(30, 99)}
