@@ -132,9 +132,6 @@ class GridAccumulator(Accumulator):
         clipped = [messages[:, where].double() * part[:, None] for where, part in zip(self.tensors, factors.T)]
         self.encoder.add(torch.cat(clipped, 1))
 
-    def part(self) -> None:
-        """None: each message is put on the grid by itself, in order."""
-
     def result(self) -> Aggregate:
         """The aggregate so far, with its whole-number sum."""
         found, value = super().result(), self.encoder.value()

@@ -80,7 +80,7 @@ class _Makers:
         self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
 
     def make(self, name: str, block: int | None, parts: Parts | None = None, threads: int = 1) -> Backend:
-        """A back end by name; ``parts`` with fewer steps for a trial. threads: of a block."""
+        """A back end by name; ``parts`` with fewer steps for a trial. threads: cores for blocks, or for one client."""
         parts, layout = parts or self.parts, self.parts.layout
         alone = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
         if name == "sequential":
@@ -145,9 +145,8 @@ def _measured(makers: _Makers) -> Choice:
     makers.problem.bind(first)
     found = {Choice("sequential"): alone}
     cohort = max(1, math.ceil(parts.plan.sampler.size))
-    turns = (
-        math.ceil(cohort / makers.cores) / cohort
-    )  # of one process among equals: the last turn may not fill the cores
+    # A worker's share of the cohort: its last turn may not fill the cores.
+    turns = math.ceil(cohort / makers.cores) / cohort
     if makers.cores > 1 and alone * cohort > LONG_ROUND:
         if portable(makers.problem.module):
             found[Choice("workers")] = alone * turns * 1.1

@@ -26,9 +26,8 @@ def norms_of(messages: Tensor) -> Tensor:
     if isinstance(messages, Tensor) and messages.dim() == 2 and messages.shape[1] > wide.CACHED:
         norms = torch.stack([wide.norm(m) for m in messages]) if len(messages) else messages.new_zeros(0).double()
     elif isinstance(messages, Tensor) and messages.dim() == 2 and len(messages) > 1:
-        rows = max(
-            1, wide.CACHED // max(1, messages.shape[1])
-        )  # a float64 copy of the whole block would not fit a cache
+        # A float64 copy of the whole block would not fit a cache.
+        rows = max(1, wide.CACHED // max(1, messages.shape[1]))
         norms = torch.cat(
             [torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in torch.split(messages, rows)]
         )
