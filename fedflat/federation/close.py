@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import wrong
 from fedflat.engine import keys
 from fedflat.engine.folder import LEDGER, METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.train import Job, Outcome
 from fedflat.federation.claims import deployment_statement
+from fedflat.federation.exits import status_of
 from fedflat.federation.server import ENDED, Settings, _name, _only_server, _versions, job_of, standing
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import Ledger
@@ -89,15 +90,13 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 2:
         print("usage: python -m fedflat.federation.close APP RUN", file=sys.stderr)
         return 2
-    out = Path(arguments[1])
-    try:
-        facts, key = close(Task.read(Path(arguments[0])), out)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    app, out = map(Path, arguments)
+    return status_of(lambda: _told(out, close(Task.read(app), out)))
+
+
+def _told(out: Path, closed: Closed) -> int:
+    """Say what was done; 1 if the noise key may still lie somewhere."""
+    facts, key = closed
     epsilon = facts.get("epsilon")
     shown = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
     said = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]

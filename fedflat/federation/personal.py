@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.types import RoundState
 from fedflat.engine import checkpoint
 from fedflat.engine.choose import one_thread
@@ -27,6 +27,7 @@ from fedflat.engine.evaluate import scores
 from fedflat.engine.heads import Heads
 from fedflat.engine.train import finetuned
 from fedflat.federation.client import Client
+from fedflat.federation.exits import status_of
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 
@@ -85,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--held", type=Path, help="the client's held-back examples")
     parser.add_argument("--model", type=Path, help="a released model: run/checkpoints/round-N.safetensors")
     given = parser.parse_args(arguments)
-    try:
+
+    def work() -> int:
         store = Store(given.state)
         if given.model is not None:
             if given.data is None or given.held is None:
@@ -93,10 +95,9 @@ def main(arguments: Sequence[str]) -> int:
             client = Client(Task.read(given.app), given.client, given.data, store, held=given.held)
             store.note_accuracy(evaluate(client, *model_of(given.model)))
         print(shown(store.accuracies()))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return status_of(work)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import RunError, wrong
+from fedflat.federation.exits import status_of
 from fedflat.federation.store import Store
 
 
@@ -57,20 +58,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--state", required=True, type=Path, help="the client's state folder, which knows its number")
     given = parser.parse_args(arguments)
-    try:
+
+    def work() -> int:
         node = Store(given.state).node()
         if node is None:
             print("this client has never been asked anything: nothing to sign off")
             return 0
         done = sign_off(given.superlink, given.root_certificates, given.auth_supernode_private_key, node)
         print(f"node {node}: {'signed off' if done else 'was off already'}")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return status_of(work)
 
 
 if __name__ == "__main__":
