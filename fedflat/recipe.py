@@ -132,13 +132,18 @@ class ServerSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how it runs; none of it changes what is computed beyond floating-point rounding."""
+    """Where and how it runs; none of it changes what is computed beyond floating-point rounding.
 
-    device: Literal["auto", "cpu"] = "auto"
+    device: auto takes a GPU where there is one that agrees with the processor. processes: worker processes, threads, or
+    streams of a GPU. compile: the model by torch.compile (None: on a GPU, in long runs, if it is measured faster).
+    """
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     backend: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     block: Annotated[int, Field(ge=1)] | None = None
     processes: Annotated[int, Field(ge=1)] | None = None
+    compile: bool | None = None
 
 
 class EvaluationSection(Section):
