@@ -138,7 +138,7 @@ class EngineSection(Section):
     streams of a GPU. compile: the model by torch.compile (None: on a GPU, in long runs, if it is measured faster).
     """
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: str = "auto"
     backend: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     block: Annotated[int, Field(ge=1)] | None = None
@@ -201,6 +201,8 @@ class Recipe(Section):
         local, clip = self.local, self.privacy.clip
         if local.steps is not None and local.epochs is not None:
             raise wrong(f"{where}: local", "both steps and epochs", "one of them")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.engine.device):
+            raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
         if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:

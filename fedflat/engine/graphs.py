@@ -209,15 +209,15 @@ class Graphs:
         """Fewer streams, then half the block, where memory was short; anything else ends the run."""
         if isinstance(error, RunError):
             raise error
-        if not out_of_memory(error) or (clients == 1 and self.threads == 1):
+        if not out_of_memory(error) or (self._together == 1 and self.threads == 1):
             where = f"round {broadcast.round}, {clients} clients, local training as a CUDA graph"
             raise RunError(f"{where}: {error}") from error
         if self.threads > 1:
             self.threads = max(1, len(self._tracks) - 1)
             line = f"engine.processes: memory is short; going on with {self.threads} streams"
         else:
-            self.block = max(1, clients // 2)
-            line = f"engine.block: {clients} clients did not fit into memory; going on with {self.block}"
+            whole, self.block = self.block, max(1, self.block // 2)
+            line = f"engine.block: {whole} clients did not fit into memory; going on with {self.block}"
         warnings.warn(line, stacklevel=3)
         self._tracks = []
         if torch.cuda.is_available():

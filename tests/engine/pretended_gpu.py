@@ -182,8 +182,15 @@ class PretendedLane:
         self.waiting.append(lambda: buffer.copy_(kept))
 
     def start(self, replay: Callable[[], None]) -> None:
-        """A replay, later."""
-        self.waiting.append(replay)
+        """A replay, later, with the generator as it is now: a graph's replay takes seed and offset when it is asked."""
+        state = torch.get_rng_state()
+
+        def run() -> None:
+            with _fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                replay()
+
+        self.waiting.append(run)
 
     def finish(self) -> None:
         """Now."""
