@@ -132,7 +132,11 @@ class ServerSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how it runs; none of it changes what is computed beyond floating-point rounding."""
+    """Where and how it runs; none of it changes what is computed beyond floating-point rounding.
+
+    precision: of the layers' arithmetic; auto is fp32. bf16 holds on every back end but ``lowrank`` and
+    ``vectorized-fp32``, which compute in float32 and are tried by ``backend: auto`` all the same.
+    """
 
     device: Literal["auto", "cpu"] = "auto"
     backend: str = "auto"
