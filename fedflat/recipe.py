@@ -136,13 +136,16 @@ class EngineSection(Section):
 
     precision: of the layers' arithmetic; auto is fp32. bf16 holds on every back end but ``lowrank`` and
     ``vectorized-fp32``, which compute in float32 and are tried by ``backend: auto`` all the same.
+    device: auto takes a GPU where there is one that agrees with the processor. processes: worker processes, threads, or
+    streams of a GPU. compile: the model by torch.compile (None: on a GPU, in long runs, if it is measured faster).
     """
 
-    device: Literal["auto", "cpu"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     backend: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     block: Annotated[int, Field(ge=1)] | None = None
     processes: Annotated[int, Field(ge=1)] | None = None
+    compile: bool | None = None
 
 
 class EvaluationSection(Section):

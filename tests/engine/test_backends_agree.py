@@ -257,7 +257,7 @@ def test_streams_and_plans_of_a_block_are_those_of_its_clients() -> None:
     for batch in (1, 4, 5, 12, 30):
         for steps in (1, 3, 7):
             order = Order(5, 2, batch)
-            plan = BlockFeed(data, range(len(present)), order, data.parts)._plan(1, steps)
+            plan = BlockFeed(data, range(len(present)), order, data.parts).plan(1, steps)
             for client, rows in enumerate(data.parts):
                 alone = order.indices(client, len(rows), 1, steps)
                 assert (plan[client][:, : alone.shape[1]] == alone).all()
