@@ -134,6 +134,8 @@ class ServerSection(Section):
 class EngineSection(Section):
     """Where and how it runs; none of it changes what is computed beyond floating-point rounding.
 
+    precision: of the layers' arithmetic; auto is fp32. bf16 holds on every back end but ``lowrank`` and
+    ``vectorized-fp32``, which compute in float32 and are tried by ``backend: auto`` all the same.
     device: auto takes a GPU where there is one that agrees with the processor. processes: worker processes, threads, or
     streams of a GPU. compile: the model by torch.compile (None: on a GPU, in long runs, if it is measured faster).
     """

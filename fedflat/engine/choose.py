@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import nn
@@ -27,8 +28,10 @@ from fedflat.engine.trial import Choice, remember, remembered, seconds_per_clien
 from fedflat.engine.vectorized import Vectorized
 from fedflat.engine.workers import Workers, portable
 
-BACKENDS = ("auto", "sequential", "vectorized", "lowrank", "workers", "ray", "graphs")
+BACKENDS = ("auto", "sequential", "vectorized", "vectorized-fp32", "lowrank", "workers", "ray", "graphs")
 PROCESSOR_ONLY, GPU_ONLY = ("workers", "ray"), ("graphs",)
+FLOAT32 = ("vectorized-fp32", "lowrank")
+"""Back ends that compute in float32 whatever the precision: where a product has few rows, bf16 is slower in blocks."""
 BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
 GPU_ENTRIES = 250_000_000
@@ -121,10 +124,11 @@ class _Makers:
             return RayTasks(alone, self.cores, block)
         if name == "graphs" and (block or 1) == 1:
             return Graphs(parts.algorithm, self.problem, parts.local, self.data, self.seed, 1, threads)
-        written: Problem = BlockProblem(self.problem.module, layout, self.problem.precision)
+        precision = "fp32" if name in FLOAT32 else self.problem.precision
+        written: Problem = BlockProblem(self.problem.module, layout, precision)
         factors = None
         if self.stack is not None:
-            written = DenseProblem(layout, self.stack)
+            written = DenseProblem(layout, self.stack, precision)
             factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
         if name == "graphs":
             return Graphs(parts.algorithm, written, parts.local, self.data, self.seed, block or 1, threads)
@@ -236,9 +240,10 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
     if makers.stack is None and best > SMALL_STEP:
         return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
     sizes = {min(makers.block(False, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES // 2)}
-    for size in sorted(sizes):
-        backend = makers.make("vectorized", size, short)
-        found[Choice("vectorized", size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
+    exact = makers.stack is not None and makers.problem.precision == "bf16"
+    for name, size in product(("vectorized", "vectorized-fp32") if exact else ("vectorized",), sorted(sizes)):
+        backend = makers.make(name, size, short)
+        found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
     if not makers.no_factors() and makers.rows <= FEW_ROWS:
         sizes = {min(makers.block(True, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES)}
         for size in sorted(sizes):

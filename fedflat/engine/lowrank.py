@@ -25,7 +25,9 @@ from fedflat.engine.stack import Linear, forward, head, through
 
 @dataclass(frozen=True)
 class LowRankProblem:
-    """Gradients at factored weights, as factored vectors."""
+    """Gradients at factored weights, as factored vectors. In float32 whatever ``engine.precision`` says: the
+    Gram matrices, which norms are taken from, must be, and bf16 in the rest gains little (docs/performance.md).
+    """
 
     layout: Layout
     stack: tuple[Linear, ...]

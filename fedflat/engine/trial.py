@@ -25,7 +25,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.train import Backend
 
-VERSION = 2
+VERSION = 3
 """Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
 TRIES, SHORT = 6, 0.5
 """Tries of a back end, as long as they took fewer seconds together; two in any case."""
