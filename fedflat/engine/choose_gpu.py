@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import RunError
 from fedflat.data.clients import Federated
 from fedflat.engine.device import TOLERANCE
 from fedflat.engine.parts import Parts
@@ -81,7 +80,7 @@ def _agrees(
     """Whether a back end runs, and its sum is the plain loop's up to rounding."""
     try:
         found = sum_of(backend, parts, first, clients)
-    except (RunError, RuntimeError, MemoryError):
+    except Exception:  # kernels, captures and compilers fail in ways of their own
         return False
     apart = torch.linalg.vector_norm(found - expected)
     return bool(apart <= tolerance * torch.linalg.vector_norm(expected).clamp_min(1e-12))
