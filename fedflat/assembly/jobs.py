@@ -21,6 +21,7 @@ from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
 from fedflat.engine.choose import backend_for
 from fedflat.engine.features import with_features
+from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resident import keep_freed_memory, resident
@@ -71,7 +72,7 @@ def prepare(
     )
     if as_published:
         parts = published.parts_of(parts)
-    problem = ModuleProblem(module, layout, precision)
+    problem = ModuleProblem(module, layout, precision, serves(module, layout, precision, data.inputs))
     job = Job(
         parts=parts,
         data=data,
