@@ -89,6 +89,7 @@ def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int)
         cores,
         str(problem.module),
         problem.precision,
+        problem.onednn,
         str(parts.layout.shapes),
         repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),
         repr(replace(parts.local, lr=0.0, lr_decay=1.0)),
