@@ -162,7 +162,8 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
     if found is None:
         raise wrong(f"run folder {run.path}", "no readable checkpoint in it", "a run that has finished a round")
     state, heads, facts = found
-    recipe = Recipe.of(run.recipe, ["engine.backend=sequential"], where=str(run.path / "recipe.yaml"))
+    here = ["engine.backend=sequential", "engine.device=cpu", "engine.compile=null"]
+    recipe = Recipe.of(run.recipe, here, where=str(run.path / "recipe.yaml"))
     job = prepare(recipe)
     layout = job.parts.layout
     if (state.shared.numel(), heads.first.numel()) != (layout.dimension, layout.size - layout.dimension):

@@ -132,13 +132,20 @@ class ServerSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how it runs; none of it changes what is computed beyond floating-point rounding."""
+    """Where and how it runs; none of it changes what is computed beyond floating-point rounding.
 
-    device: Literal["auto", "cpu"] = "auto"
+    precision: of the layers' arithmetic; auto is fp32. bf16 holds on every back end but ``lowrank`` and
+    ``vectorized-fp32``, which compute in float32 and are tried by ``backend: auto`` all the same.
+    device: auto takes a GPU where there is one that agrees with the processor. processes: worker processes, threads, or
+    streams of a GPU. compile: the model by torch.compile (None: on a GPU, in long runs, if it is measured faster).
+    """
+
+    device: str = "auto"
     backend: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     block: Annotated[int, Field(ge=1)] | None = None
     processes: Annotated[int, Field(ge=1)] | None = None
+    compile: bool | None = None
 
 
 class EvaluationSection(Section):
@@ -196,6 +203,8 @@ class Recipe(Section):
         local, clip = self.local, self.privacy.clip
         if local.steps is not None and local.epochs is not None:
             raise wrong(f"{where}: local", "both steps and epochs", "one of them")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.engine.device):
+            raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
         if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:

@@ -20,6 +20,7 @@ from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
 from fedflat.engine.choose import backend_for
+from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.features import with_features
 from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
@@ -54,8 +55,10 @@ def prepare(
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module = module_of(recipe, model, data)
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
-    given_data, data = data, resident(with_features(data, module, precision), module)
     layout = layout_of(module, method.head)
+    device = device_for(recipe.engine.device, recipe.engine.backend, module, layout, data, precision)
+    module.to(device)
+    given_data, data = data, placed(resident(with_features(data, module, precision), module), device)
     plan = plan_of(recipe, method, data.clients, layout.dimension)
     local = local_of(recipe, method, data)
     as_published = published.applies(recipe, method)
@@ -72,13 +75,14 @@ def prepare(
     )
     if as_published:
         parts = published.parts_of(parts)
-    problem = ModuleProblem(module, layout, precision, serves(module, layout, precision, data.inputs))
+    onednn = not recipe.engine.compile and serves(module, layout, precision, data.inputs)
+    problem = ModuleProblem(module, layout, precision, bool(recipe.engine.compile), onednn=onednn)
     job = Job(
         parts=parts,
         data=data,
         problem=problem,
         backend=_backend(recipe, parts, problem, data),
-        first=flatten(module, layout),
+        first=flatten(module, layout).cpu(),
         threshold=threshold,
         seed=recipe.seed,
         key=simulation_key(recipe.seed),
@@ -88,14 +92,18 @@ def prepare(
         fingerprint=fingerprint(settled(recipe, plan, local, data.clients), given_data, layout),
     )
     if public is not None:
-        job.public_update = _public_update(job, resident(with_features(public, module, precision), module))
+        public = placed(resident(with_features(public, module, precision), module), device)
+        job.public_update = _public_update(job, public)
     return job if queries is None else voting.with_votes(job, recipe, queries)
 
 
 def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federated) -> Backend:
     keep_freed_memory()
     engine = recipe.engine
-    return backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
+    with exact(problem.device):
+        return backend_for(
+            engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed, engine.compile
+        )
 
 
 def _public_update(job: Job, public: Federated) -> Callable[[RoundState], torch.Tensor]:

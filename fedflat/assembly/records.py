@@ -51,6 +51,7 @@ def resolved(recipe: Recipe, job: Job) -> str:
     dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
     # The back end that was chosen, so that a resumed run adds in the same order, bit for bit.
     dump["engine"] |= {"backend": job.backend.name, "block": getattr(job.backend, "block", None)}
+    dump["engine"] |= {"device": str(job.problem.device), "compile": job.problem.compiled}
     threads = getattr(job.backend, "threads", None)
     dump["engine"] |= {} if threads is None else {"processes": threads}
     # A secure run's key file is found by a random name, so that a moved folder still resumes.

@@ -119,7 +119,7 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
     """The same job with the parts that votes need: clip, noise, back end, server step."""
     parts, data, ballot = job.parts, job.data, ballot_of(recipe, job.parts.algorithm)
     plan, classes, threshold = parts.plan, data.classes, math.sqrt(ballot.labels)
-    first = job.first[: parts.layout.dimension]
+    first, queries = job.first[: parts.layout.dimension], queries.to(job.problem.device)
     student = Student(job.problem, parts.local, queries, first, classes, ballot.epochs, job.seed)
     added = GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor))
     noise = VoteNoise(
@@ -136,7 +136,7 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
         mechanism=noise,
         optimizer=take,
     )
-    digest = hashlib.sha256(np.ascontiguousarray(queries.numpy()).tobytes()).hexdigest()
+    digest = hashlib.sha256(np.ascontiguousarray(queries.cpu().numpy()).tobytes()).hexdigest()
     return replace(
         job,
         parts=voting,

@@ -40,13 +40,17 @@ def plus(total: Tensor, vector: Tensor) -> Tensor:
     return out
 
 
-def add_scaled(total: Tensor, vector: Tensor, factor: float) -> None:
-    """``total += factor·vector`` in float64, in place."""
+def add_scaled(total: Tensor, vector: Tensor, factor: Tensor) -> None:
+    """``total += factor·vector`` in float64, in place; factor: float64 ``()``, never read by a GPU's host."""
+    if vector.device.type != "cpu":
+        total.addcmul_(vector.double(), factor)
+        return
+    number = float(factor)
     if not _long(vector):
-        total.add_(vector, alpha=factor)
+        total.add_(vector, alpha=number)
         return
     for (p, room), q in zip(_pieces(vector), total.split(CACHED)):
-        q.add_(_wide(p, room), alpha=factor)
+        q.add_(_wide(p, room), alpha=number)
 
 
 def _long(vector: Tensor) -> bool:

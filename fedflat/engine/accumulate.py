@@ -14,19 +14,30 @@ from fedflat.core.types import Aggregate, Clip
 from fedflat.engine.factored import Factored
 from fedflat.engine.parts import Encoder
 
+AT_ONCE = 1 << 26
+"""Entries of a block of messages that a GPU takes in float64 at once (512 MB)."""
 MERGED = 64
 """Blocks of norms after which they become one."""
 
 
 class Accumulator:
-    """Adds messages as they come: clip, then running float64 sum. Memory is O(d), not O(cohort)."""
+    """Adds messages as they come: clip, then running float64 sum. Memory is O(d), not O(cohort).
+
+    device: where the sum is. On a GPU, adding messages that lie there never waits for it.
+    """
 
     def __init__(
-        self, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int, weighted: bool = False
+        self,
+        clip: Clip,
+        threshold: float,
+        tensors: tuple[slice, ...],
+        dimension: int,
+        weighted: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.clip, self.threshold, self.tensors, self.dimension = clip, threshold, tensors, dimension
         self.weighted = weighted
-        self.total = torch.zeros(dimension, dtype=torch.float64)
+        self.total = torch.zeros(dimension, dtype=torch.float64, device=device)
         self._norms: list[Tensor] = []
         self._factors: list[Tensor] = []
         self._stats: dict[str, list[Tensor]] = {}
@@ -47,22 +58,23 @@ class Accumulator:
         messages = torch.atleast_2d(messages.detach())
         if messages.shape[-1] != self.dimension or not messages.is_floating_point():
             messages = torch.full((messages.shape[0], self.dimension), math.nan)
+        messages = messages.to(self.total.device)
         norms, factors = self.clip.factors(messages, self.threshold, self.tensors)
         finite = torch.isfinite(norms)
-        self._norms.append(norms.cpu())
-        self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).cpu())
+        self._norms.append(norms.to(self.total.device))
+        self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).to(self.total.device))
         self._merge()
         self._note(stats)
         if self.weighted:
             weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
-            self.weight += float(weights.sum())
+            self.weight += float(sum(sizes))
             factors = factors * (weights if factors.dim() == 1 else weights[:, None])
         if isinstance(messages, Factored):
             if type(self)._sum is Accumulator._sum and factors.dim() == 1:
-                self.total += messages.weighted_sum(factors)
+                self.total += messages.weighted_sum(factors).to(self.total.device)
                 return
             messages = messages.dense()
-        if not bool(finite.all()):
+        if messages.device.type != "cpu" or not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
 
@@ -73,37 +85,38 @@ class Accumulator:
 
     def _note(self, stats: Mapping[str, Tensor] | None) -> None:
         for name, values in (stats or {}).items():
-            self._stats.setdefault(name, []).append(torch.atleast_1d(values).double().cpu())
+            self._stats.setdefault(name, []).append(torch.atleast_1d(values).double().to(self.total.device))
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         """total += Σ factor·message, each product and sum in float64."""
+        if factors.dim() == 1 and len(messages) == 1:
+            wide.add_scaled(self.total, messages[0], factors[0])
+            return
         if factors.dim() == 1:
-            width = max(1, wide.CACHED // max(len(messages), 1))
-            if len(messages) == 1:
-                wide.add_scaled(self.total, messages[0].to(self.total.device), float(factors[0]))
-            else:
-                for start in range(0, self.dimension, width):  # a float64 copy of the whole block would not fit a cache
-                    piece = messages[:, start : start + width].double()
-                    self.total[start : start + width] += (factors @ piece).to(self.total.device)
+            room = wide.CACHED if messages.device.type == "cpu" else AT_ONCE  # float64 copies that fit a cache
+            width = max(1, room // max(len(messages), 1))
+            for start in range(0, self.dimension, width):
+                self.total[start : start + width] += factors @ messages[:, start : start + width].double()
             return
         for where, part in zip(self.tensors, factors.T):
-            self.total[where] += (part @ messages[:, where].double()).to(self.total.device)
+            self.total[where] += part @ messages[:, where].double()
 
-    def part(self) -> Accumulator | None:
+    def part(self, device: torch.device | str = "cpu") -> Accumulator | None:
         """An empty accumulator for some of the messages, filled elsewhere and then merged; None where messages must be
         added here, one after the other: in every subclass that adds in a way of its own."""
         if type(self).add is not Accumulator.add or type(self)._sum is not Accumulator._sum:
             return None
-        return Accumulator(self.clip, self.threshold, self.tensors, self.dimension, self.weighted)
+        return Accumulator(self.clip, self.threshold, self.tensors, self.dimension, self.weighted, device)
 
     def merge(self, part: Accumulator) -> None:
         """Add what another accumulator of the same round holds."""
-        self.total += part.total
-        self._norms += part._norms
-        self._factors += part._factors
+        here = self.total.device
+        self.total += part.total.to(here)
+        self._norms += [values.to(here) for values in part._norms]
+        self._factors += [values.to(here) for values in part._factors]
         self._merge()
         for name, values in part._stats.items():
-            self._stats.setdefault(name, []).extend(values)
+            self._stats.setdefault(name, []).extend(found.to(here) for found in values)
         self.weight += part.weight
 
     def result(self) -> Aggregate:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import nn
 
-from fedflat.core.checks import InputError, one_of
+from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.data.clients import Federated
+from fedflat.engine.choose_gpu import STREAMS, VMAPPED, fastest_on_gpu
 from fedflat.engine.dense import DenseProblem
+from fedflat.engine.graphs import Graphs
 from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
@@ -25,9 +28,14 @@ from fedflat.engine.trial import Choice, remember, remembered, seconds_per_clien
 from fedflat.engine.vectorized import Vectorized
 from fedflat.engine.workers import Workers, portable
 
-BACKENDS = ("auto", "sequential", "vectorized", "lowrank", "workers", "ray")
+BACKENDS = ("auto", "sequential", "vectorized", "vectorized-fp32", "lowrank", "workers", "ray", "graphs")
+PROCESSOR_ONLY, GPU_ONLY = ("workers", "ray"), ("graphs",)
+FLOAT32 = ("vectorized-fp32", "lowrank")
+"""Back ends that compute in float32 whatever the precision: where a product has few rows, bf16 is slower in blocks."""
 BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
+GPU_ENTRIES = 250_000_000
+"""The same on a GPU (1 GB)."""
 CACHED_ENTRIES = 1_000_000
 """The same for a block that stays in a core's caches."""
 LONG_ROUND = 0.5
@@ -48,13 +56,23 @@ def backend_for(
     problem: ModuleProblem,
     data: Federated,
     seed: int,
+    compiled: bool | None = None,
 ) -> Backend:
     """The back end a recipe asks for; ``auto`` measures the ones that apply, once per machine, model and shape."""
     one_of("engine.backend", name, BACKENDS)
-    makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads())
+    gpu = problem.device.type != "cpu"
+    if name in (PROCESSOR_ONLY if gpu else GPU_ONLY):
+        raise wrong("engine.backend", f"{name} on {problem.device}", _allowed(gpu))
+    if compiled and name not in ("auto", "sequential", "graphs"):
+        raise wrong("engine.compile", f"true with engine.backend {name}", "sequential, graphs or auto")
+    makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads(), compiled)
+    if name == "auto" and compiled and not gpu:
+        name = "sequential"  # the only one on the processor that runs compiled models
     if name == "auto":
         choice = _fastest(makers)
-        return makers.make(choice.backend, block or choice.block, threads=choice.threads)
+        problem.compiled = compiled if compiled is not None else choice.compiled
+        threads = processes or choice.threads if choice.backend == "graphs" else choice.threads
+        return makers.make(choice.backend, block or choice.block, threads=threads)
     if name == "ray":
         require_ray()
     if name in ("workers", "ray") and not portable(problem.module):
@@ -68,14 +86,29 @@ def backend_for(
             raise InputError(
                 f"engine.backend: found lowrank with {reason}; allowed: vectorized, sequential, workers or auto."
             )
-    return makers.make(name, block, threads=makers.cores if makers.stack is not None else processes or 1)
+    return makers.make(name, block, threads=_threads(name, processes, makers))
+
+
+def _threads(name: str, processes: int | None, makers: _Makers) -> int:
+    """Cores of a back end asked for by name, or a GPU's streams."""
+    if makers.problem.device.type != "cpu":
+        return processes or STREAMS[1] if name == "graphs" else 1
+    return makers.cores if makers.stack is not None else processes or 1
+
+
+def _allowed(gpu: bool) -> str:
+    left = [name for name in BACKENDS if name not in (PROCESSOR_ONLY if gpu else GPU_ONLY)]
+    return f"{', '.join(left)}; or another engine.device"
 
 
 class _Makers:
-    """Builds back ends for one run."""
+    """Builds back ends for one run. compiled: as the recipe says, or None where a trial may find it faster."""
 
-    def __init__(self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int) -> None:
+    def __init__(
+        self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int, compiled: bool | None = None
+    ) -> None:
         self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
+        self.compiled = compiled
         plain = data.targets.dim() == 1 and data.inputs.is_floating_point()
         self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
 
@@ -89,13 +122,18 @@ class _Makers:
             return Workers(alone, self.cores)
         if name == "ray":
             return RayTasks(alone, self.cores, block)
-        written: Problem = BlockProblem(self.problem.module, layout, self.problem.precision)
+        if name == "graphs" and (block or 1) == 1:
+            return Graphs(parts.algorithm, self.problem, parts.local, self.data, self.seed, 1, threads)
+        precision = "fp32" if name in FLOAT32 else self.problem.precision
+        written: Problem = BlockProblem(self.problem.module, layout, precision)
         factors = None
         if self.stack is not None:
-            written = DenseProblem(layout, self.stack)
+            written = DenseProblem(layout, self.stack, precision)
             factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
+        if name == "graphs":
+            return Graphs(parts.algorithm, written, parts.local, self.data, self.seed, block or 1, threads)
         size = block or self.block(name == "lowrank", BLOCK_ENTRIES)
-        apart = self.stack is not None
+        apart = self.stack is not None and self.problem.device.type == "cpu"
         return Vectorized(
             parts.algorithm, written, parts.local, self.data, self.seed, size, factors, threads, apart, name
         )
@@ -132,7 +170,7 @@ def _fastest(makers: _Makers) -> Choice:
     if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
         return known
     with one_thread():  # as in the run
-        found = _measured(makers)
+        found = _measured(makers) if makers.problem.device.type == "cpu" else _measured_on_gpu(makers)
     remember(key, found)
     return found
 
@@ -162,6 +200,24 @@ def _measured(makers: _Makers) -> Choice:
     return _with_threads(makers, first, best, found[best]) if best.block is not None and makers.cores > 1 else best
 
 
+def _measured_on_gpu(makers: _Makers) -> Choice:
+    """As ``_measured``, with the choices that a GPU has."""
+    parts, problem, data, first = makers.parts, makers.problem, makers.data, _weights(makers.problem).cpu()
+    blocks: list[Choice] = []
+    cohort = max(1, math.ceil(parts.plan.sampler.size))
+    if parts.local.epochs is None and not _random(problem.module) and not makers.compiled:
+        many = makers.block(False, GPU_ENTRIES) if makers.stack is not None else VMAPPED
+        blocks = [Choice("graphs", size) for size in {min(size, cohort) for size in (VMAPPED, many)} if size > 1]
+
+    def make(choice: Choice, some: Parts) -> Backend:
+        problem.compiled = bool(makers.compiled) or choice.compiled
+        return makers.make(choice.backend, choice.block, some, choice.threads)
+
+    found = fastest_on_gpu(make, parts, problem, data, first, tuple(blocks), makers.compiled is None)
+    problem.bind(first.to(problem.device))
+    return found
+
+
 def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: float) -> Choice:
     """Smaller blocks, one for each core at a time, or (by vmap) all cores on one block, if that is clearly faster."""
     whole, cores = best.backend == "lowrank", makers.cores
@@ -184,9 +240,10 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
     if makers.stack is None and best > SMALL_STEP:
         return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
     sizes = {min(makers.block(False, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES // 2)}
-    for size in sorted(sizes):
-        backend = makers.make("vectorized", size, short)
-        found[Choice("vectorized", size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
+    exact = makers.stack is not None and makers.problem.precision == "bf16"
+    for name, size in product(("vectorized", "vectorized-fp32") if exact else ("vectorized",), sorted(sizes)):
+        backend = makers.make(name, size, short)
+        found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
     if not makers.no_factors() and makers.rows <= FEW_ROWS:
         sizes = {min(makers.block(True, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES)}
         for size in sorted(sizes):

@@ -66,7 +66,7 @@ def train_client(
     )
     for transform in algorithm.transforms:
         update = transform(update, view)
-    zero = torch.zeros(weights.shape[:-1])
+    zero = weights.new_zeros(weights.shape[:-1])
     loss = torch.stack(record.loss).mean(0) if record.loss else zero
     accuracy = torch.stack(record.accuracy).mean(0) if record.accuracy else zero
     return LocalResult(update, weights[..., layout.span("personal")], loss, accuracy)
@@ -78,7 +78,7 @@ def steps_of(phase: Phase, local: Local) -> int:
 
 
 def rate_of(phase: Phase, local: Local, broadcast: Broadcast) -> float:
-    """η_t of a phase: its learning rate times the round's decay."""
+    """η_t of a phase: its learning rate times the round's decay (a tensor ``()`` inside a recorded graph)."""
     return (local.lr if phase.lr is None else phase.lr) * broadcast.rate
 
 
@@ -106,7 +106,10 @@ def _run_phase(
         if momentum:
             buffer = gradient.clone() if buffer is None else buffer.mul_(momentum).add_(gradient)
             gradient = buffer
-        part.sub_(gradient, alpha=lr)
+        if isinstance(lr, Tensor):
+            part.addcmul_(gradient, lr, value=-1.0)
+        else:
+            part.sub_(gradient, alpha=lr)
 
 
 def _loss_gradient(

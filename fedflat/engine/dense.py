@@ -17,17 +17,30 @@ from fedflat.engine.stack import Linear, affine, forward, head, write_gradient
 
 @dataclass(frozen=True)
 class DenseProblem:
-    """What ``BlockProblem`` computes, for stacks of linear layers only."""
+    """What ``BlockProblem`` computes, for stacks of linear layers only; ``precision`` as there.
+
+    In bf16 numbers are rounded where ``torch.autocast`` rounds them: weights and inputs on their way in, every layer's
+    output, the loss's gradient at the logits, and what matrix products give on the way back. Sums, the biases'
+    gradients among them, are float32.
+    """
 
     layout: Layout
     stack: tuple[Linear, ...]
+    precision: str = "fp32"
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
-        states = forward(self.stack, batch.flat, lambda index, x: affine(self.stack[index], weights, x))
-        loss, right, delta = head(states[-1], batch)
+        kind = torch.bfloat16 if self.precision == "bf16" else weights.dtype
+        matrices: list[Tensor] = []
+
+        def apply(index: int, x: Tensor) -> Tensor:
+            matrices.append(self.stack[index].matrix(weights).to(kind))  # just before it is multiplied: still cached
+            return affine(self.stack[index], matrices[index], weights, x)
+
+        states = forward(self.stack, batch.flat.to(kind), apply)
+        loss, right, delta = head(states[-1].to(weights.dtype), batch)
         whole = torch.empty_like(weights)
-        write_gradient(self.stack, weights, states, delta, whole)
+        write_gradient(self.stack, matrices, states, delta.to(kind), whole)
         return Gradient(whole[:, self.layout.span(part)], loss, right)
 
     @contextmanager

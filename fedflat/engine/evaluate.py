@@ -37,7 +37,8 @@ def scores(
 
     threads: as many batches at once, each by one thread; the numbers do not depend on it.
     """
-    problem.bind(weights)
+    problem.bind(weights.to(problem.device))
+    threads = threads if problem.device.type == "cpu" else 1
     starts = range(0, len(inputs), batch)
     modules = problem.twins(min(threads, MOST, len(starts))) if len(starts) > 1 else [problem.module]
 
@@ -56,13 +57,14 @@ def scores(
             with ThreadPoolExecutor(step, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 found = list(pool.map(share, range(step)))
     losses, right = zip(*(found[i % step][i // step] for i in range(len(starts))))
-    return Scores(torch.cat(losses), torch.cat(right))
+    return Scores(torch.cat(losses).cpu(), torch.cat(right).cpu())
 
 
 def class_accuracy(found: Scores, targets: Tensor, classes: int) -> list[float | None]:
     """Accuracy of each class on public test data; None for a class without examples, empty for sequence targets."""
     if targets.dim() > 1:
         return []
+    targets = targets.cpu()
     counts = torch.bincount(targets, minlength=classes)
     right = torch.bincount(targets, weights=found.accuracy.double(), minlength=classes)
     return [float(r / c) if c else None for r, c in zip(right, counts)]
@@ -74,7 +76,7 @@ def client_accuracies(
     """Accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it."""
     found = []
     for client in clients:
-        rows = torch.from_numpy(data.held_back[client])
+        rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
         found.append(scores(problem, weights_of(client), data.inputs[rows], data.targets[rows]).mean()[1])
     return np.array(found)
 

@@ -39,6 +39,7 @@ class Trace:
     stack: tuple[Linear, ...]
     clients: int
     size: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     acts: list[list[Tensor]] = field(default_factory=list)
     slots: list[list[int]] = field(default_factory=list)
     deltas: list[list[Tensor]] = field(default_factory=list)
@@ -87,7 +88,7 @@ class Trace:
 
     def squares(self, steps: Mapping[int, Coefficient]) -> Tensor:
         """‖Σ c_s·g_s‖² ``(n,)`` in float64; infinite where a Gram matrix leaves float32's safe range."""
-        total = torch.zeros(self.clients, dtype=torch.float64)
+        total = torch.zeros(self.clients, dtype=torch.float64, device=self.device)
         for index, layer in enumerate(self.stack):
             mixed = list(self.mixed(index, steps).items())
             for i, (p, u) in enumerate(mixed):
@@ -127,6 +128,19 @@ class Factored:
         """True."""
         return True
 
+    @property
+    def device(self) -> torch.device:
+        """Where its parts are."""
+        return self.trace.device
+
+    def to(self, device: torch.device) -> Any:
+        """Itself where it is there already, or the vectors written out."""
+        return self if self.trace.device == device else self.dense().to(device)
+
+    def new_zeros(self, shape: Any) -> Tensor:
+        """Zeros on its device."""
+        return torch.zeros(shape, device=self.trace.device)
+
     def detach(self) -> Factored:
         """Itself: there is no graph."""
         return self
@@ -142,7 +156,7 @@ class Factored:
             if (start, stop, step) == (0, self.trace.size, 1):
                 return self
             if stop <= start:
-                return torch.zeros(self.trace.clients, 0)
+                return torch.zeros(self.trace.clients, 0, device=self.trace.device)
         return self.dense()[item]
 
     def _set(self, other: Factored) -> Factored:
@@ -244,7 +258,7 @@ class Factored:
         trace, pick = self.trace, slice(None) if rows is None else rows
         count = trace.clients if rows is None else len(rows)
         shared, others = self.common()
-        out = torch.zeros(count, trace.size) if shared is None else shared.repeat(count, 1)
+        out = torch.zeros(count, trace.size, device=trace.device) if shared is None else shared.repeat(count, 1)
         for base, c in others:
             out.addcmul_(c[pick], base[None])
         for index, layer in enumerate(trace.stack):
@@ -286,7 +300,7 @@ class Factored:
 
     def _along(self, vector: Tensor) -> Tensor:
         """Inner products ``(n,)`` of the gradients' combination with a common vector."""
-        total = torch.zeros(self.trace.clients, dtype=torch.float64)
+        total = torch.zeros(self.trace.clients, dtype=torch.float64, device=self.trace.device)
         for index, layer in enumerate(self.trace.stack):
             for slot, u in self.trace.mixed(index, self.steps).items():
                 projected = self.trace.acts[index][slot] @ layer.matrix(vector).T
@@ -298,7 +312,7 @@ class Factored:
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i·v_i ``(D,)`` in float64; a client with factor 0 adds nothing, whatever its vector."""
         trace, kept = self.trace, factors != 0
-        out = torch.zeros(trace.size, dtype=torch.float64)
+        out = torch.zeros(trace.size, dtype=torch.float64, device=trace.device)
         shared, others = self.common()
         if shared is not None:
             out += shared.double() * float(factors.sum())
@@ -347,7 +361,7 @@ def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False,
 
 def _zeros_like(x: Factored, **kwargs: Any) -> Any:
     if kwargs:
-        return torch.zeros(x.shape, **kwargs)
+        return torch.zeros(x.shape, **{"device": x.trace.device} | kwargs)
     return Factored(x.trace, [], {})
 
 

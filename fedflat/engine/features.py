@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedflat.data.clients import Federated
 from fedflat.engine.choose import one_thread
+from fedflat.engine.device import exact
 
 BATCH = 64
 """Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
@@ -53,9 +54,11 @@ def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tens
     """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding."""
     body = cast(Frozen, module)
     if len(inputs) == 0:
-        return body.features(inputs.new_zeros(1, *inputs.shape[1:]))[:0].detach()
+        device = next((p.device for p in module.parameters()), inputs.device)
+        return body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
     lengths = _lengths(module, inputs)
     order = torch.argsort(lengths, stable=True)
+    device = next((p.device for p in module.parameters()), inputs.device)
     rows = order.split(BATCH)
     fast = precision == "bf16"
 
@@ -63,10 +66,10 @@ def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tens
         batch = inputs[chosen]
         if inputs.dim() == 2:
             batch = batch[:, : max(1, int(lengths[chosen].max()))]
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if fast else nullcontext():
-            return body.features(batch).float()
+        with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
+            return body.features(batch.to(device)).float().to(inputs.device)
 
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
     with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found: Tensor = torch.cat(list(pool.map(one, rows)))
     result = torch.empty_like(found)

@@ -53,10 +53,10 @@ class SingleFeed:
         """All of the client's data in pieces with their shares."""
         for start in range(0, len(self.rows), WHOLE_CHUNK):
             rows = self.rows[start : start + WHOLE_CHUNK]
-            yield self._take(rows), torch.tensor([len(rows) / len(self.rows)])
+            yield self._take(rows), torch.tensor([len(rows) / len(self.rows)], device=self.data.inputs.device)
 
     def _take(self, rows: np.ndarray) -> Batch:
-        index = torch.from_numpy(rows)
+        index = torch.from_numpy(rows).to(self.data.inputs.device)
         return Batch(self.data.inputs[index], self.data.targets[index])
 
 
@@ -83,14 +83,14 @@ class BlockFeed:
         """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it has."""
         _, _, sizes = self._flat
         if self.order.batch_size >= sizes.max():
-            whole = self._take(_ramp(sizes, 0, int(sizes.max())))
+            whole = self._take(ramp(sizes, 0, int(sizes.max())))
             yield from (whole for _ in range(steps))
             return
-        plan = self._plan(phase, steps)
+        plan = self.plan(phase, steps)
         for step in range(steps):
             yield self._take(plan[:, step])
 
-    def _plan(self, phase: int, steps: int) -> np.ndarray:
+    def plan(self, phase: int, steps: int) -> np.ndarray:
         """Positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every client."""
         _, _, sizes = self._flat
         batch = self.order.batch_size
@@ -115,26 +115,31 @@ class BlockFeed:
         _, _, sizes = self._flat
         width = int(sizes.max())
         for start in range(0, width, WHOLE_CHUNK):
-            piece = _ramp(sizes, start, min(width, start + WHOLE_CHUNK))
+            piece = ramp(sizes, start, min(width, start + WHOLE_CHUNK))
             share = (piece >= 0).sum(1) / sizes
-            yield self._take(piece), torch.from_numpy(share).to(torch.float32)[:, None]
+            yield self._take(piece), torch.from_numpy(share).to(self.data.inputs.device, torch.float32)[:, None]
 
     def _take(self, positions: np.ndarray) -> Batch:
+        device, here = self.data.inputs.device, positions >= 0
+        rows = torch.from_numpy(self.rows_at(positions)).to(device)
+        weights = None if here.all() else torch.from_numpy(here).to(device, torch.float32)
+        return Batch(chosen(self.data.inputs, rows), chosen(self.data.targets, rows), weights)
+
+    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+        """Rows of the federation for positions ``(n, …)`` into each client's own; padding (-1) is its first."""
         flat, starts, _ = self._flat
-        rows = torch.from_numpy(flat[starts[:, None] + np.maximum(positions, 0)])
-        here = positions >= 0
-        weights = None if here.all() else torch.from_numpy(here).to(torch.float32)
-        inputs = _rows(self.data.inputs, rows)
-        return Batch(inputs, _rows(self.data.targets, rows), weights)
+        starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
+        found: np.ndarray = flat[starts + np.maximum(positions, 0)]
+        return found
 
 
-def _ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:
+def ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Positions ``start … stop − 1`` for each client ``(n, stop − start)``, -1 from its size on."""
     ramp = np.arange(start, stop, dtype=np.int64)[None]
     return np.where(ramp < sizes[:, None], ramp, -1)
 
 
-def _rows(values: Tensor, rows: Tensor) -> Tensor:
+def chosen(values: Tensor, rows: Tensor) -> Tensor:
     """``values[rows]``; copying whole rows is several times faster than general indexing."""
     if not values.is_contiguous():
         return values[rows]

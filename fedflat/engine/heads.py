@@ -26,7 +26,7 @@ class Heads:
     def keep(self, client: int, head: Tensor) -> None:
         """Store a client's head after local training; a head that is not finite is not kept."""
         if head.numel() and bool(torch.isfinite(head).all()):
-            self.kept[int(client)] = head.detach().clone()
+            self.kept[int(client)] = head.detach().cpu().clone()
 
     def whole(self, shared: Tensor, client: int) -> Tensor:
         """A fresh vector ``(D,)``: the shared part with the client's own head behind it."""

@@ -25,14 +25,16 @@ from fedflat.engine.stack import Linear, forward, head, through
 
 @dataclass(frozen=True)
 class LowRankProblem:
-    """Gradients at factored weights, as factored vectors."""
+    """Gradients at factored weights, as factored vectors. In float32 whatever ``engine.precision`` says: the
+    Gram matrices, which norms are taken from, must be, and bf16 in the rest gains little (docs/performance.md).
+    """
 
     layout: Layout
     stack: tuple[Linear, ...]
 
     def start(self, shared: Tensor, clients: int) -> Factored:
         """w^t for every client of a block."""
-        return Factored(Trace(self.stack, clients, self.layout.size), [(shared, 1.0)], {})
+        return Factored(Trace(self.stack, clients, self.layout.size, shared.device), [(shared, 1.0)], {})
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """As ``DenseProblem.gradient``, ``weights`` and the found vector being ``Factored``."""
@@ -74,7 +76,7 @@ class _At:
     def forward(self, slot: int, x: Tensor) -> Tensor:
         """x Wᵀ + b ``(n, b, outputs)``: one product for the whole block, and small ones for what clients learned."""
         layer = self.layer
-        y = torch.zeros(*x.shape[:2], layer.outputs) if self.shared is None else self._common(x, self.shared)
+        y = x.new_zeros(*x.shape[:2], layer.outputs) if self.shared is None else self._common(x, self.shared)
         for base, c in self.others:
             y.addcmul_(self._common(x, base), c[:, :, None])
         for known, u in self.mixed.items():
@@ -92,7 +94,7 @@ class _At:
     def backward(self, delta: Tensor) -> Tensor:
         """δ W ``(n, b, inputs)``."""
         layer = self.layer
-        x = torch.zeros(*delta.shape[:2], layer.inputs) if self.shared is None else self._back(delta, self.shared)
+        x = delta.new_zeros(*delta.shape[:2], layer.inputs) if self.shared is None else self._back(delta, self.shared)
         for base, c in self.others:
             x.addcmul_(self._back(delta, base), c[:, :, None])
         for known, u in self.mixed.items():

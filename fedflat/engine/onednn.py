@@ -28,7 +28,7 @@ def serves(module: nn.Module, layout: Layout, precision: str, inputs: Tensor) ->
     """
     if precision != "fp32" or not usable(inputs) or not any(isinstance(layer, nn.Conv2d) for layer in module.modules()):
         return False
-    own, plain = (ModuleProblem(module, layout, precision, onednn) for onednn in (True, False))
+    own, plain = (ModuleProblem(module, layout, precision, onednn=onednn) for onednn in (True, False))
     weights = flatten(module, layout)
     try:
         distances = sorted(_distance(own, plain, weights, _images(number, inputs)) for number in range(TRIES))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,14 @@ class Buffers:
         ]
         self._versions = [0 if buffer is None else buffer._version for _, _, buffer, _ in self._first]
 
+    @property
+    def written(self) -> bool:
+        """Whether a forward pass has written since."""
+        return any(
+            owner._buffers.get(name) is not buffer or (buffer is not None and buffer._version != version)
+            for (owner, name, buffer, _), version in zip(self._first, self._versions)
+        )
+
     def restore(self) -> None:
         """Undo every write since w^0. Costs a comparison of counters where nothing was written."""
         for index, (owner, name, buffer, first) in enumerate(self._first):
@@ -84,11 +92,21 @@ class ModuleProblem:
 
     The module's parameters are bound to views of whichever weight vector is asked for, so nothing is copied.
     precision: fp32, or bf16 for the layers' arithmetic; weights, gradients, updates and the loss stay float32.
+    compiled: local training runs the module compiled by ``torch.compile``.
     onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, precision: str = "fp32", onednn: bool = False) -> None:
-        self.module, self.layout, self.precision, self.onednn = module, layout, precision, onednn
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        precision: str = "fp32",
+        compiled: bool = False,
+        *,
+        onednn: bool = False,
+    ) -> None:
+        self.module, self.layout, self.precision, self.compiled = module, layout, precision, compiled
+        self.onednn = onednn
         parameters = dict(module.named_parameters())
         self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
@@ -96,8 +114,18 @@ class ModuleProblem:
         self._twins = [module]
         self.module.train()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
+
+    @property
+    def writes_buffers(self) -> bool:
+        """Whether the last forward pass wrote into a buffer."""
+        return self._buffers.written
+
     def bind(self, weights: Tensor) -> None:
-        """Let the parameters be views of ``weights`` ``(D,)``, the buffers w^0's."""
+        """Let the parameters be views of ``weights`` ``(D,)`` on the module's device, the buffers w^0's."""
         self._buffers.restore()
         if weights.data_ptr() != self._bound.data_ptr():
             for parameter, (_, view) in zip(self.parameters, self.layout.views(weights)):
@@ -106,15 +134,22 @@ class ModuleProblem:
 
     def logits(self, inputs: Tensor, module: nn.Module | None = None) -> Tensor:
         """The module's output in float32; ``module``: one of ``twins`` instead."""
+        if module is None:
+            module = self._fast if self.compiled else self.module
         with layers_in(self.precision, inputs):
-            found: Tensor = (module or self.module)(inputs)
+            found: Tensor = module(inputs)
         return found if self.precision == "fp32" else found.float()
 
     def _training_logits(self, inputs: Tensor) -> Tensor:
-        if not self.onednn or not self.module.training or len(inputs) < LEAST:
+        if not self.onednn or self.compiled or not self.module.training or len(inputs) < LEAST:
             return self.logits(inputs)
         found: Tensor = self.module(looked_at(self.module, inputs).to_mkldnn())
         return found.to_dense()
+
+    @cached_property
+    def _fast(self) -> nn.Module:
+        """The module, compiled at its first pass."""
+        return cast(nn.Module, torch.compile(self.module, dynamic=False))
 
     def twins(self, count: int) -> list[nn.Module]:
         """``count`` modules for as many threads, the first being the module itself.
@@ -169,6 +204,11 @@ class BlockProblem:
         self._fixed |= dict(module.named_buffers())
         self._buffers = Buffers(module)
 
+    @property
+    def writes_buffers(self) -> bool:
+        """Whether the last forward pass wrote into a buffer."""
+        return self._buffers.written
+
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
         self._buffers.restore()
@@ -202,7 +242,9 @@ def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:
     """Inside, layers compute in ``precision`` fp32 or bf16; their parameters stay as they are."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(inputs.device.type, dtype=torch.bfloat16)
+    # A weight is used once a pass, and a recorded graph must cast it anew at every replay.
+    kind = inputs.device.type
+    return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=kind == "cpu" and torch.is_autocast_cache_enabled())
 
 
 def _ones(batch: Batch) -> Tensor:

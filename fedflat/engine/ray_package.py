@@ -84,7 +84,7 @@ class Package:
             test_targets=None,
             **self.facts,
         )
-        problem = ModuleProblem(self.module, self.layout, self.precision, self.onednn)
+        problem = ModuleProblem(self.module, self.layout, self.precision, onednn=self.onednn)
         return Sequential(self.algorithm, problem, self.local, data, self.seed)
 
 

@@ -16,6 +16,7 @@ from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, train_client
+from fedflat.engine.device import sent
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.heads import Heads
 from fedflat.engine.problem import ModuleProblem
@@ -56,6 +57,7 @@ class Sequential:
             self._train(cohort, broadcast, accumulator, heads)
 
     def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+        broadcast = sent(broadcast, self.problem.device)
         for client in cohort.tolist():
             size = len(self.data.parts[client])
             if size == 0:
@@ -67,12 +69,17 @@ class Sequential:
             accumulator.add(result.message[None], [size], facts)
 
     def one(self, client: int, broadcast: Broadcast, weights: Tensor) -> LocalResult:
-        """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten."""
-        rows = self.data.parts[client]
+        """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies."""
+        rows, device = self.data.parts[client], self.problem.device
         order = Order(self.seed, broadcast.round, self.local.batch_size)
         feed = SingleFeed(self.data, client, order, rows)
+        local, there = self.local.of(len(rows)), weights.to(device)
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
-                return train_client(self.algorithm, self.problem, broadcast, self.local.of(len(rows)), feed, weights)
+                result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there)
         except RuntimeError as error:
             raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
+        if weights.device == device:
+            return result
+        weights.copy_(there)
+        return LocalResult(*(value.to(weights.device) for value in vars(result).values()))

@@ -92,22 +92,22 @@ def _agrees(module: nn.Module, layout: Layout, stack: tuple[Linear, ...]) -> boo
     except (RuntimeError, ValueError):
         return False
     vector = torch.cat([p.detach().reshape(-1) for p in chosen])[None]
-    states = forward(stack, inputs[None], lambda index, x: affine(stack[index], vector, x))
+    matrices = [layer.matrix(vector) for layer in stack]
+    states = forward(stack, inputs[None], lambda index, x: affine(stack[index], matrices[index], vector, x))
     loss, _, delta = head(states[-1], Batch(inputs[None], targets[None]))
     whole = torch.empty_like(vector)
-    write_gradient(stack, vector, states, delta, whole)
+    write_gradient(stack, matrices, states, delta, whole)
     expected = torch.cat([g.reshape(-1) for g in grads])
     return torch.allclose(loss, losses.mean(), rtol=1e-4, atol=1e-6) and torch.allclose(
         whole[0], expected, rtol=1e-3, atol=1e-5 * max(1.0, float(expected.abs().max()))
     )
 
 
-def affine(layer: Linear, weights: Tensor, x: Tensor) -> Tensor:
-    """x Wᵀ + b of every client: weights ``(n, D)``, x ``(n, b, inputs)`` -> ``(n, b, outputs)``."""
-    matrix = layer.matrix(weights).transpose(1, 2)
+def affine(layer: Linear, matrix: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """x Wᵀ + b of every client, in the precision of x ``(n, b, inputs)`` and W: weights ``(n, D)`` have b in them."""
     if layer.bias is None:
-        return torch.bmm(x, matrix)
-    return torch.baddbmm(weights[:, None, layer.bias], x, matrix)
+        return torch.bmm(x, matrix.transpose(1, 2))
+    return torch.baddbmm(weights[:, None, layer.bias].to(x.dtype), x, matrix.transpose(1, 2))
 
 
 def forward(stack: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor]:
@@ -134,20 +134,26 @@ def head(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:
-    """The gradient before an activation, from the gradient behind it and its output; overwrites ``delta``."""
+    """The gradient before an activation, from the gradient behind it and its output; may overwrite ``delta``."""
     if activation == "relu":
         return delta.mul_(state > 0)
-    return delta.mul_(1 - state * state) if activation == "tanh" else delta
+    if activation == "none":
+        return delta
+    before: Tensor = torch.ops.aten.tanh_backward(delta, state)  # in bf16, 1 - state² would cancel
+    return before
 
 
 def write_gradient(
-    stack: tuple[Linear, ...], weights: Tensor, states: list[Tensor], delta: Tensor, out: Tensor
+    stack: tuple[Linear, ...], matrices: list[Tensor], states: list[Tensor], delta: Tensor, out: Tensor
 ) -> None:
-    """Back through the stack: the clients' gradients into ``out (n, D)``."""
+    """Back through the stack, in the precision of W's, inputs and ``delta``: the gradients into ``out (n, D)``."""
     for index in reversed(range(len(stack))):
         layer, x = stack[index], states[index]
-        torch.bmm(delta.transpose(1, 2), x, out=layer.matrix(out))
+        if delta.dtype == out.dtype:
+            torch.bmm(delta.transpose(1, 2), x, out=layer.matrix(out))
+        else:
+            layer.matrix(out).copy_(torch.bmm(delta.transpose(1, 2), x))
         if layer.bias is not None:
-            torch.sum(delta, 1, out=out[:, layer.bias])
+            torch.sum(delta, 1, dtype=out.dtype, out=out[:, layer.bias])
         if index:
-            delta = through(stack[index - 1].activation, torch.bmm(delta, layer.matrix(weights)), x)
+            delta = through(stack[index - 1].activation, torch.bmm(delta, matrices[index]), x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import math
 import time
@@ -23,6 +24,7 @@ from fedflat.engine import checkpoint
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.ahead import Ahead
 from fedflat.engine.client import train_client
+from fedflat.engine.device import exact, sent
 from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.folder import LEDGER, RunFolder
@@ -116,6 +118,7 @@ def train(
     private: list[Record] = []
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(exact(job.problem.device))
         ledger = stack.enter_context(_open_ledger(job))
         notes += ledger.notes
         if resume and job.folder is not None:
@@ -326,20 +329,22 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
     parts, rows = job.parts, job.data.parts[client]
     if len(rows) == 0:
         return weights
-    alone = Algorithm("fine-tuning", phases=(tune,))
+    alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
     broadcast = Broadcast(state.round, state.shared, math.inf, parts.local.rate(max(state.round - 1, 0)))
     order = Order(job.seed, state.round, parts.local.batch_size)
     feed = SingleFeed(job.data, client, order, rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
-        train_client(alone, job.problem, broadcast, parts.local, feed, weights)
+        weights = weights.to(device)
+        train_client(alone, job.problem, sent(broadcast, device), parts.local, feed, weights)
     return weights
 
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
-    """The module with the final shared weights and w^0's head."""
-    job.problem.bind(torch.cat([outcome.state.shared, outcome.heads.first]).clone())
+    """The module with the final shared weights and w^0's head, on the processor."""
+    device = job.problem.device
+    job.problem.bind(torch.cat([outcome.state.shared, outcome.heads.first]).to(device, copy=True))
     job.problem.module.eval()
-    return job.problem.module
+    return job.problem.module if device.type == "cpu" else copy.deepcopy(job.problem.module).cpu()
 
 
 def folder_of(path: str | Path | None) -> Path | None:

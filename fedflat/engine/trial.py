@@ -25,7 +25,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.train import Backend
 
-VERSION = 2
+VERSION = 3
 """Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
 TRIES, SHORT = 6, 0.5
 """Tries of a back end, as long as they took fewer seconds together; two in any case."""
@@ -35,11 +35,13 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """A back end by name, its block size where it has one, and the cores it works with (not for workers)."""
+    """A back end by name, its block size where it has one, the cores (or a GPU's streams) it works with (not for
+    workers), and whether the model is compiled."""
 
     backend: str
     block: int | None = None
     threads: int = 1
+    compiled: bool = False
 
 
 def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: torch.Tensor, clients: int) -> float:
@@ -48,21 +50,27 @@ def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: t
     Nothing stays: the sum is thrown away, heads are copies, and weights are w^0's.
     """
     largest = np.sort(np.argsort(-data.sizes, kind="stable")[:clients])
-    size = parts.layout.dimension
-    threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
     times: list[float] = []
     while len(times) < 2 or (len(times) < TRIES and sum(times) * len(largest) < SHORT):
         began = time.perf_counter()
-        zero = torch.zeros(size)
-        memory = zero if any("memory" in step.initial(zero[:1]) for step in parts.algorithm.server) else None
-        broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, memory=memory)
-        sink = Accumulator(parts.clip, threshold, parts.layout.tensors("shared"), size)
         try:
-            backend.train(largest, broadcast, sink, Heads(first[size:].clone()))
+            sum_of(backend, parts, first, largest)
         except (RunError, RuntimeError, MemoryError):
             return math.inf
         times.append((time.perf_counter() - began) / len(largest))
     return min(times)
+
+
+def sum_of(backend: Backend, parts: Parts, first: torch.Tensor, clients: np.ndarray) -> torch.Tensor:
+    """The clipped sum ``(d,)`` of some clients' messages from w^0, as in a round of its own."""
+    size = parts.layout.dimension
+    threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
+    zero = torch.zeros(size)
+    memory = zero if any("memory" in step.initial(zero[:1]) for step in parts.algorithm.server) else None
+    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, memory=memory)
+    sink = Accumulator(parts.clip, threshold, parts.layout.tensors("shared"), size)
+    backend.train(clients, broadcast, sink, Heads(first[size:].clone()))
+    return sink.total
 
 
 def shortened(parts: Parts) -> tuple[Parts, float]:
@@ -90,6 +98,7 @@ def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int)
         str(problem.module),
         problem.precision,
         problem.onednn,
+        str(problem.device) if problem.device.type == "cpu" else torch.cuda.get_device_name(problem.device),
         str(parts.layout.shapes),
         repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),
         repr(replace(parts.local, lr=0.0, lr_decay=1.0)),
@@ -111,7 +120,7 @@ def remembered(key: str) -> Choice | None:
     found: Any = _read().get(key)
     try:
         block = None if found["block"] is None else int(found["block"])
-        return Choice(str(found["backend"]), block, int(found["threads"]))
+        return Choice(str(found["backend"]), block, int(found["threads"]), found.get("compiled") is True)
     except (TypeError, KeyError, ValueError):
         return None
 

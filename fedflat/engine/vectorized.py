@@ -22,6 +22,7 @@ from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, train_client
+from fedflat.engine.device import sent
 from fedflat.engine.factored import Declined
 from fedflat.engine.feed import BlockFeed, Order
 from fedflat.engine.heads import Heads
@@ -30,6 +31,11 @@ from fedflat.engine.problem import Problem
 from fedflat.engine.sequential import using_threads
 
 OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory was short."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Vectorized:
         empty = int((sizes == 0).sum())
         if empty:
             accumulator.add(torch.zeros(empty, broadcast.shared.numel()), [0] * empty)
+        broadcast = sent(broadcast, self.data.inputs.device)
         present, done = cohort[sizes > 0], 0
         together = 1 if self.apart else self.threads
         with using_threads(together):
@@ -98,7 +105,8 @@ class Vectorized:
     def _one(self, clients: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> _Trained:
         """Train one block and, where the round's sum allows it, clip and add its messages up."""
         result = self._trained(clients, broadcast, heads)
-        part = accumulator.part() if len(clients) > 1 else None
+        device = result.message.device
+        part = accumulator.part(device) if len(clients) > 1 else None
         if part is None:
             return _Trained(clients, result, None)
         self._add(clients, result, part)
@@ -106,8 +114,7 @@ class Vectorized:
 
     def _halve(self, error: Exception, clients: int, broadcast: Broadcast) -> None:
         """Half the block where memory was short; anything else, or one client that does not fit, ends the run."""
-        short = isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
-        if not short or (clients == 1 and not (self.apart and self.threads > 1)):
+        if not out_of_memory(error) or (clients == 1 and not (self.apart and self.threads > 1)):
             where = f"round {broadcast.round}, a block of {clients} clients, local training"
             raise RunError(f"{where}: {error or type(error).__name__}") from error
         if self.apart and self.threads > 1:  # fewer blocks at a time change no number

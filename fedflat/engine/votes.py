@@ -169,7 +169,7 @@ class Voters:
         return found
 
     def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        rows, weights = self.data.parts[client], self.first.clone()
+        rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
         feed = SingleFeed(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
         try:
             with seeded_torch(self.seed, "dropout", 0, client):
@@ -177,14 +177,14 @@ class Voters:
         except RuntimeError as error:
             raise RunError(f"client {client}, local training: {error}") from error
         self.trained += 1
-        return self._predict(weights), {"train_loss": result.loss, "train_accuracy": result.accuracy}
+        return self._predict(weights), {"train_loss": result.loss.cpu(), "train_accuracy": result.accuracy.cpu()}
 
     def _predict(self, weights: Tensor) -> Tensor:
         self.problem.bind(weights)
         kind = torch.uint8 if self.classes <= 256 else torch.int32
         with self.problem.evaluating(), torch.no_grad():
             pieces = [self.problem.module(x).argmax(-1).to(kind) for x in torch.split(self.queries, _PIECE)]
-        return torch.cat(pieces)
+        return torch.cat(pieces).cpu()
 
 
 def _fit(problem: ModuleProblem, local: Local, feed: SingleFeed, weights: Tensor) -> Any:
@@ -220,16 +220,17 @@ class Student:
 
     def fit(self, labels: Tensor, round: int) -> Tensor:
         """The student ``(d,)`` for ``labels`` ``(n,)`` of the first n queries; w^0 without any label."""
-        weights, known = self.first.clone(), torch.nonzero(labels != NO_LABEL).flatten()
+        device, known = self.problem.device, torch.nonzero(labels != NO_LABEL).flatten()
         if known.numel() == 0:
-            return weights
+            return self.first.clone()
+        weights = self.first.to(device, copy=True)
         rows = np.arange(known.numel(), dtype=np.int64)
-        data = labelled(self.queries[known], labels[known], self.classes)
+        data = labelled(self.queries[known.to(device)], labels[known].to(device), self.classes)
         steps = self.epochs * math.ceil(len(rows) / self.local.batch_size)
         order = Order(self.seed, round, self.local.batch_size)
         with seeded_torch(self.seed, "dropout of the student", round):
             _fit(self.problem, replace(self.local, steps=steps), SingleFeed(data, STUDENT, order, rows), weights)
-        return weights
+        return weights.cpu()
 
 
 STUDENT = 2**62  # no client's number: the student's batches have a stream of their own

@@ -175,7 +175,7 @@ def _portable(problem: ModuleProblem) -> ModuleProblem:
     """A problem whose module can be sent to another process: parameters unbound from any shared vector."""
     import copy
 
-    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision, problem.onednn)
+    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision, onednn=problem.onednn)
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ def norms_of(messages: Tensor) -> Tensor:
 
     Squares are summed in float64, so that a huge but finite float32 message has a finite norm and is clipped.
     """
-    if isinstance(messages, Tensor) and messages.dim() == 2 and messages.shape[1] > wide.CACHED:
+    by_pieces = isinstance(messages, Tensor) and messages.dim() == 2 and messages.device.type == "cpu"
+    if by_pieces and messages.shape[1] > wide.CACHED:
         norms = torch.stack([wide.norm(m) for m in messages]) if len(messages) else messages.new_zeros(0).double()
-    elif isinstance(messages, Tensor) and messages.dim() == 2 and len(messages) > 1:
+    elif by_pieces and len(messages) > 1:
         # A float64 copy of the whole block would not fit a cache.
         rows = max(1, wide.CACHED // max(1, messages.shape[1]))
         norms = torch.cat(

@@ -101,6 +101,47 @@ def test_bf16_in_blocks_is_bf16_of_one_client() -> None:
     torch.testing.assert_close(trained(backend="vectorized"), exact, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_in_blocks_of_linear_layers_on_every_method(method: str) -> None:
+    """Nearer to one client in bf16 than float32 is; and what is said to stay in float32 does, bit for bit."""
+    alone, exact = final(method, backend="sequential", precision="bf16"), final(method, backend="sequential")
+    rounding = float((alone - exact).norm())
+    assert rounding > 1e-4
+    for block in (None, 2):
+        found = final(method, backend="vectorized", precision="bf16", block=block)
+        assert float((found - alone).norm()) < 0.8 * rounding
+        assert float((found - exact).norm()) > 0.3 * rounding
+    same = {"vectorized-fp32": "vectorized"} | ({} if method in PERSONAL else {"lowrank": "lowrank"})
+    for name, plain in same.items():
+        assert torch.equal(final(method, backend=name, precision="bf16"), final(method, backend=plain))
+
+
+@pytest.mark.parametrize(("slow", "kept"), [("vectorized", "vectorized-fp32"), ("vectorized-fp32", "vectorized")])
+def test_auto_tries_blocks_in_both_precisions(
+    slow: str, kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """bf16 is never a reason to be slower than float32 in blocks; what was chosen is in the folder for a resume."""
+    tried: list[str] = []
+
+    def seconds(backend: Any, *_: Any) -> float:
+        tried.append(backend.name)
+        return {"sequential": 1e-2, "lowrank": 1e-2, slow: 2e-3}.get(backend.name, 1e-3)
+
+    monkeypatch.setattr("fedflat.engine.choose.seconds_per_client", seconds)
+    prepare(Recipe.of(recipe("dp-fedavg")), module(), clients())
+    assert "vectorized-fp32" not in tried
+    job = prepare(Recipe.of(recipe("dp-fedavg", precision="bf16", processes=2)), module(), clients())
+    assert {"vectorized", "vectorized-fp32", "lowrank"} <= set(tried) and job.backend.name == kept
+    found = fedflat.run(
+        recipe("dp-fedavg", precision="bf16", processes=2), model=module(), clients=clients(), out=tmp_path / "run"
+    )
+    again = Recipe.load(tmp_path / "run" / "recipe.yaml")
+    assert (again.engine.backend, again.engine.precision) == (kept, "bf16")
+    ours = torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+    plain = final("dp-fedavg", backend="vectorized", block=again.engine.block, precision="bf16")
+    assert torch.equal(ours, plain) == (kept == "vectorized")
+
+
 @pytest.mark.parametrize("method", PERSONAL)
 def test_the_low_rank_form_says_why_it_does_not_apply(method: str) -> None:
     with pytest.raises(InputError, match=r"engine\.backend: found lowrank with a personal part"):
@@ -216,7 +257,7 @@ def test_streams_and_plans_of_a_block_are_those_of_its_clients() -> None:
     for batch in (1, 4, 5, 12, 30):
         for steps in (1, 3, 7):
             order = Order(5, 2, batch)
-            plan = BlockFeed(data, range(len(present)), order, data.parts)._plan(1, steps)
+            plan = BlockFeed(data, range(len(present)), order, data.parts).plan(1, steps)
             for client, rows in enumerate(data.parts):
                 alone = order.indices(client, len(rows), 1, steps)
                 assert (plan[client][:, : alone.shape[1]] == alone).all()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.engine.dense import DenseProblem
-from fedflat.engine.problem import Batch, BlockProblem
+from fedflat.engine.problem import Batch, BlockProblem, ModuleProblem
 from fedflat.engine.stack import stack_of
 from fedflat.models.vision import linear, mlp
 
@@ -78,6 +78,35 @@ def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
             torch.testing.assert_close(ours.vector, theirs.vector, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(ours.loss, theirs.loss)
             assert torch.equal(ours.accuracy, theirs.accuracy)
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("head", [None, ()])
+def test_bf16_rounds_where_one_client_does(name: str, head: tuple[str, ...] | None) -> None:
+    """Against autocast on one client; equal to the bit where both use the same kernels."""
+    with seeded_torch(1, "test"):
+        module = READ[name]()
+        if head == () and sum(isinstance(m, nn.Linear) for m in module.modules()) == 1:
+            return
+        layout = layout_of(module, head)
+        stack = stack_of(module, layout)
+        assert stack is not None
+        weights = flatten(module, layout) + 0.3 * torch.randn(4, layout.size)
+        inputs = torch.randn(4, 5, *((2, 3) if name == "linear" else (6,)))
+        batch = Batch(inputs, torch.randint(0, 3, (4, 5)), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2] * 2))
+    alone = ModuleProblem(module, layout, "bf16")
+    for part in ("all",) if head is None else ("shared", "personal"):
+        given = [Batch(i, t, w) for i, t, w in zip(batch.inputs, batch.targets, batch.weights)]  # type: ignore[arg-type]
+        each = [alone.gradient(w.clone(), part, b) for w, b in zip(weights, given)]
+        theirs = torch.stack([found.vector for found in each])
+        ours = DenseProblem(layout, stack, "bf16").gradient(weights, part, batch)
+        exact = DenseProblem(layout, stack).gradient(weights, part, batch)
+        assert ours.vector.dtype == ours.loss.dtype == torch.float32
+        torch.testing.assert_close(ours.loss, torch.stack([found.loss for found in each]), rtol=1e-2, atol=1e-3)
+        rounding = float((theirs - exact.vector).norm())
+        assert rounding > 1e-3, "the twin: in float32 it would be this far away"
+        off = ours.vector.bfloat16().float() - theirs  # biases' gradients, float32 here, are bf16 there
+        assert float(off.norm()) < 0.1 * rounding
 
 
 @pytest.mark.parametrize("name", DECLINED)

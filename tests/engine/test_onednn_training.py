@@ -36,7 +36,7 @@ def sequential() -> nn.Module:
 def trained(module: nn.Module, x: Tensor, *, onednn: bool, at: Tensor | None = None) -> Tensor:
     layout = layout_of(module)
     weights = flatten(module, layout) if at is None else at
-    problem = ModuleProblem(module, layout, "fp32", onednn)
+    problem = ModuleProblem(module, layout, "fp32", onednn=onednn)
     return problem.gradient(weights, "all", Batch(x, torch.arange(len(x)) % 4)).vector
 
 
@@ -153,7 +153,7 @@ def test_evaluation_mode_stays_on_plain_tensors() -> None:
     module = sequential()
     module.register_forward_pre_hook(lambda _, given: seen.append(given[0].is_mkldnn))
     layout = layout_of(module)
-    problem, x = ModuleProblem(module, layout, "fp32", True), images(LEAST, (1, 16, 16))
+    problem, x = ModuleProblem(module, layout, "fp32", onednn=True), images(LEAST, (1, 16, 16))
     batch, weights = Batch(x, torch.arange(LEAST) % 4), flatten(module, layout)
     problem.gradient(weights, "all", batch)
     with problem.evaluating():

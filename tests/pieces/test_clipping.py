@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedflat.core.checks import InputError
+from fedflat.core.rng import stream
+from fedflat.core.wide import CACHED
 from fedflat.pieces import clipping
 from fedflat.pieces.clipping import adaptive, norms_of, per_tensor, whole_vector
 
@@ -61,6 +63,23 @@ def test_norms_do_not_overflow() -> None:
     rows = torch.full((2, 4), 3e38)
     rows[1] = 1e-30
     np.testing.assert_allclose(norms_of(rows).numpy(), [6e38, 2e-30], rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [CACHED - 1, CACHED + 1, 3 * CACHED])
+def test_norms_of_long_messages_are_taken_in_float64(size: int) -> None:
+    """Longer than a cache: row by row, in pieces. An entry in the last piece counts as one in the first does."""
+    rows = stream(3, "test norms").standard_normal((5, size)).astype(np.float32)
+    rows[1] = 3e38
+    rows[2, -1], rows[3, 0] = math.inf, math.nan
+    rows[4] = 0
+    rows[4, -1] = 2.5
+    expected = [float(np.linalg.norm(row.astype(np.float64))) for row in rows[:2]]
+    found = norms_of(torch.from_numpy(rows))
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found.numpy(), [*expected, math.inf, math.inf, 2.5], rtol=1e-12)
+    assert norms_of(torch.zeros(0, size)).shape == (0,) and norms_of(torch.zeros(0, size)).dtype == torch.float64
+    _, factors = whole_vector(1.0).factors(torch.from_numpy(rows), 1.0, (slice(0, size),))
+    np.testing.assert_allclose(factors.numpy(), [*(1 / e for e in expected), 0.0, 0.0, 0.4], rtol=1e-12)
 
 
 def test_each_tensor_has_its_own_limit() -> None:

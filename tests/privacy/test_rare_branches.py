@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import pytest
 
+from fedflat.privacy.accounting import epsilon
 from fedflat.privacy.budget import needed_table
 from fedflat.privacy.discrete_accounting import DDGaussAccount
 from fedflat.privacy.plan import build_plan
@@ -15,6 +18,15 @@ from fedflat.privacy.votes_plan import VotesPlan
 def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:
     rows = needed_table(target=0.01, find="rounds", clients=100, cohort=50, rounds=10, noise_multiplier=0.5, delta=1e-5)
     assert rows and all(row["epsilon"] is None and row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize(("find", "step"), [("rounds", 1), ("cohort", 1), ("clients", -1)])
+def test_what_is_found_is_the_last_within_the_target(find: str, step: int) -> None:
+    setting: dict[str, Any] = {"clients": 200, "cohort": 20, "rounds": 30, "noise_multiplier": 1.5, "delta": 1e-4}
+    for row in needed_table(target=2.0, find=find, **setting):
+        at = {**setting, "accountant": row["accountant"], find: row[find]}
+        assert row["reason"] == "" and row["epsilon"] == epsilon(**at) <= 2.0
+        assert epsilon(**{**at, find: row[find] + step}) > 2.0
 
 
 def test_a_setting_that_does_not_apply_has_its_reason() -> None:

@@ -14,6 +14,7 @@ from fedflat.core.checks import InputError
 from fedflat.privacy import verify as module
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan
+from fedflat.privacy.published import Published, published_plan, with_tensors
 from fedflat.privacy.verify import multiplier, participation, poisson, recompute, verify, verify_run
 
 
@@ -64,6 +65,28 @@ def test_every_law_is_recomputed_to_the_plans_figure(name: str, monkeypatch: pyt
     low = verify(recorded, plan.epsilon(plan.rounds - 5))
     assert low.ok == (name == "local, capped") and (low.ok or "the ledger's events give" in low.notes[0])
     assert not verify(recorded, 0.9 * plan.epsilon()).ok
+
+
+@pytest.mark.parametrize("paper", ["000", "003", "004"])
+def test_a_published_procedures_messages_are_recomputed(paper: str) -> None:
+    """The proven figure, by the direct sum; the paper's own, smaller one is no statement that these lines bear out."""
+    facts = {"clients": 500, "cohort_size": 50, "rounds": 20, "noise_multiplier": 0.95, "delta": 1 / 500, "clip": 0.2}
+    plan = with_tensors(published_plan(paper, epochs=True, **facts), 8)  # type: ignore[arg-type]
+    recorded = lines(plan)
+    found = verify(recorded, plan.epsilon(), released=range(20))
+    assert found.ok and found.notes == () and "a client's messages" in found.method
+    assert found.epsilon_recomputed == pytest.approx(plan.epsilon(), rel=1e-3)
+    assert isinstance(plan.mechanism, Published)
+    claimed = verify(recorded, plan.mechanism.claimed(plan, 20))
+    assert not claimed.ok and "the ledger's events give" in claimed.notes[0]
+    assert not verify(recorded, 0.9 * plan.epsilon()).ok
+
+
+def test_a_message_that_nothing_bounds_has_no_finite_figure() -> None:
+    facts = {"clients": 500, "cohort_size": 50, "rounds": 3, "noise_multiplier": 0.95, "delta": 1 / 500}
+    plan = published_plan("002", epochs=True, **facts)  # type: ignore[arg-type]
+    assert recompute(lines(plan)).epsilon == math.inf
+    assert verify(lines(plan), math.inf).ok and not verify(lines(plan), 100.0).ok
 
 
 @pytest.mark.usefixtures("no_prv")

@@ -1,0 +1,135 @@
+"""Where a run computes: the processor, or one GPU by CUDA. Server state, noise and ledger stay on the processor."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.params import Layout, flatten
+from fedflat.core.types import Broadcast
+from fedflat.data.clients import Federated
+from fedflat.engine.problem import Batch, ModuleProblem
+
+CPU = torch.device("cpu")
+PROCESSES = ("workers", "ray")
+"""Back ends whose processes compute on the processor only."""
+CHECKED_ROWS = 16
+TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
+"""By how much, relative to its norm, a GPU's gradient may differ from the processor's: another order of sums."""
+
+
+def device_for(
+    name: str, backend: str, module: nn.Module, layout: Layout, data: Federated, precision: str
+) -> torch.device:
+    """The device a recipe asks for, after one gradient there was compared with the processor's.
+
+    name: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``: a GPU where there is one that gives the processor's numbers.
+    Raises InputError where a GPU is asked for by name and there is none, or it computes something else.
+    """
+    if name == "cpu" or (name == "auto" and (backend in PROCESSES or not torch.cuda.is_available())):
+        return CPU
+    if backend in PROCESSES:
+        raise wrong("engine.device", f"{name} with engine.backend {backend}", "cpu for it, or another back end")
+    device = _named("cuda" if name == "auto" else name)
+    reason = difference(module, layout, data, precision, device)
+    if not reason:
+        return device
+    if name != "auto":
+        raise wrong("engine.device", f"{name}, where {reason}", "cpu")
+    warnings.warn(f"engine.device: going on with the processor, for on {device} {reason}", stacklevel=2)
+    return CPU
+
+
+def _named(name: str) -> torch.device:
+    """An existing GPU by name."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; without it sums may vary
+    if not torch.cuda.is_available():
+        built = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no GPU"
+        raise wrong("engine.device", f"{name}, but {built}", "cpu or auto")
+    device, count = torch.device(name), torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise wrong("engine.device", name, f"cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", device.index or 0)
+
+
+def difference(module: nn.Module, layout: Layout, data: Federated, precision: str, device: torch.device) -> str:
+    """What is wrong with a device, found by one gradient on a few examples: empty where it agrees with the processor.
+
+    It draws nothing at random: the module is a copy in eval mode.
+    """
+    rows = slice(0, CHECKED_ROWS)
+    inputs, targets = data.inputs[rows].cpu(), data.targets[rows].cpu()
+    if len(inputs) == 0:
+        return ""
+    weights = flatten(module, layout)
+
+    def gradient(at: torch.device) -> Tensor:
+        problem = ModuleProblem(copy.deepcopy(module).to(at), layout, precision)
+        with problem.evaluating():
+            return problem.gradient(weights.to(at, copy=True), "all", Batch(inputs.to(at), targets.to(at))).vector.cpu()
+
+    try:
+        with exact(device):
+            found = gradient(device)
+    except RuntimeError as error:
+        return f"training fails: {str(error).splitlines()[0]}"
+    expected = gradient(CPU)
+    apart = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+    return "" if apart <= TOLERANCE[precision] else f"a gradient is {apart:.1%} away from the processor's"
+
+
+def placed(data: Federated, device: torch.device) -> Federated:
+    """The federation with its examples on a device; clients' rows stay on the processor, where batches are drawn."""
+    if data.inputs.device == device:
+        return data
+    names = ("inputs", "targets", "test_inputs", "test_targets")
+    whole = {name: value for name in names if (value := getattr(data, name)) is not None}
+    try:
+        return replace(data, **{name: value.to(device) for name, value in whole.items()})
+    except RuntimeError as error:
+        size = sum(value.nbytes for value in whole.values()) / 2**30
+        raise RunError(f"engine.device: {size:.1f} GiB of data do not go on {device}: {error}") from error
+
+
+def sent(broadcast: Broadcast, device: torch.device) -> Broadcast:
+    """The broadcast on a device."""
+    if broadcast.shared.device == device:
+        return broadcast
+    memory = None if broadcast.memory is None else broadcast.memory.to(device)
+    mask = None if broadcast.mask is None else broadcast.mask.to(device)
+    return replace(broadcast, shared=broadcast.shared.to(device), memory=memory, mask=mask)
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """On a GPU: the same bits at every call, and float32 products in float32, not TF32. Nothing on the processor.
+
+    A run that was killed could not go on bit for bit otherwise. Kernels without such a variant are used as they are.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matmul, rooms = torch.backends.cuda.matmul, cast(Any, torch.utils.deterministic)
+    before = matmul.allow_tf32, rooms.fill_uninitialized_memory
+    strict, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        matmul.allow_tf32, rooms.fill_uninitialized_memory = False, False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with (
+            warnings.catch_warnings(),
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+        ):
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+            yield
+    finally:
+        matmul.allow_tf32, rooms.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(strict, warn_only=warned)

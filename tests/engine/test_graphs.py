@@ -1,0 +1,480 @@
+"""Training on a GPU that is pretended (``pretended_gpu``): every method, every kind of run, every refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretended_gpu import PretendedLane, elsewhere, here, pretended_gpu
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.algorithms import ALGORITHMS
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.types import Algorithm, Broadcast, Phase
+from fedflat.engine import choose_gpu, device, graphs
+from fedflat.engine.graphs import Graphs
+from fedflat.engine.train import train
+from fedflat.engine.trial import Choice
+from fedflat.recipe import Recipe
+from fedflat.simulation import prepare
+
+METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
+PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]
+SIZES = (7, 3, 0, 12, 1, 5, 12)
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+_processor: dict[str, Tensor] = {}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with pretended_gpu(monkeypatch):
+        yield
+
+
+def clients(sizes: tuple[int, ...] = SIZES, shape: tuple[int, ...] = (6,)) -> list[tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(2)
+    return [
+        (torch.tensor(rng.normal(size=(n, *shape)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n)))
+        for n in sizes
+    ]
+
+
+def module(kind: str = "dense") -> nn.Module:
+    """Weights without a global generator."""
+    network: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    if kind == "convolution":
+        network = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+        )
+    if kind == "dropout":
+        network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 3))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return network
+
+
+def recipe(method: str, changes: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
+    found = {
+        "rounds": 3,
+        "algorithm": {"name": method},
+        "local": {
+            "steps": 3, "batch_size": 4, "lr": 0.3, "lr_decay": 0.5, "weight_decay": 0.01, "max_grad_norm": 2.0
+        },
+        "cohort": {"size": 5},
+        "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
+        "engine": engine,
+    }  # fmt: skip
+    for key, value in (changes or {}).items():
+        section, _, name = key.partition(".")
+        if name:
+            found.setdefault(section, {})[name] = value
+        else:
+            found[section] = value
+    return found
+
+
+def trained(
+    method: str,
+    changes: dict[str, Any] | None = None,
+    kind: str = "dense",
+    sizes: tuple[int, ...] = SIZES,
+    algorithm: Algorithm | None = None,
+    **engine: Any,
+) -> Tensor:
+    given = clients(sizes, (2, 4, 4) if kind == "convolution" else (6,))
+    found = fedflat.run(recipe(method, changes, **engine), model=module(kind), clients=given, algorithm=algorithm)
+    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_way_of_a_gpu_agrees_on_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(method, backend="sequential", device="cpu")
+    ways: list[dict[str, Any]] = [
+        {"backend": "sequential"},
+        {"backend": "graphs", "processes": 1},
+        {"backend": "graphs", "processes": 3},
+        {"backend": "graphs", "block": 2, "processes": 2},
+        {"backend": "vectorized", "block": 3},
+        {"backend": "auto", "device": "auto"},
+    ]
+    if method not in PERSONAL:
+        ways.append({"backend": "lowrank", "block": 3})
+    with pretended_gpu(monkeypatch):
+        for way in ways:
+            found = trained(method, **({"device": "cuda"} | way))
+            assert type(found) is Tensor  # the model that comes back is on the processor
+            torch.testing.assert_close(found, expected, **CLOSE, msg=lambda text, way=way: f"{way}: {text}")
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adaptive clip": (
+        "dp-fedavg-blur",
+        {"privacy.clip": {"kind": "adaptive", "initial": 0.1, "quantile": 0.5, "count_noise": 2.0}},
+    ),
+    "a clip for each tensor": ("dp-fedsam", {"privacy.clip": {"kind": "per-tensor", "values": [0.1, 0.2, 0.1, 0.3]}}),
+    "secure noise": ("dp-fedavg", {"privacy.secure": True}),
+    "local trust": ("dp-fedpgn", {"privacy.trust": "local"}),
+    "distributed trust": ("dp-fedsam", {"privacy.trust": "distributed", "cohort.sampling": "fixed"}),
+    "ddgauss": ("ddgauss", {"privacy.noise_multiplier": 2.0, "cohort.size": 30}),
+    "published": ("dp-fedsam", {"privacy.protocol": "published", "local": {"epochs": 2, "batch_size": 4, "lr": 0.3}}),
+    "personal accuracy": ("dp-fedavg-ft", {"data": {"client_test_fraction": 0.3}}),
+    "personal heads": ("dp2-fedsam", {"data": {"client_test_fraction": 0.3}}),
+    "whole clients as batches": ("dp-fedavg-lus", {"local.batch_size": 50}),
+    "weighted mean": ("fedavg", {"server": {"weights": "samples"}}),
+    "momentum": ("dp-fedavg", {"local.momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_agrees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, changes = KINDS[kind]
+    if kind == "secure noise":  # its key differs from run to run; the sum does not
+        monkeypatch.setattr("fedflat.simulation.fresh_key", lambda: bytes(32), raising=False)
+        changes = changes | {"privacy.noise_multiplier": 0}
+    sizes = SIZES * 6 if kind == "ddgauss" else SIZES
+    expected = trained(method, changes, sizes=sizes, backend="sequential", device="cpu")
+    with pretended_gpu(monkeypatch):
+        found = trained(method, changes, sizes=sizes, backend="graphs", device="cuda")
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (8, 8, 8, 8, 8, 8, 8), (4, 4, 4, 4, 4, 4, 4)])
+@pytest.mark.parametrize("block", [1, 2])
+def test_convolutions_with_any_sizes(sizes: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained("dp-fedavg-lus", kind="convolution", sizes=sizes, backend="sequential", device="cpu")
+    with pretended_gpu(monkeypatch):
+        found = trained("dp-fedavg-lus", kind="convolution", sizes=sizes, backend="graphs", device="cuda", block=block)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_votes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"algorithm": {"name": "ae-dpfl", "queries": 12, "student_epochs": 2}}
+    base = {
+        "rounds": 2, "data": {"dataset": "digits", "clients": 20}, "model": {"name": "mlp", "hidden": 8},
+        "local": {"steps": 5, "batch_size": 16}, "cohort": {"size": 8}, "privacy": {"noise_multiplier": 4.0}, **changes,
+    }  # fmt: skip
+    found = {}
+    for where in "cpu", "cuda":
+        with pretended_gpu(monkeypatch):
+            result = fedflat.run(base | {"engine": {"device": where}})
+            found[where] = torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+    torch.testing.assert_close(found["cuda"], found["cpu"], **CLOSE)
+
+
+def test_the_number_of_streams_changes_no_bit(gpu: None) -> None:
+    one, five = (trained("dp-fedsam", backend="graphs", device="cuda", processes=n) for n in (1, 5))
+    assert torch.equal(one, five)
+
+
+def test_dropout_draws_as_the_plain_loop_does_on_one_stream(gpu: None) -> None:
+    full = (4, 8, 12, 8, 4, 4, 8)  # padding would draw too
+    plain = trained("dp-fedavg", kind="dropout", sizes=full, backend="sequential", device="cuda")
+    graph = trained("dp-fedavg", kind="dropout", sizes=full, backend="graphs", device="cuda", processes=3)
+    torch.testing.assert_close(graph, plain, **CLOSE)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(gpu: None, tmp_path: Path) -> None:
+    asked = recipe("dp-fedpgn", backend="graphs", device="cuda")
+
+    def weights(result: Any) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+
+    whole = fedflat.run(asked, model=module(), clients=clients(), out=tmp_path / "whole")
+    seen = 0
+
+    def stop() -> bool:
+        nonlocal seen
+        seen += 1
+        return seen > 2
+
+    fedflat.run(asked, model=module(), clients=clients(), out=tmp_path / "cut", should_stop=stop)
+    again = fedflat.run(asked, model=module(), clients=clients(), out=tmp_path / "cut", resume=True)
+    assert torch.equal(weights(again), weights(whole))
+    text = (tmp_path / "whole" / "recipe.yaml").read_text(encoding="utf-8")
+    assert "backend: graphs" in text and "device: cuda:0" in text and "compile: false" in text
+
+
+def _backend(**engine: Any) -> tuple[Graphs, Any]:
+    job = prepare(Recipe.of(recipe("dp-fedavg", backend="graphs", device="cuda", **engine)), module(), clients())
+    assert isinstance(job.backend, Graphs)
+    return job.backend, job
+
+
+def test_short_memory_takes_streams_and_then_half_the_block(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained("dp-fedavg", backend="graphs", device="cuda", block=4, processes=3)
+
+    class Short(PretendedLane):
+        made = 0
+
+        def __init__(self, device: torch.device) -> None:
+            Short.made += 1
+            self.number = Short.made
+            super().__init__(device)
+
+        def record(self, step: Any) -> Any:
+            if self.number in (2, 3):
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().record(step)
+
+    monkeypatch.setattr(graphs, "CudaLane", Short)
+    with pytest.warns(UserWarning) as told:
+        found = trained("dp-fedavg", backend="graphs", device="cuda", block=4, processes=3)
+    assert [str(w.message) for w in told if "memory" in str(w.message)] == [
+        "engine.processes: memory is short; going on with 1 streams",
+        "engine.block: 4 clients did not fit into memory; going on with 2",
+    ]
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_one_client_that_does_not_fit_ends_the_run(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: PretendedLane, step: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(PretendedLane, "record", full)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RunError, match="round 0, 1 clients, local training as a CUDA graph: CUDA out of memory"):
+            trained("dp-fedavg", backend="graphs", device="cuda", block=2, processes=2)
+
+
+def test_what_cannot_be_recorded_says_so_and_auto_goes_without(gpu: None) -> None:
+    """A rule that reads a value on the host: no CUDA graph can hold it."""
+
+    def reads(gradient: Any, view: Any) -> Any:
+        def found(w: Tensor) -> Tensor:
+            g = gradient(w)
+            return g * 0.5 if float(g.norm()) > 1 else g
+
+        return found
+
+    own = Algorithm("own", phases=(Phase(rule=reads),))
+    with pytest.raises(RunError, match=r"training as a CUDA graph: operation not permitted when stream is captur"):
+        trained("dp-fedavg", algorithm=own, backend="graphs", device="cuda")
+    expected = trained("dp-fedavg", algorithm=own, backend="sequential", device="cpu")
+    torch.testing.assert_close(trained("dp-fedavg", algorithm=own, device="auto"), expected, **CLOSE)
+
+
+class Counts(nn.Module):
+    """Writes into a buffer at every pass; what it computes does not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1  # type: ignore[operator]
+        return self.linear(x)
+
+
+def test_a_model_that_writes_into_a_buffer_is_not_recorded(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedflat.models.refuse_unclipped_state", lambda module, example: None)
+    with pytest.raises(RunError, match="found graphs with a model that writes into its buffers; allowed: sequential"):
+        fedflat.run(recipe("dp-fedavg", backend="graphs", device="cuda"), model=Counts(), clients=clients())
+
+
+# What the pretended device must catch: each of these twins is a fault that a real GPU has no mercy on.
+
+
+def _differs(monkeypatch: pytest.MonkeyPatch) -> bool:
+    expected = trained("dp-fedavg", backend="sequential", device="cpu")
+    with pretended_gpu(monkeypatch):
+        found = _spoiled(monkeypatch)
+    return not torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def _spoiled(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    return trained("dp-fedavg", backend="graphs", device="cuda", processes=2)
+
+
+def test_twin_a_rate_that_is_baked_into_the_recording_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Graphs._receive
+
+    def baked(self: Graphs, broadcast: Broadcast) -> Broadcast:
+        return dataclasses.replace(honest(self, broadcast), rate=broadcast.rate)
+
+    assert not _differs(monkeypatch)
+    monkeypatch.setattr(Graphs, "_receive", baked)
+    assert _differs(monkeypatch)
+
+
+def test_twin_an_outcome_read_before_its_lane_is_done_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PretendedLane, "finish", lambda self: None)
+    assert _differs(monkeypatch)
+
+
+def test_twin_a_broadcast_that_recordings_do_not_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fresh(self: Graphs, broadcast: Broadcast) -> Broadcast:
+        self._static = None
+        return honest(self, broadcast)
+
+    honest = Graphs._receive
+    monkeypatch.setattr(Graphs, "_receive", fresh)
+    assert _differs(monkeypatch)
+
+
+def test_twin_padding_clients_that_are_added_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are filled up with the last client; its further messages must be dropped."""
+    expected = trained("fedavg", {"cohort": {"size": 7}}, sizes=(4, 4, 4, 4, 4, 4, 4), backend="sequential")
+    honest = Graphs._start
+
+    def start(self: Graphs, track: Any, clients: Any, static: Any, heads: Any) -> Any:
+        found = honest(self, track, clients, static, heads)
+        filled = np.concatenate([clients, np.repeat(clients[-1:], self._together - len(clients))])
+        return dataclasses.replace(found, clients=filled)
+
+    with pretended_gpu(monkeypatch):
+        asked: dict[str, Any] = {"backend": "graphs", "device": "cuda", "block": 3}
+        sizes = (4, 4, 4, 4, 4, 4, 4)
+        found = trained("fedavg", {"cohort": {"size": 7}}, sizes=sizes, **asked)
+        torch.testing.assert_close(found, expected, **CLOSE)
+        monkeypatch.setattr(Graphs, "_start", start)
+        assert not torch.allclose(trained("fedavg", {"cohort": {"size": 7}}, sizes=sizes, **asked), expected, atol=1e-3)
+
+
+def test_tensors_of_the_pretended_device_do_not_mix_with_the_processors(gpu: None) -> None:
+    there, own = elsewhere(torch.ones(2)), torch.ones(2)
+    assert there.device.type == "cuda" and own.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="same device"):
+        there + own
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    assert torch.equal(here(there + torch.ones(())), torch.tensor([2.0, 2.0]))
+
+
+# Which device and which way.
+
+
+def test_a_gpu_that_is_not_there_is_one_line() -> None:
+    for name in "cuda", "cuda:1":
+        with pytest.raises(InputError, match=rf"engine\.device: found {name}, but .*; allowed: cpu or auto\."):
+            trained("dp-fedavg", device=name)
+    with pytest.raises(InputError, match=r"engine\.device: found gpu; allowed: auto, cpu, cuda or one of"):
+        trained("dp-fedavg", device="gpu")
+    with pytest.raises(InputError, match=r"engine\.backend: found graphs on cpu; allowed: auto, sequential, vector"):
+        trained("dp-fedavg", backend="graphs")
+
+
+def test_bad_combinations_are_one_line(gpu: None) -> None:
+    with pytest.raises(InputError, match=r"engine\.device: found cuda:3; allowed: cuda:0 to cuda:0"):
+        trained("dp-fedavg", device="cuda:3")
+    with pytest.raises(InputError, match=r"engine\.device: found cuda with engine\.backend workers; allowed: cpu"):
+        trained("dp-fedavg", device="cuda", backend="workers")
+    with pytest.raises(InputError, match=r"engine\.compile: found true with engine\.backend vectorized"):
+        trained("dp-fedavg", device="cuda", backend="vectorized", compile=True)
+
+
+def test_auto_leaves_processes_on_the_processor(gpu: None) -> None:
+    job = prepare(Recipe.of(recipe("dp-fedavg", backend="workers", processes=1)), module(), clients())
+    assert job.problem.device.type == "cpu" and job.data.inputs.device.type == "cpu"
+
+
+def test_a_gpu_that_computes_something_else_is_not_used(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = device.ModuleProblem.gradient
+
+    def wrong_there(self: Any, weights: Tensor, part: Any, batch: Any) -> Any:
+        found = honest(self, weights, part, batch)
+        return found if weights.device.type == "cpu" else dataclasses.replace(found, vector=found.vector * 1.1)
+
+    expected = trained("dp-fedavg", backend="sequential", device="cpu")
+    monkeypatch.setattr(device.ModuleProblem, "gradient", wrong_there)
+    with pytest.raises(InputError, match=r"cuda, where a gradient is 10\.0% away from the processor's; allowed: cpu"):
+        trained("dp-fedavg", device="cuda")
+    with pytest.warns(UserWarning, match="engine.device: going on with the processor, for on cuda:0 a gradient is"):
+        found = trained("dp-fedavg", backend="sequential", device="auto")
+    assert torch.equal(found, expected)
+
+
+def test_a_gpu_that_fails_is_not_used(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = device.ModuleProblem.gradient
+
+    def fails_there(self: Any, weights: Tensor, part: Any, batch: Any) -> Any:
+        if weights.device.type != "cpu":
+            raise RuntimeError("CUDA error: no kernel image is available\nmore lines")
+        return honest(self, weights, part, batch)
+
+    monkeypatch.setattr(device.ModuleProblem, "gradient", fails_there)
+    with pytest.raises(InputError, match=r"where training fails: CUDA error: no kernel image is available; allow"):
+        trained("dp-fedavg", device="cuda")
+
+
+def test_the_trial_believes_no_sum_that_differs(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(Recipe.of(recipe("dp-fedavg", backend="sequential", device="cuda")), module(), clients())
+    first = job.first
+    tried: list[Choice] = []
+
+    def make(choice: Choice, parts: Any) -> Any:
+        tried.append(choice)
+        where: dict[str, Any] = {"backend": choice.backend, "processes": choice.threads}
+        asked = Recipe.of(recipe("dp-fedavg", device="cuda", **where, block=choice.block))
+        backend: Any = prepare(asked, module(), clients()).backend
+        if choice.backend == "graphs":
+            honest = backend.train
+
+            def train_twice(*args: Any) -> None:
+                honest(*args)
+                honest(*args)
+
+            backend.train = train_twice
+        return backend
+
+    found = choose_gpu.fastest_on_gpu(make, job.parts, job.problem, job.data, first, (Choice("graphs", 2),), True)
+    assert found == Choice("sequential") and Choice("graphs", 1, 1) in tried and Choice("graphs", 2) in tried
+
+
+def test_a_long_run_tries_the_compiled_model_and_a_remembered_choice_is_taken(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_gpu, "LONG_RUN", 0.0)
+    seen: list[Choice] = []
+
+    def seconds(backend: Any, parts: Any, data: Any, first: Any, count: int) -> float:
+        compiled = getattr(getattr(backend, "problem", None), "compiled", False)
+        seen.append(Choice(backend.name, getattr(backend, "block", None), getattr(backend, "threads", 1), compiled))
+        return {"sequential": 1.0}.get(backend.name, 0.1 if compiled else 0.5)
+
+    monkeypatch.setattr(choose_gpu, "seconds_per_client", seconds)
+    monkeypatch.setattr(choose_gpu, "_agrees", lambda *args: True)
+    job = prepare(Recipe.of(recipe("dp-fedavg", device="cuda")), module("convolution"), clients(shape=(2, 4, 4)))
+    assert job.backend.name == "graphs" and job.problem.compiled
+    assert Choice("graphs", 1, 1, True) in seen or Choice("graphs", 1, 4, True) in seen
+    seen.clear()
+    again = prepare(Recipe.of(recipe("dp-fedavg", device="cuda")), module("convolution"), clients(shape=(2, 4, 4)))
+    assert not seen and again.problem.compiled and again.backend.name == "graphs"
+    told = recipe("dp-fedavg", device="cuda", compile=False)
+    assert not prepare(Recipe.of(told), module("convolution"), clients(shape=(2, 4, 4))).problem.compiled
+
+
+def test_compiled_models_agree_on_the_processor() -> None:
+    """The real compiler where it is there: the same numbers up to rounding."""
+    expected = trained("dp-fedsam", kind="convolution", backend="sequential", device="cpu")
+    try:
+        found = trained("dp-fedsam", kind="convolution", compile=True, device="cpu")
+    except RunError as error:  # no C++ compiler on this machine
+        pytest.skip(str(error)[:200])
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_run_of_the_engine_by_hand_takes_a_job_on_a_gpu(gpu: None) -> None:
+    backend, job = _backend(processes=2)
+    outcome = train(job)
+    assert outcome.complete and outcome.state.shared.device.type == "cpu" and len(backend._tracks) == 2
