@@ -120,10 +120,17 @@ def run(
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with the back end that the run in ``path`` was started on, unless one is asked for."""
-    if recipe.engine.backend != "auto" or not (path / RECIPE).is_file():
+    """The recipe with the back end and device that the run in ``path`` was started on, unless others are asked for."""
+    if not (path / RECIPE).is_file():
         return recipe
-    return recipe.model_copy(update={"engine": Recipe.load(path).engine})
+    started, asked = Recipe.load(path).engine, recipe.engine
+    if asked.backend == "auto":
+        device = started.device if asked.device == "auto" else asked.device
+        same = device.partition(":")[0] == started.device.partition(":")[0]
+        engine = started.model_copy(update={"device": device}) if same else asked
+    else:
+        engine = asked.model_copy(update={"device": started.device}) if asked.device == "auto" else asked
+    return recipe.model_copy(update={"engine": engine})
 
 
 def _folder(path: Path, resume: bool, recipe: Recipe, job: Job) -> RunFolder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,30 @@ def prepare(
     algorithm: Algorithm | Factory | None = None,
     data: Federated | None = None,
 ) -> Job:
-    """Everything live that a run of ``recipe`` needs, checked; no training is done."""
+    """Everything live that a run of ``recipe`` needs, checked; no training is done.
+
+    Where a GPU was to be taken without being asked for, and fails, the run goes on with the processor.
+    """
+    try:
+        return _prepared(recipe, model, clients, test, algorithm=algorithm, data=data)
+    except RuntimeError as error:
+        if recipe.engine.device != "auto" or not torch.cuda.is_available():
+            raise
+        warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
+    torch.cuda.empty_cache()
+    on_cpu = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
+    return _prepared(on_cpu, model, clients, test, algorithm=algorithm, data=data)
+
+
+def _prepared(
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    *,
+    algorithm: Algorithm | Factory | None = None,
+    data: Federated | None = None,
+) -> Job:
     method = algorithm_of(recipe, algorithm)
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
         plan_of(recipe, method, recipe.data.clients)
@@ -58,7 +82,7 @@ def prepare(
     layout = layout_of(module, method.head)
     device = device_for(recipe.engine.device, recipe.engine.backend, module, layout, data, precision)
     module.to(device)
-    given_data, data = data, placed(resident(with_features(data, module, precision), module), device)
+    given_data, data = data, _resident(with_features(data, module, precision), module, device, precision)
     plan = plan_of(recipe, method, data.clients, layout.dimension)
     local = local_of(recipe, method, data)
     as_published = published.applies(recipe, method)
@@ -92,9 +116,14 @@ def prepare(
         fingerprint=fingerprint(settled(recipe, plan, local, data.clients), given_data, layout),
     )
     if public is not None:
-        public = placed(resident(with_features(public, module, precision), module), device)
+        public = _resident(with_features(public, module, precision), module, device, precision)
         job.public_update = _public_update(job, public)
     return job if queries is None else voting.with_votes(job, recipe, queries)
+
+
+def _resident(data: Federated, module: nn.Module, device: torch.device, precision: str) -> Federated:
+    """The data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor cores."""
+    return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
 
 
 def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federated) -> Backend:

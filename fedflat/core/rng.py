@@ -80,7 +80,7 @@ def seeded_torch(key: int | bytes, purpose: str, *index: int) -> Iterator[None]:
     The generator's state is set from the named stream and put back afterwards, so nothing leaks in or out.
     """
     number = int.from_bytes(digest(key, purpose, *index)[:8], "big") >> 1
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(number)
         yield

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.data.clients import Federated
 from fedflat.engine.choose_gpu import STREAMS, VMAPPED, fastest_on_gpu
 from fedflat.engine.dense import DenseProblem
+from fedflat.engine.device import PROCESSES
 from fedflat.engine.graphs import Graphs
 from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.parts import Parts
@@ -29,7 +31,7 @@ from fedflat.engine.vectorized import Vectorized
 from fedflat.engine.workers import Workers, portable
 
 BACKENDS = ("auto", "sequential", "vectorized", "vectorized-fp32", "lowrank", "workers", "ray", "graphs")
-PROCESSOR_ONLY, GPU_ONLY = ("workers", "ray"), ("graphs",)
+GPU_ONLY = ("graphs",)
 FLOAT32 = ("vectorized-fp32", "lowrank")
 """Back ends that compute in float32 whatever the precision: where a product has few rows, bf16 is slower in blocks."""
 BLOCK_ENTRIES = 32_000_000
@@ -44,6 +46,8 @@ UNEVEN = 1.1
 """A round by worker processes, over one that fills the cores evenly, above which all cores on one client are tried."""
 FEW_ROWS = 1_000
 """Rows per client (steps · batch · passes) above which the low-rank form is not even tried."""
+FEW_STEPS = 4
+"""Different numbers of local steps up to which they are recorded on a GPU (only published procedures have several)."""
 SMALL_STEP = 0.02
 """Seconds of one client's training below which a block by ``torch.func.vmap`` is tried."""
 
@@ -61,7 +65,7 @@ def backend_for(
     """The back end a recipe asks for; ``auto`` measures the ones that apply, once per machine, model and shape."""
     one_of("engine.backend", name, BACKENDS)
     gpu = problem.device.type != "cpu"
-    if name in (PROCESSOR_ONLY if gpu else GPU_ONLY):
+    if name in (PROCESSES if gpu else GPU_ONLY):
         raise wrong("engine.backend", f"{name} on {problem.device}", _allowed(gpu))
     if compiled and name not in ("auto", "sequential", "graphs"):
         raise wrong("engine.compile", f"true with engine.backend {name}", "sequential, graphs or auto")
@@ -97,7 +101,7 @@ def _threads(name: str, processes: int | None, makers: _Makers) -> int:
 
 
 def _allowed(gpu: bool) -> str:
-    left = [name for name in BACKENDS if name not in (PROCESSOR_ONLY if gpu else GPU_ONLY)]
+    left = [name for name in BACKENDS if name not in (PROCESSES if gpu else GPU_ONLY)]
     return f"{', '.join(left)}; or another engine.device"
 
 
@@ -205,6 +209,9 @@ def _measured_on_gpu(makers: _Makers) -> Choice:
     parts, problem, data, first = makers.parts, makers.problem, makers.data, _weights(makers.problem).cpu()
     blocks: list[Choice] = []
     cohort = max(1, math.ceil(parts.plan.sampler.size))
+    sizes = np.unique(data.sizes[data.sizes > 0])
+    if len({parts.local.steps_for(size) for size in sizes.tolist()}) > FEW_STEPS:
+        return Choice("sequential")  # each number of steps would be recorded on its own
     if parts.local.epochs is None and not _random(problem.module) and not makers.compiled:
         many = makers.block(False, GPU_ENTRIES) if makers.stack is not None else VMAPPED
         blocks = [Choice("graphs", size) for size in {min(size, cohort) for size in (VMAPPED, many)} if size > 1]

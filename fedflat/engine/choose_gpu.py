@@ -58,7 +58,7 @@ def fastest_on_gpu(
 
     found = {plain: seconds(plain)}
     best = plain
-    for streams in STREAMS:
+    for streams in (number for number in STREAMS if number <= max(1, parts.plan.sampler.size)):
         choice = Choice("graphs", 1, streams)
         found[choice] = seconds(choice)
         if found[choice] > WORTH * found[best]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import Layout, flatten
@@ -24,7 +25,9 @@ PROCESSES = ("workers", "ray")
 """Back ends whose processes compute on the processor only."""
 CHECKED_ROWS = 16
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
-"""By how much, relative to its norm, a GPU's gradient may differ from the processor's: another order of sums."""
+"""By how much, relative to its norm, a GPU's sum may differ from another order of adding up."""
+COARSER = 3.0
+"""In bf16: by how many times the processor's own rounding a GPU's gradient may differ from float32."""
 
 
 def device_for(
@@ -35,7 +38,8 @@ def device_for(
     name: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``: a GPU where there is one that gives the processor's numbers.
     Raises InputError where a GPU is asked for by name and there is none, or it computes something else.
     """
-    if name == "cpu" or (name == "auto" and (backend in PROCESSES or not torch.cuda.is_available())):
+    alone = backend in PROCESSES or len(data.inputs) == 0 or not torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and alone):
         return CPU
     if backend in PROCESSES:
         raise wrong("engine.device", f"{name} with engine.backend {backend}", "cpu for it, or another back end")
@@ -72,19 +76,22 @@ def difference(module: nn.Module, layout: Layout, data: Federated, precision: st
         return ""
     weights = flatten(module, layout)
 
-    def gradient(at: torch.device) -> Tensor:
+    def gradient(at: torch.device, precision: str) -> Tensor:
         problem = ModuleProblem(copy.deepcopy(module).to(at), layout, precision)
         with problem.evaluating():
             return problem.gradient(weights.to(at, copy=True), "all", Batch(inputs.to(at), targets.to(at))).vector.cpu()
 
+    expected = gradient(CPU, "fp32")
     try:
         with exact(device):
-            found = gradient(device)
+            found = gradient(device, precision)
     except RuntimeError as error:
         return f"training fails: {str(error).splitlines()[0]}"
-    expected = gradient(CPU)
-    apart = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
-    return "" if apart <= TOLERANCE[precision] else f"a gradient is {apart:.1%} away from the processor's"
+    whole = expected.norm().clamp_min(1e-12)
+    apart, allowed = float((found - expected).norm() / whole), TOLERANCE["fp32"]
+    if precision != "fp32":
+        allowed = max(TOLERANCE[precision], COARSER * float((gradient(CPU, precision) - expected).norm() / whole))
+    return "" if apart <= allowed else f"a gradient is {apart:.1%} away from the processor's"
 
 
 def placed(data: Federated, device: torch.device) -> Federated:
@@ -118,18 +125,41 @@ def exact(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    matmul, rooms = torch.backends.cuda.matmul, cast(Any, torch.utils.deterministic)
-    before = matmul.allow_tf32, rooms.fill_uninitialized_memory
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _settings()]
     strict, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        matmul.allow_tf32, rooms.fill_uninitialized_memory = False, False
+        for owner, name, value in _settings():
+            setattr(owner, name, value)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        with (
-            warnings.catch_warnings(),
-            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-        ):
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
             warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
             yield
     finally:
-        matmul.allow_tf32, rooms.fill_uninitialized_memory = before
         torch.use_deterministic_algorithms(strict, warn_only=warned)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _settings() -> list[tuple[Any, str, Any]]:
+    """What ``exact`` sets: owner, name, value."""
+    cudnn, matmul = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda.matmul)
+    owners: list[Any]
+    name: str
+    value: Any
+    name, value, owners = "allow_tf32", False, [matmul, cudnn]  # PyTorch before 2.9
+    if hasattr(matmul, "fp32_precision"):
+        name, value, owners = "fp32_precision", "ieee", [matmul, cudnn.conv, cudnn.rnn]
+    return [
+        *((owner, name, value) for owner in owners),
+        (cudnn, "benchmark", False),
+        (cudnn, "deterministic", True),
+        (torch.utils.deterministic, "fill_uninitialized_memory", False),
+    ]
+
+
+OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "alloc_failed")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory was short."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)

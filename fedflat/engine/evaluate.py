@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedflat.core.loss import example_loss
 from fedflat.data.clients import Federated
+from fedflat.engine.device import exact, out_of_memory
 from fedflat.engine.problem import ModuleProblem
 
 MOST = 8
@@ -37,8 +38,9 @@ def scores(
 
     threads: as many batches at once, each by one thread; the numbers do not depend on it.
     """
-    problem.bind(weights.to(problem.device))
-    threads = threads if problem.device.type == "cpu" else 1
+    if problem.device.type != "cpu":
+        return _on_gpu(problem, weights, inputs, targets, batch)
+    problem.bind(weights)
     starts = range(0, len(inputs), batch)
     modules = problem.twins(min(threads, MOST, len(starts))) if len(starts) > 1 else [problem.module]
 
@@ -57,6 +59,25 @@ def scores(
             with ThreadPoolExecutor(step, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 found = list(pool.map(share, range(step)))
     losses, right = zip(*(found[i % step][i // step] for i in range(len(starts))))
+    return Scores(torch.cat(losses), torch.cat(right))
+
+
+def _on_gpu(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int) -> Scores:
+    """As ``scores``, one batch after the other; half as large where memory, which training holds too, is short."""
+    device, found = problem.device, list[tuple[Tensor, Tensor]]()
+    problem.bind(weights.to(device))
+    try:
+        with exact(device), problem.evaluating(), torch.no_grad():
+            for some, wanted in zip(inputs.split(batch), targets.split(batch)):
+                found.append(example_loss(problem.logits(some.to(device), problem.module), wanted.to(device)))
+    except RuntimeError as error:
+        if not out_of_memory(error) or batch == 1:
+            raise
+        found.clear()
+    if not found and len(inputs):
+        torch.cuda.empty_cache()
+        return _on_gpu(problem, weights, inputs, targets, batch // 2)
+    losses, right = zip(*found)
     return Scores(torch.cat(losses).cpu(), torch.cat(right).cpu())
 
 

@@ -38,7 +38,8 @@ def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -
     known = data.inputs.dim() == 2 and data.inputs.is_floating_point()
     if known or getattr(module, "frozen", False) is not True:
         return data
-    name = _name(data, module, precision)
+    device = next((p.device for p in module.parameters()), data.inputs.device)
+    name = _name(data, module, f"{precision} {device}")
     if name not in _LAST:
         _LAST.clear()
         test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)

@@ -23,12 +23,11 @@ from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, steps_of, train_client
-from fedflat.engine.device import sent
+from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.heads import Heads
 from fedflat.engine.lanes import CudaLane, Lane
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
 from fedflat.engine.static import Shape, StaticFeed, shape_of
-from fedflat.engine.vectorized import out_of_memory
 
 KEPT = 16
 """Recordings that a lane keeps, one for each number of steps (only published procedures have several)."""
@@ -104,10 +103,11 @@ class Graphs:
         into = accumulator if part is None else part
         while done < len(present):
             clients = present[done : done + self._together]
+            track = self._free(clients, started, into, heads)
             try:
-                started.append(self._start(self._free(started, into, heads), clients, static, heads))
+                started.append(self._start(track, clients, static, heads))
                 done += len(clients)
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError) as error:  # of these clients nothing has been added
                 self._collect(started, 0, into, heads)
                 self._make_room(error, len(clients), broadcast)
         self._collect(started, 0, into, heads)
@@ -132,15 +132,20 @@ class Graphs:
                 getattr(self._static, name).copy_(value)
         return replace(self._static, round=broadcast.round)
 
-    def _free(self, started: deque[_Started], into: Accumulator, heads: Heads) -> _Track:
-        """A track at rest: a new one, or the one that has been training longest, after its outcome was added."""
+    def _free(self, clients: np.ndarray, started: deque[_Started], into: Accumulator, heads: Heads) -> _Track:
+        """A track at rest, after the oldest outcome was added: one that knows these steps, if there is one."""
         self._collect(started, max(1, self.threads) - 1, into, heads)
-        busy = [id(one.track) for one in started]
-        rest = next((track for track in self._tracks if id(track) not in busy), None)
-        if rest is None:
-            rest = _Track(CudaLane(self.device))
-            self._tracks.append(rest)
-        return rest
+        busy, steps = [id(one.track) for one in started], self._steps(clients)[1]
+        rest = [track for track in self._tracks if id(track) not in busy]
+        if not rest:
+            rest.append(_Track(CudaLane(self.device)))
+            self._tracks += rest
+        return next((track for track in rest if steps in track.recordings), rest[0])
+
+    def _steps(self, clients: np.ndarray) -> tuple[Local, tuple[int, ...]]:
+        """Local training of these clients, and the steps of its phases."""
+        local = self.local.of(len(self.data.parts[clients[0]]))
+        return local, tuple(steps_of(phase, local) for phase in self.algorithm.phases)
 
     def _start(self, track: _Track, clients: np.ndarray, static: Broadcast, heads: Heads) -> _Started:
         """Write a block's rows and heads where its recording reads them, and replay it.
@@ -148,9 +153,8 @@ class Graphs:
         A block that is not full is filled up with its last client again, whose further messages are dropped.
         """
         filled = np.concatenate([clients, np.repeat(clients[-1:], self._together - len(clients))]).tolist()
-        local = self.local.of(len(self.data.parts[filled[0]]))
-        steps = tuple(steps_of(phase, local) for phase in self.algorithm.phases)
-        known = track.recordings.get(steps)
+        local, steps = self._steps(clients)
+        known = track.recordings.pop(steps, None)
         if known is None:
             feed = StaticFeed.room(self.data, self._shape, len(filled), steps)
             head = torch.zeros(len(filled), heads.first.numel(), device=self.device)
@@ -160,10 +164,11 @@ class Graphs:
         if head.numel():
             track.lane.put(head, torch.stack([heads.of(c) for c in filled]))
         if known is None:
-            known = self._record(track, feed, head, local, static)
-            track.recordings[steps] = known
-            if len(track.recordings) > KEPT:
+            with seeded_torch(self.seed, "recording"):  # puts the generator back
+                known = self._record(track, feed, head, local, static)
+            if len(track.recordings) >= KEPT:
                 del track.recordings[next(iter(track.recordings))]
+        track.recordings[steps] = known  # the one used last is the last to go
         seeded = seeded_torch(self.seed, "dropout", static.round, filled[0])
         with seeded if self._random else contextlib.nullcontext():
             track.lane.start(known.replay)
@@ -180,7 +185,7 @@ class Graphs:
             return train_client(self.algorithm, self.problem, static, local, feed, weights)
 
         if self._random is None:
-            self._random = track.lane.draws(step)
+            self._random = track.lane.examine(step)
             self.threads = 1 if self._random else self.threads
         replay, result = track.lane.record(step)
         if isinstance(self.problem, ModuleProblem | BlockProblem) and self.problem.writes_buffers:
@@ -203,7 +208,10 @@ class Graphs:
             for client, head in zip(clients.tolist(), result.personal if heads.first.numel() else ()):
                 heads.keep(client, head)
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
-            into.add(result.message, self.data.sizes[clients].tolist(), facts)
+            try:
+                into.add(result.message, self.data.sizes[clients].tolist(), facts)
+            except RuntimeError as error:  # half of it may be noted already, so that nothing can be tried again
+                raise RunError(f"clients {clients.tolist()}, clip and sum on {self.device}: {error}") from error
 
     def _make_room(self, error: Exception, clients: int, broadcast: Broadcast) -> None:
         """Fewer streams, then half the block, where memory was short; anything else ends the run."""
@@ -212,6 +220,8 @@ class Graphs:
         if not out_of_memory(error) or (self._together == 1 and self.threads == 1):
             where = f"round {broadcast.round}, {clients} clients, local training as a CUDA graph"
             raise RunError(f"{where}: {error}") from error
+        torch.cuda.synchronize(self.device)
+        error.__traceback__ = None  # it holds what was being recorded
         if self.threads > 1:
             self.threads = max(1, len(self._tracks) - 1)
             line = f"engine.processes: memory is short; going on with {self.threads} streams"
@@ -219,6 +229,8 @@ class Graphs:
             whole, self.block = self.block, max(1, self.block // 2)
             line = f"engine.block: {whole} clients did not fit into memory; going on with {self.block}"
         warnings.warn(line, stacklevel=3)
-        self._tracks = []
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        del self._tracks[self.threads :]  # streams are kept: each has workspaces of its own, which PyTorch never frees
+        for track in self._tracks:
+            track.recordings.clear()
+            track.lane.forget()
+        torch.cuda.empty_cache()

@@ -26,8 +26,14 @@ class Lane(Protocol):
     def finish(self) -> None:
         """Let the main queue go on only behind everything that the lane has been given."""
 
-    def draws(self, step: Callable[[], object]) -> bool:
-        """Whether ``step`` draws from the device's random generator."""
+    def examine(self, step: Callable[[], object]) -> bool:
+        """Run ``step`` twice: whether it draws from the device's random generator.
+
+        Raises RuntimeError where it waits for the device, which no recording can hold.
+        """
+
+    def forget(self) -> None:
+        """Nothing recorded here is needed any more."""
 
 
 class CudaLane:
@@ -39,18 +45,20 @@ class CudaLane:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], Found]) -> tuple[Callable[[], None], Found]:
-        """Run ``step`` once, so that kernels are chosen and compiled, then record it."""
+        """Run ``step`` once, so that this stream's kernels and workspaces are there, then record it."""
         self._follow()
-        with torch.cuda.stream(self.stream):
-            step()
-        self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            found = step()
+        with torch.cuda.stream(self.stream):  # around the recording too: one that fails would leave its stream behind
+            step()
+            self.stream.synchronize()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                found = step()
         return graph.replay, found
 
     def put(self, buffer: Tensor, value: Tensor) -> None:
-        """Copy from page-locked memory, so that the host does not wait."""
+        """Copy from page-locked memory, so that the host does not wait; behind the main stream, which fills buffers
+        when they are new."""
+        self._follow()
         with torch.cuda.stream(self.stream):
             buffer.copy_(value.pin_memory(), non_blocking=True)
 
@@ -64,14 +72,24 @@ class CudaLane:
         """Let the main stream wait."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def draws(self, step: Callable[[], object]) -> bool:
-        """Compare the generator's state before and after."""
-        before = torch.cuda.get_rng_state(self.device)
+    def examine(self, step: Callable[[], object]) -> bool:
+        """Once to choose and compile kernels, once under PyTorch's own watch for waiting; a recording that fails would
+        spoil the process. The generator's state tells whether it was drawn from."""
         self._follow()
+        before, watched = torch.cuda.get_rng_state(self.device), torch.cuda.get_sync_debug_mode()
         with torch.cuda.stream(self.stream):
             step()
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode(watched)
         self.stream.synchronize()
         return not torch.equal(before, torch.cuda.get_rng_state(self.device))
+
+    def forget(self) -> None:
+        """The old pool goes with its graphs."""
+        self.pool = torch.cuda.graph_pool_handle()
 
     def _follow(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))

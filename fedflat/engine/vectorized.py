@@ -22,20 +22,13 @@ from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, train_client
-from fedflat.engine.device import sent
+from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.factored import Declined
 from fedflat.engine.feed import BlockFeed, Order
 from fedflat.engine.heads import Heads
 from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.problem import Problem
 from fedflat.engine.sequential import using_threads
-
-OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory")
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory was short."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True)

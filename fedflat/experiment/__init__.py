@@ -86,8 +86,8 @@ def compare(
     whole("seeds", seeds, 1)
     place, tell = Path(folder), update or (lambda event: None)
     cores = _cores()
-    wide = cores if processes is None else whole("processes", processes, 1)
     settings = expand(recipes, overrides, seeds)
+    wide = _at_a_time(settings, cores) if processes is None else whole("processes", processes, 1)
     check_folders(place, settings)
     todo = _announce(tasks(place, settings), tell)
     crew = _Crew(todo, tell, lambda: claim(place, settings))
@@ -95,6 +95,18 @@ def compare(
         # Threads by what was asked for, not by what is left: a resumed run adds its numbers up in the same order.
         crew.work(_unchecked(settings, todo), min(wide, len(todo)), max(1, cores // wide))
     return _collect(place, settings, crew)
+
+
+def _at_a_time(settings: list[Setting], cores: int) -> int:
+    """As many runs as there are cores, but one where runs may take the GPU: they would only wait for each other."""
+    engines = [setting.recipe.engine for setting in settings]
+    import torch
+
+    from fedflat.engine.device import PROCESSES
+
+    if all(engine.device == "cpu" or (engine.device == "auto" and engine.backend in PROCESSES) for engine in engines):
+        return cores
+    return 1 if torch.cuda.is_available() else cores
 
 
 def _cores() -> int:

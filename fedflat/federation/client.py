@@ -16,6 +16,7 @@ from fedflat.core.rng import fresh_key
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.choose import one_thread
+from fedflat.engine.device import exact
 from fedflat.engine.round import accumulator_of, noisy_sum
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Job
@@ -115,7 +116,7 @@ class Client:
         if len(rows) == 0:
             return torch.zeros(parts.layout.dimension), 0
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
-        with one_thread():
+        with one_thread(), exact(job.problem.device):
             result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]))
         self.store.keep_head(broadcast.round, before, result.personal)
         return self._outgoing(result.message, broadcast), len(rows) if parts.weighted else 0

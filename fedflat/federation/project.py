@@ -68,7 +68,9 @@ def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
     back.
     """
     dump = recipe.dump()
-    dump["engine"] |= {"backend": "sequential", "processes": None, "device": "auto"}
+    dump["engine"] |= {"backend": "sequential", "processes": None, "compile": None}
+    if dump["engine"]["device"] == "auto":  # clients on one machine would share its GPU
+        dump["engine"]["device"] = "cpu"
     if nodes is not None:
         if recipe.cohort.size > nodes:
             hint = f"With M = {nodes}, name the cohort: -o cohort.size=…"

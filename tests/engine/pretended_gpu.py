@@ -23,7 +23,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 GPU = torch.device("cuda", 0)
 MIXED = ("aten.copy_.default", "aten._to_copy.default", "aten.index.Tensor", "aten.index_put_.default")
 """Operations of a GPU that take the processor's tensors too."""
-HOST = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default", "aten.is_nonzero.default")
+HOST = (
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten.equal.default",
+    "aten.is_nonzero.default",
+    "aten.masked_select.default",
+    "aten._unique2.default",
+    "aten.repeat_interleave.Tensor",
+)
 """Operations that wait for the device."""
 
 _recording: list[Recorded] | None = None
@@ -69,7 +77,8 @@ class Elsewhere(torch.Tensor):
         foreign = [x for x in given if not isinstance(x, Elsewhere) and x.dim() > 0]
         if foreign and (name not in MIXED or _recording is not None):
             raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu ({name})")
-        if _recording is not None and name in HOST:
+        booleans = name == "aten.index.Tensor" and any(x.dtype == torch.bool for x in given[1:])
+        if _recording is not None and (name in HOST or booleans):
             raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
         with no_dispatch():
             found = func(*args, **kwargs)
@@ -186,7 +195,7 @@ class PretendedLane:
         state = torch.get_rng_state()
 
         def run() -> None:
-            with _fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(state)
                 replay()
 
@@ -196,12 +205,21 @@ class PretendedLane:
         """Now."""
         self._catch_up()
 
-    def draws(self, step: Callable[[], object]) -> bool:
-        """The processor's generator stands for the GPU's."""
+    def examine(self, step: Callable[[], object]) -> bool:
+        """The processor's generator stands for the GPU's, a recording that is thrown away for the watch."""
+        global _recording
         self._catch_up()
         before = torch.get_rng_state()
         step()
+        _recording = []
+        try:
+            step()
+        finally:
+            _recording = None
         return not torch.equal(before, torch.get_rng_state())
+
+    def forget(self) -> None:
+        """Nothing to do."""
 
     def _catch_up(self) -> None:
         for work in self.waiting:
@@ -218,7 +236,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "device_count", lambda: 1)
     patch.setattr(torch.cuda, "get_device_name", lambda device=None: "pretended")
     patch.setattr(torch.cuda, "empty_cache", lambda: None)
-    patch.setattr(torch.random, "fork_rng", _fork)
+    patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     patch.setattr(graphs, "CudaLane", PretendedLane)
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -227,10 +245,3 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
             yield
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
-
-
-_fork_rng = torch.random.fork_rng
-
-
-def _fork(devices: Any = None, **more: Any) -> Any:
-    return _fork_rng(devices=[])

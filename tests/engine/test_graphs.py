@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretended_gpu import PretendedLane, elsewhere, here, pretended_gpu
+from pretended_gpu import Elsewhere, PretendedLane, elsewhere, here, pretended_gpu
 from torch import Tensor, nn
 
 import fedflat
+from fedflat import experiment, simulation
 from fedflat.algorithms import ALGORITHMS
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Broadcast, Phase
 from fedflat.engine import choose_gpu, device, graphs
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.evaluate import scores
 from fedflat.engine.graphs import Graphs
+from fedflat.engine.lanes import CudaLane
 from fedflat.engine.train import train
 from fedflat.engine.trial import Choice
 from fedflat.recipe import Recipe
@@ -223,15 +228,11 @@ def test_short_memory_takes_streams_and_then_half_the_block(gpu: None, monkeypat
     expected = trained("dp-fedavg", backend="graphs", device="cuda", block=4, processes=3)
 
     class Short(PretendedLane):
-        made = 0
-
-        def __init__(self, device: torch.device) -> None:
-            Short.made += 1
-            self.number = Short.made
-            super().__init__(device)
+        asked = 0
 
         def record(self, step: Any) -> Any:
-            if self.number in (2, 3):
+            Short.asked += 1
+            if Short.asked in (2, 3):
                 raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return super().record(step)
 
@@ -254,6 +255,41 @@ def test_one_client_that_does_not_fit_ends_the_run(gpu: None, monkeypatch: pytes
         warnings.simplefilter("ignore")
         with pytest.raises(RunError, match="round 0, 1 clients, local training as a CUDA graph: CUDA out of memory"):
             trained("dp-fedavg", backend="graphs", device="cuda", block=2, processes=2)
+
+
+def test_short_memory_while_adding_ends_the_run(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a message may be noted by then; going on would lose it in silence."""
+    _, job = _backend(processes=2)
+    honest, calls = Accumulator._sum, 0
+
+    def short(self: Accumulator, messages: Tensor, factors: Tensor) -> None:
+        nonlocal calls
+        calls += isinstance(messages, Elsewhere)
+        if calls == 2:
+            raise RuntimeError("CUDA out of memory")
+        honest(self, messages, factors)
+
+    monkeypatch.setattr(Accumulator, "_sum", short)
+    with pytest.raises(RunError, match=r"clients \[\d\], clip and sum on cuda:0: CUDA out of memory"):
+        train(job)
+
+
+def test_an_evaluation_that_does_not_fit_takes_smaller_batches(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, job = _backend()
+    honest, seen = job.problem.logits, list[int]()
+    inputs, targets = torch.randn(10, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(10, dtype=torch.int64)
+    expected = scores(job.problem, job.first, inputs, targets, 10)
+
+    def short(some: Tensor, module: Any = None) -> Tensor:
+        seen.append(len(some))
+        if len(some) > 3:
+            raise RuntimeError("CUDA out of memory")
+        return honest(some, module)
+
+    monkeypatch.setattr(job.problem, "logits", short)
+    found = scores(job.problem, job.first, inputs, targets, 10)
+    assert seen == [10, 5, 2, 2, 2, 2, 2]
+    torch.testing.assert_close(found.loss, expected.loss)
 
 
 def test_what_cannot_be_recorded_says_so_and_auto_goes_without(gpu: None) -> None:
@@ -359,6 +395,117 @@ def test_tensors_of_the_pretended_device_do_not_mix_with_the_processors(gpu: Non
     with pytest.raises(TypeError, match="numpy"):
         there.numpy()
     assert torch.equal(here(there + torch.ones(())), torch.tensor([2.0, 2.0]))
+
+
+# The real lane's order of work, on streams that only note what they are asked for.
+
+
+def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New buffers are filled on the main stream: rows written before that would be overwritten with zeros."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: Any) -> None: ...
+
+        def wait_stream(self, other: Any) -> None:
+            log.append("lane waits for main" if other == "main" else "main waits for lane")
+
+        def synchronize(self) -> None:
+            log.append("host waits")
+
+    class Main:
+        def __eq__(self, other: object) -> bool:
+            return other == "main"
+
+        def wait_stream(self, other: Any) -> None:
+            log.append("main waits for lane")
+
+    class Buffer:
+        def copy_(self, value: Any, non_blocking: bool) -> None:
+            log.append(f"copy {value} {non_blocking}")
+
+    class Value:
+        def pin_memory(self) -> str:
+            return "from page-locked memory"
+
+    current: list[Any] = ["main"]
+
+    class On:
+        def __init__(self, stream: Any) -> None:
+            self.stream, self.before = stream, current[0]
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.stream
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    class Capture(On):
+        """As PyTorch's: where ending the capture fails, the stream is not put back."""
+
+        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
+            super().__init__(stream)
+
+        def __exit__(self, kind: Any, *error: object) -> None:
+            if kind is None:
+                super().__exit__()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Main())
+    monkeypatch.setattr(torch.cuda, "stream", On)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: log.append("replay")))
+    lane = CudaLane(torch.device("cuda", 0))
+    lane.put(Buffer(), Value())  # type: ignore[arg-type]
+    assert log == ["lane waits for main", "copy from page-locked memory True"]
+    log.clear()
+    replay, found = lane.record(lambda: log.append("step") or "outcome")
+    assert found == "outcome" and log == ["lane waits for main", "step", "host waits", "step"]
+    log.clear()
+    lane.start(replay)
+    lane.finish()
+    assert log == ["lane waits for main", "replay", "main waits for lane"] and current == ["main"]
+    calls = 0
+
+    def fails_at_recording() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError):
+        lane.record(fails_at_recording)
+    assert current == ["main"]
+
+
+@pytest.mark.parametrize("start", ["legacy", "matmul", "conv", "high", "nothing"])
+def test_exact_products_whatever_was_set_before_and_everything_put_back(start: str) -> None:
+    backends: Any = torch.backends
+    parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    origin = [part.fp32_precision for part in parts]
+    set_up = {
+        "legacy": lambda: setattr(backends.cuda.matmul, "allow_tf32", True),
+        "matmul": lambda: setattr(backends.cuda.matmul, "fp32_precision", "tf32"),
+        "conv": lambda: setattr(backends.cudnn.conv, "fp32_precision", "tf32"),
+        "high": lambda: torch.set_float32_matmul_precision("high"),
+        "nothing": lambda: None,
+    }
+    precision = torch.get_float32_matmul_precision()
+    try:
+        set_up[start]()
+        before = [part.fp32_precision for part in parts], backends.cudnn.deterministic
+        with device.exact(torch.device("cuda", 0)):
+            assert [part.fp32_precision for part in parts] == ["ieee"] * 3 and backends.cudnn.deterministic
+            assert torch.are_deterministic_algorithms_enabled() and not backends.cuda.flash_sdp_enabled()
+        assert ([part.fp32_precision for part in parts], backends.cudnn.deterministic) == before
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for part, value in zip(parts, origin):
+            part.fp32_precision = value
 
 
 # Which device and which way.
@@ -478,3 +625,48 @@ def test_a_run_of_the_engine_by_hand_takes_a_job_on_a_gpu(gpu: None) -> None:
     backend, job = _backend(processes=2)
     outcome = train(job)
     assert outcome.complete and outcome.state.shared.device.type == "cpu" and len(backend._tracks) == 2
+
+
+def test_a_gpu_that_was_not_asked_for_and_fails_later_is_left(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained("dp-fedavg", backend="sequential", device="cpu")
+
+    def full(data: Any, where: torch.device) -> Any:
+        if where.type != "cpu":
+            raise RunError("engine.device: 99.0 GiB of data do not go on cuda:0: CUDA out of memory")
+        return data
+
+    monkeypatch.setattr("fedflat.assembly.jobs.placed", full)
+    with pytest.warns(UserWarning, match="going on with the processor: engine.device: 99.0 GiB of data do not go"):
+        assert torch.equal(trained("dp-fedavg", backend="sequential"), expected)
+    with pytest.raises(RunError, match=r"99\.0 GiB"):
+        trained("dp-fedavg", device="cuda")
+
+
+def test_a_resumed_run_stays_on_its_device_unless_another_is_asked_for(gpu: None, tmp_path: Path) -> None:
+    started = fedflat.run(recipe("dp-fedavg", device="cpu"), model=module(), clients=clients(), out=tmp_path / "run")
+    assert started.folder is not None
+
+    def engine(**asked: Any) -> Any:
+        return simulation._on_the_same_engine(Recipe.of(recipe("dp-fedavg", **asked)), tmp_path / "run").engine
+
+    assert (
+        engine().device == "cpu" and engine().backend == started.recipe.engine.backend
+    ) or engine().backend != "auto"
+    assert engine(backend="sequential").device == "cpu"
+    assert engine(device="cuda").device == "cuda" and engine(device="cuda").backend == "auto"
+
+
+def test_many_numbers_of_steps_are_not_recorded_one_by_one(gpu: None) -> None:
+    sizes = (4, 8, 12, 16, 20, 24, 28)
+    changes = {"privacy.protocol": "published", "local": {"epochs": 2, "batch_size": 4, "lr": 0.3}}
+    asked = Recipe.of(recipe("dp-fedsam", changes, device="cuda"))
+    assert prepare(asked, module(), clients(sizes)).backend.name == "sequential"
+
+
+def test_runs_that_may_take_the_gpu_follow_each_other(gpu: None) -> None:
+    def settings(**engine: Any) -> list[Any]:
+        return [types.SimpleNamespace(recipe=Recipe.of(recipe("dp-fedavg", **engine)))]
+
+    assert experiment._at_a_time(settings(), 8) == 1
+    assert experiment._at_a_time(settings(device="cpu"), 8) == 8
+    assert experiment._at_a_time(settings(backend="workers"), 8) == 8
