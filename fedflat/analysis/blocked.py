@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedflat.core.onednn import looked_at, usable
 from fedflat.core.params import Layout
 
 BATCH = 200
@@ -26,7 +27,7 @@ def batches(module: nn.Module, layout: Layout, weights: Tensor, inputs: Tensor) 
         return None
     first, vector = inputs[:BATCH], weights.to(inputs.dtype)
     try:
-        kept = _looked_at(module, inputs)
+        kept = looked_at(module, inputs)
         found = torch.func.functional_call(module, converted(layout, vector), (kept[:BATCH].to_mkldnn(),)).to_dense()
     except Exception:  # a module may do anything with its inputs, and most of it is not there for these tensors
         return None
@@ -35,18 +36,6 @@ def batches(module: nn.Module, layout: Layout, weights: Tensor, inputs: Tensor) 
     if found.shape != expected.shape or not float((found - expected).abs().max()) <= TOLERANCE[inputs.dtype] * scale:
         return None
     return [kept[start : start + BATCH].to_mkldnn() for start in range(0, len(kept), BATCH)]
-
-
-def _looked_at(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What the built-in convolutional networks look at of an image: they cannot cut these tensors themselves."""
-    seen = getattr(module, "seen", None)
-    return inputs[..., : seen[0], : seen[1]] if isinstance(seen, tuple) else inputs
-
-
-def usable(inputs: Tensor) -> bool:
-    """Whether these are images in this machine's memory, in a number format and with a torch that oneDNN serves."""
-    known = inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.dtype in TOLERANCE
-    return known and torch.backends.mkldnn.is_available()
 
 
 def converted(layout: Layout, vector: Tensor) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedflat.analysis import blocked
 from fedflat.core.checks import InputError, whole
 from fedflat.core.loss import example_loss
+from fedflat.core.onednn import usable
 from fedflat.core.params import Layout
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class Objective:
     def _batched(self, points: Points, inputs: Tensor) -> Sequence[Tensor]:
         """The examples in batches; as oneDNN's tensors if there are many points and the module runs on such."""
         plain: Sequence[Tensor] = inputs.split(CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
-        if len(points) < MANY or not blocked.usable(inputs):
+        if len(points) < MANY or not usable(inputs):
             return plain
         module = self._modules.get()
         try:

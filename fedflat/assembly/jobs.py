@@ -22,6 +22,7 @@ from fedflat.data.public import public_training
 from fedflat.engine.choose import backend_for
 from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.features import with_features
+from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resident import keep_freed_memory, resident
@@ -74,7 +75,8 @@ def prepare(
     )
     if as_published:
         parts = published.parts_of(parts)
-    problem = ModuleProblem(module, layout, precision, bool(recipe.engine.compile))
+    onednn = not recipe.engine.compile and serves(module, layout, precision, data.inputs)
+    problem = ModuleProblem(module, layout, precision, bool(recipe.engine.compile), onednn=onednn)
     job = Job(
         parts=parts,
         data=data,

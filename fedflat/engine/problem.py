@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.core.loss import example_loss, weighted_mean
+from fedflat.core.onednn import looked_at
 from fedflat.core.params import Layout
 from fedflat.core.types import Part
+
+LEAST = 4
+"""Examples from which oneDNN's own tensors pay: the weights are put into its layout for every minibatch."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,20 @@ class ModuleProblem:
     The module's parameters are bound to views of whichever weight vector is asked for, so nothing is copied.
     precision: fp32, or bf16 for the layers' arithmetic; weights, gradients, updates and the loss stay float32.
     compiled: local training runs the module compiled by ``torch.compile``.
+    onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, precision: str = "fp32", compiled: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        precision: str = "fp32",
+        compiled: bool = False,
+        *,
+        onednn: bool = False,
+    ) -> None:
         self.module, self.layout, self.precision, self.compiled = module, layout, precision, compiled
+        self.onednn = onednn
         parameters = dict(module.named_parameters())
         self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
@@ -126,6 +140,12 @@ class ModuleProblem:
             found: Tensor = module(inputs)
         return found if self.precision == "fp32" else found.float()
 
+    def _training_logits(self, inputs: Tensor) -> Tensor:
+        if not self.onednn or self.compiled or not self.module.training or len(inputs) < LEAST:
+            return self.logits(inputs)
+        found: Tensor = self.module(looked_at(self.module, inputs).to_mkldnn())
+        return found.to_dense()
+
     @cached_property
     def _fast(self) -> nn.Module:
         """The module, compiled at its first pass."""
@@ -154,7 +174,7 @@ class ModuleProblem:
             "shared": self.parameters[: self.layout.shared],
             "personal": self.parameters[self.layout.shared :],
         }[part]
-        losses, right = example_loss(self.logits(batch.inputs), batch.targets)
+        losses, right = example_loss(self._training_logits(batch.inputs), batch.targets)
         loss = weighted_mean(losses, batch.weights)
         grads = torch.autograd.grad(loss, chosen, allow_unused=True)
         flat = [torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for g, p in zip(grads, chosen)]

@@ -55,6 +55,7 @@ class Package:
     module: nn.Module
     layout: Layout
     precision: str
+    onednn: bool
     local: Local
     seed: int
     frozen: dict[str, np.ndarray]
@@ -83,7 +84,7 @@ class Package:
             test_targets=None,
             **self.facts,
         )
-        problem = ModuleProblem(self.module, self.layout, self.precision)
+        problem = ModuleProblem(self.module, self.layout, self.precision, onednn=self.onednn)
         return Sequential(self.algorithm, problem, self.local, data, self.seed)
 
 
@@ -104,6 +105,7 @@ def packed(inner: Sequential) -> Package:
         module=module,
         layout=inner.problem.layout,
         precision=inner.problem.precision,
+        onednn=inner.problem.onednn,
         local=inner.local,
         seed=inner.seed,
         frozen=frozen,

@@ -97,6 +97,7 @@ def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int)
         cores,
         str(problem.module),
         problem.precision,
+        problem.onednn,
         str(problem.device) if problem.device.type == "cpu" else torch.cuda.get_device_name(problem.device),
         str(parts.layout.shapes),
         repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),

@@ -92,7 +92,7 @@ class _Pool:
         self.shared = torch.zeros(3, layout.dimension).share_memory_()
         self.free = list(range(slots))
         shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
-        with _one_thread_environment(), _without_main():
+        with _worker_environment(), _without_main():
             self.processes = [
                 context.Process(
                     target=_work, args=(shared_inner, self.tasks, self.answers, self.slots, self.shared), daemon=True
@@ -175,7 +175,7 @@ def _portable(problem: ModuleProblem) -> ModuleProblem:
     """A problem whose module can be sent to another process: parameters unbound from any shared vector."""
     import copy
 
-    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision)
+    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision, onednn=problem.onednn)
 
 
 @contextlib.contextmanager
@@ -203,11 +203,18 @@ def portable(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _one_thread_environment() -> Any:
-    """Children read these when torch starts: one thread each."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
+def _worker_environment() -> Any:
+    """Children read these when they start: one thread each, and memory in large pages where glibc and Linux offer them
+    on request (activations of 10 MB are thousands of small ones)."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    pages = "" if "glibc.malloc.hugetlb" in tunables else "glibc.malloc.hugetlb=1"
+    wanted = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": ":".join(filter(None, (tunables, pages))),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

@@ -106,7 +106,9 @@ class Convolutions(nn.Module):
             x = x[..., : self.seen[0], : self.seen[1]]
         for convolution, pool in zip(self.convolutions, self.pools, strict=True):
             x = convolution(x)
-            x = F.relu(F.max_pool2d(x, 2) if pool else x)
+            x = F.relu(F.max_pool2d(x, 2, 2) if pool else x)  # the stride written out: oneDNN's gradient wants it
+        if x.is_mkldnn and not self.dense.layers[0].weight.is_mkldnn:
+            x = x.to_dense()  # the dense layers' own products are faster
         return cast(Tensor, self.dense(x))
 
 

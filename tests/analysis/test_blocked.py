@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedflat.analysis import blocked
 from fedflat.analysis.landscape import directions, line, steps_of, surface
 from fedflat.analysis.objective import MANY, Objective, Points
+from fedflat.core.onednn import usable
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.models import build
 
@@ -109,7 +110,7 @@ def test_a_module_that_differs_on_them_gets_plain_tensors(change: Callable[[Tens
 def test_layers_and_inputs_that_onednn_does_not_have() -> None:
     objective, weights, layout, module = small()  # group norm
     assert blocked.batches(module, layout, weights, objective.inputs) is None
-    assert not blocked.usable(drawn(4, 1, 5, 5)), "float64"
-    assert not blocked.usable(torch.zeros(4, 7, dtype=torch.int64))
+    assert not usable(drawn(4, 1, 5, 5)), "float64"
+    assert not usable(torch.zeros(4, 7, dtype=torch.int64))
     few = Points(weights, weights[None], torch.zeros(MANY - 1, 1))
     assert not objective._batched(few, objective.inputs)[0].is_mkldnn
