@@ -1,7 +1,8 @@
 """How the benchmark talks to a system: a line ``go`` starts one round, one JSON line answers when it is done.
 
-A system waits between its rounds, so rounds of different systems can be interleaved: whatever else the machine does
-in the meantime, it does to all of them.
+Before that a first ``go`` starts its warm-up: libraries load in all systems together, warm-ups come one by one.
+A system waits between its rounds, so rounds of different systems can be interleaved: whatever else the machine does in
+the meantime, it does to all of them.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
 class Gate:
-    """The system's side. Its standard output carries answers only; what libraries print goes to standard error."""
+    """The system's side. Its standard output carries answers only; what libraries print goes to standard error.
 
-    def __init__(self) -> None:
+    synchronize: waits for a GPU's work; called before every reading of the clock.
+    """
+
+    def __init__(self, synchronize: Callable[[], object] = bool) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._began = 0.0
         self._waited = False
+        self._synchronize = synchronize
+        synchronize()  # the first call sets the GPU up
+        self.say(loaded=True)
+        self._go()
 
     def say(self, **facts: Any) -> None:
         """One answer."""
@@ -33,13 +42,17 @@ class Gate:
         if not self._waited:
             self._waited = True
             self.say(ready=True)
-        line = sys.stdin.readline()
-        if line.strip() != "go":
-            os._exit(0)
+        self._go()
+        self._synchronize()
         self._began = time.perf_counter()
+
+    def _go(self) -> None:
+        if sys.stdin.readline().strip() != "go":
+            os._exit(0)
 
     def done(self, **facts: Any) -> None:
         """The round is over."""
+        self._synchronize()
         self.say(seconds=time.perf_counter() - self._began, **facts)
 
 

@@ -267,7 +267,7 @@ def main() -> None:
 
     import ray
 
-    from benchmarks.__main__ import machine
+    from benchmarks.turns import machine
 
     keep_freed_memory()
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "rounds": given.rounds}

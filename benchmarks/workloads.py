@@ -46,6 +46,11 @@ class Workload:
         """Local steps K."""
         return self.epochs * -(-self.examples // self.batch)
 
+    @property
+    def samples(self) -> int:
+        """Examples that a round trains on, each as often as its epochs say."""
+        return self.cohort * self.epochs * self.examples
+
     def part(self, client: int) -> np.ndarray:
         """Rows of a client, contiguous (wrapping around in a shared pool)."""
         return (client * self.examples + np.arange(self.examples)) % self.rows
@@ -69,7 +74,10 @@ ALL = [
     Workload("W6", "SAM (rho 0.5) on W3", "resnet18", 5, 5, 100, (3, 32, 32), 50, 1, rho=0.5,
              without=("pfl", "pfl-tuned", "flower")),
 ]  # fmt: skip
-BY_NAME = {w.name: w for w in ALL}
+G1 = Workload("G1", "50 of 50 clients, 100 CIFAR-shaped examples each, ResNet-18 (group norm), batch 50, 1 epoch",
+              "resnet18", 50, 50, 100, (3, 32, 32), 50, 1)  # fmt: skip
+"""For a GPU (``--device cuda``) only."""
+BY_NAME = {w.name: w for w in (*ALL, G1)}
 
 
 def write_data(workload: Workload, folder: Path) -> None:

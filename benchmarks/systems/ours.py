@@ -1,6 +1,6 @@
 """fedflat: whole rounds as ``fedflat.run`` does them, with clip, noise, ledger and ε.
 
-Usage: python -m benchmarks.systems.ours WORKLOAD FOLDER BACKEND fp32|bf16
+Usage: python -m benchmarks.systems.ours WORKLOAD FOLDER BACKEND[:PROCESSES][:compile] fp32|bf16 [DEVICE]
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import sys
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.protocol import Gate
 from benchmarks.workloads import BY_NAME, Workload, read_data
 from fedflat.data.clients import Federated
 from fedflat.engine.choose import one_thread
-from fedflat.engine.train import train
+from fedflat.engine.train import Job, train
 from fedflat.recipe import Recipe
 from fedflat.simulation import prepare
 
@@ -27,7 +28,15 @@ def federation(workload: Workload, folder: str) -> Federated:
     return Federated(inputs, targets, parts, none, None, None, workload.classes, "benchmark")
 
 
-def recipe(workload: Workload, backend: str, precision: str) -> dict[str, Any]:
+def engine(kind: str, precision: str, device: str) -> dict[str, Any]:
+    """The recipe's section for, say, ``graphs:4:compile``: four streams of recorded graphs, the model compiled."""
+    backend, *more = kind.split(":")
+    options: list[dict[str, Any]] = [{"compile": True} if o == "compile" else {"processes": int(o)} for o in more]
+    found = {"backend": backend, "precision": precision, "device": device}
+    return {key: value for section in (found, *options) for key, value in section.items()}
+
+
+def recipe(workload: Workload, kind: str, precision: str, device: str) -> dict[str, Any]:
     """The workload as a recipe; cohorts of exactly one size, as the peers have them."""
     method = {"name": "dp-fedsam", "rho": workload.rho} if workload.rho else {"name": "dp-fedavg"}
     return {
@@ -37,20 +46,32 @@ def recipe(workload: Workload, backend: str, precision: str) -> dict[str, Any]:
         "local": {"epochs": workload.epochs, "batch_size": workload.batch, "lr": workload.lr, "momentum": 0.0},
         "cohort": {"size": workload.cohort, "sampling": "fixed"},
         "privacy": {"clip": workload.clip, "noise_multiplier": workload.noise, "delta": 1e-7},
-        "engine": {"backend": backend, "precision": precision},
+        "engine": engine(kind, precision, device),
     }
 
 
-def main(name: str, folder: str, backend: str, precision: str) -> None:
-    gate, workload = Gate(), BY_NAME[name]
-    job = prepare(Recipe.of(recipe(workload, backend, precision)), data=federation(workload, folder))
+def facts(job: Job, workload: Workload) -> dict[str, Any]:
+    """What trained the cohort."""
+    found = {name: getattr(job.backend, name, None) for name in ("name", "block", "threads")}
+    return {
+        "backend": found["name"],
+        "block": found["block"],
+        "streams": found["threads"] if found["name"] == "graphs" else None,
+        "compiled": job.problem.compiled,
+        "samples": workload.samples,
+    }
+
+
+def main(name: str, folder: str, kind: str, precision: str, device: str = "cpu") -> None:
+    gate, workload = Gate(torch.cuda.synchronize if device != "cpu" else bool), BY_NAME[name]
+    job = prepare(Recipe.of(recipe(workload, kind, precision, device)), data=federation(workload, folder))
     before: dict[str, float] = {}
 
     def between(released: dict[str, Any], hidden: dict[str, Any]) -> None:
         nonlocal before
         if released["round"] > 1:
             stages = {k: v - before.get(k, 0.0) for k, v in job.stages.items()}
-            gate.done(backend=job.backend.name, block=getattr(job.backend, "block", None), stages=stages)
+            gate.done(**facts(job, workload), stages=stages)
         if released["round"] > 0:
             before = dict(job.stages)
             gate.wait()
