@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.protocol import Gate
 from benchmarks.workloads import BY_NAME, Workload, network, read_data
-from fedflat.engine.vectorized import out_of_memory
+from fedflat.engine.device import out_of_memory
 
 BATCHES = (50, 100, 200, 400, 800, 1600, 3200)
 SEARCHED = 6400

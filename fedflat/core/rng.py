@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,17 +50,26 @@ class Streams:
 
     def at(self, *last: int) -> np.random.Generator:
         """The generator of one stream, at its start."""
+        return next(self.each([last]))
+
+    def each(self, many: Iterable[tuple[int, ...]]) -> Iterator[np.random.Generator]:
+        """The generators of many streams, one after the other; each is good until the next is asked for."""
+        names = b"".join(map(self._name, many))
+        words = np.frombuffer(names, dtype=np.uint64).reshape(-1, 4)
+        # np.append in ``stream`` goes through float64; every recorded run depends on what comes out.
+        keys, starts = words[:, :2], words[:, 2:].astype(np.float64).astype(np.uint64)
+        state = self._fresh["state"]
+        state["counter"][2:] = 0
+        for state["key"][:], state["counter"][:2] in zip(keys, starts):
+            self._philox.state = self._fresh
+            yield self._generator
+
+    def _name(self, last: tuple[int, ...]) -> bytes:
         name = self._start.copy()
         for i in last:
-            part = str(int(i)).encode()
+            part = b"%d" % i
             name.update(len(part).to_bytes(4, "big") + part)
-        words = np.frombuffer(name.digest(), dtype=np.uint64)
-        state = self._fresh["state"]
-        state["key"][:] = words[:2]
-        # np.append in ``stream`` goes through float64; every recorded run depends on what comes out.
-        state["counter"][:2], state["counter"][2:] = words[2:].astype(np.float64).astype(np.uint64), 0
-        self._philox.state = self._fresh
-        return self._generator
+        return name.digest()
 
 
 def simulation_key(seed: int) -> bytes:

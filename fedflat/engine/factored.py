@@ -43,6 +43,7 @@ class Trace:
     acts: list[list[Tensor]] = field(default_factory=list)
     slots: list[list[int]] = field(default_factory=list)
     deltas: list[list[Tensor]] = field(default_factory=list)
+    _mixed: dict[tuple[int, tuple[Any, ...]], dict[int, Tensor]] = field(default_factory=dict)
     _grams: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     _squares: dict[int, Tensor] = field(default_factory=dict)
 
@@ -72,12 +73,20 @@ class Trace:
         return self._grams[key]
 
     def mixed(self, layer: int, steps: Mapping[int, Coefficient]) -> dict[int, Tensor]:
-        """Slot -> Σ c_s·δ_s ``(n, b, outputs)`` over the evaluations on that slot."""
+        """Slot -> Σ c_s·δ_s ``(n, b, outputs)`` over the evaluations on that slot; to be read only."""
+        numbers = tuple(item for item in steps.items() if isinstance(item[1], float))
+        known = self._mixed.get((layer, numbers)) if len(numbers) == len(steps) else None
+        if known is not None:
+            return known
         found: dict[int, Tensor] = {}
         for s, c in steps.items():
-            slot, delta = self.slots[s][layer], self.deltas[s][layer]
-            scaled = delta * (c[:, :, None] if isinstance(c, Tensor) else c)
+            slot, scaled = self.slots[s][layer], self.deltas[s][layer]
+            if isinstance(c, Tensor) or c != 1.0:
+                scaled = scaled * (c[:, :, None] if isinstance(c, Tensor) else c)
             found[slot] = found[slot] + scaled if slot in found else scaled
+        if len(numbers) == len(steps):
+            self._mixed = {key: value for key, value in self._mixed.items() if key[0] != layer}
+            self._mixed[layer, numbers] = found
         return found
 
     def square(self, s: int) -> Tensor:

@@ -105,8 +105,9 @@ class BlockFeed:
             per_epoch = -(-size // batch)
             order = np.full((len(of_size), -(-steps // per_epoch), per_epoch * batch), -1, dtype=np.int64)
             order[:, :, :size] = np.arange(size)
-            for place, index in zip(order[:, :, :size], of_size.tolist()):
-                draws.at(self.clients[index], phase).permuted(place, axis=1, out=place)
+            own = draws.each((self.clients[index], phase) for index in of_size.tolist())
+            for place, generator in zip(order[:, :, :size], own):
+                generator.permuted(place, axis=1, out=place)
             plan[of_size] = order.reshape(len(of_size), -1, batch)[:, :steps]
         return plan
 

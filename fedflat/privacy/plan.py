@@ -7,7 +7,7 @@ exists twice.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
@@ -55,6 +55,10 @@ class Drawn(Protocol):
         """Of the noise on one draw's sum."""
 
 
+KNOWN = 16
+"""Guarantees that a plan keeps."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run does for privacy.
@@ -90,6 +94,8 @@ class Plan:
     private: bool = True
     mechanism: Accounted | None = None
     warnings: tuple[str, ...] = ()
+    _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The guarantees asked for last: a round asks twice, for its ledger line and for what it shows."""
 
     @property
     def divisor(self) -> float:
@@ -159,7 +165,13 @@ class Plan:
         if not self.private:
             text = "no clip, no noise: nothing is proven towards anyone"
             return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
-        return self.mechanism.guarantees(self, count) if self.mechanism else guarantees(self.terms, count)
+        found = self._known.get(count)
+        if found is None:
+            found = self.mechanism.guarantees(self, count) if self.mechanism else guarantees(self.terms, count)
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            self._known[count] = found
+        return found
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""

@@ -214,3 +214,11 @@ def test_weighted_means() -> None:
     values = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
     assert weighted_mean(values, None).tolist() == [2, 5]
     assert weighted_mean(values, torch.tensor([[1.0, 1, 0], [0, 0, 0]])).tolist() == [1.5, 0]
+
+
+def test_many_streams_are_each_bit_for_bit_the_stream_of_that_name() -> None:
+    names = [(0, 0), (5, 1), (10**9, 0), (5, 0)]
+    drawn = [g.integers(0, 2**63, 4) for g in rng.Streams(3, "batches", 7).each(iter(names))]
+    for name, found in zip(names, drawn, strict=True):
+        assert np.array_equal(found, rng.stream(3, "batches", 7, *name).integers(0, 2**63, 4))
+    assert list(rng.Streams(3, "batches").each([])) == []

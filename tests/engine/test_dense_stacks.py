@@ -10,7 +10,7 @@ from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.engine.dense import DenseProblem
 from fedflat.engine.problem import Batch, BlockProblem, ModuleProblem
-from fedflat.engine.stack import stack_of
+from fedflat.engine.stack import FEW_CLASSES, _log_softmax, stack_of
 from fedflat.models.vision import linear, mlp
 
 
@@ -113,3 +113,12 @@ def test_bf16_rounds_where_one_client_does(name: str, head: tuple[str, ...] | No
 def test_anything_else_is_declined(name: str) -> None:
     module = DECLINED[name]()
     assert stack_of(module, layout_of(module)) is None
+
+
+@pytest.mark.parametrize("classes", [2, 10, FEW_CLASSES, FEW_CLASSES + 1])
+def test_log_softmax_along_examples_is_the_one_along_classes(classes: int) -> None:
+    logits = torch.randn(7, 5, classes, generator=torch.Generator().manual_seed(1)) * 30
+    logits[0, 0, 0], logits[1, 2] = float("inf"), -1e30
+    found = _log_softmax(logits.clone())
+    torch.testing.assert_close(found, torch.log_softmax(logits, -1), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert found.shape == logits.shape and found.is_contiguous()
