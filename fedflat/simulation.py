@@ -22,6 +22,7 @@ from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated
 from fedflat.engine import keys
 from fedflat.engine.choose import one_thread
+from fedflat.engine.device import PROCESSES
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.train import Job, Outcome, Record, final_module, train
@@ -120,16 +121,19 @@ def run(
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with the back end and device that the run in ``path`` was started on, unless others are asked for."""
+    """The recipe with the engine that the run in ``path`` was started on; what is asked for otherwise stays."""
     if not (path / RECIPE).is_file():
         return recipe
     started, asked = Recipe.load(path).engine, recipe.engine
-    if asked.backend == "auto":
-        device = started.device if asked.device == "auto" else asked.device
-        same = device.partition(":")[0] == started.device.partition(":")[0]
-        engine = started.model_copy(update={"device": device}) if same else asked
-    else:
-        engine = asked.model_copy(update={"device": started.device}) if asked.device == "auto" else asked
+    here = "cpu" if started.device == "auto" else started.device  # a folder of before there were GPUs
+    if asked.device == "auto" and asked.backend not in PROCESSES:
+        asked = asked.model_copy(update={"device": here})
+    same = asked.device.partition(":")[0] == here.partition(":")[0]
+    if asked.backend != "auto" or not same:
+        return recipe.model_copy(update={"engine": asked})
+    plain = type(asked)()
+    own = {name: value for name, value in asked if value != getattr(plain, name)}
+    engine = started.model_copy(update=own)
     return recipe.model_copy(update={"engine": engine})
 
 

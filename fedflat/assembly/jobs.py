@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
 from fedflat.engine.choose import backend_for
-from fedflat.engine.device import device_for, exact, placed
+from fedflat.engine.device import PROCESSES, device_for, exact, placed
 from fedflat.engine.features import with_features
 from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
@@ -49,10 +50,12 @@ def prepare(
     try:
         return _prepared(recipe, model, clients, test, algorithm=algorithm, data=data)
     except RuntimeError as error:
-        if recipe.engine.device != "auto" or not torch.cuda.is_available():
+        on_gpu = recipe.engine.backend not in PROCESSES and torch.cuda.is_available()
+        if recipe.engine.device != "auto" or not on_gpu:
             raise
         warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
-    torch.cuda.empty_cache()
+    with contextlib.suppress(RuntimeError):  # an error of the GPU may stay
+        torch.cuda.empty_cache()
     on_cpu = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
     return _prepared(on_cpu, model, clients, test, algorithm=algorithm, data=data)
 

@@ -36,7 +36,7 @@ def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
 class Streams:
     """``stream(key, purpose, *first, *last)`` for many ``last``, without building a generator for each.
 
-    ``at(*last)`` gives bit for bit what ``stream`` gives; the generator it returned before is set anew.
+    ``at(*last)``, and ``each`` for many, give bit for bit what ``stream`` gives; what they gave before is set anew.
     """
 
     def __init__(self, key: int | bytes, purpose: str, *first: int) -> None:
@@ -89,7 +89,15 @@ def seeded_torch(key: int | bytes, purpose: str, *index: int) -> Iterator[None]:
     The generator's state is set from the named stream and put back afterwards, so nothing leaks in or out.
     """
     number = int.from_bytes(digest(key, purpose, *index)[:8], "big") >> 1
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(number)
+    own, devices = torch.default_generator, range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    before, there = own.get_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    # torch.manual_seed would seed a GPU that is first used later, and takes thirty times as long.
+    own.manual_seed(number)
+    if there:
+        torch.cuda.manual_seed_all(number)
+    try:
         yield
+    finally:
+        own.set_state(before)
+        for device, state in zip(devices, there):
+            torch.cuda.set_rng_state(state, device)

@@ -169,7 +169,7 @@ def _fastest(makers: _Makers) -> Choice:
     sizes = makers.data.sizes
     if not sizes.any():
         return Choice("sequential")
-    key = situation(makers.parts, makers.problem, makers.data, makers.cores)
+    key = situation(makers.parts, makers.problem, makers.data, makers.cores, makers.compiled)
     known = remembered(key)
     if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
         return known
@@ -247,8 +247,8 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
     if makers.stack is None and best > SMALL_STEP:
         return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
     sizes = {min(makers.block(False, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES // 2)}
-    exact = makers.stack is not None and makers.problem.precision == "bf16"
-    for name, size in product(("vectorized", "vectorized-fp32") if exact else ("vectorized",), sorted(sizes)):
+    both = makers.stack is not None and makers.problem.precision == "bf16"
+    for name, size in product(("vectorized", "vectorized-fp32") if both else ("vectorized",), sorted(sizes)):
         backend = makers.make(name, size, short)
         found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
     if not makers.no_factors() and makers.rows <= FEW_ROWS:

@@ -28,6 +28,7 @@ TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
 """By how much, relative to its norm, a GPU's sum may differ from another order of adding up."""
 COARSER = 3.0
 """In bf16: by how many times the processor's own rounding a GPU's gradient may differ from float32."""
+OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "alloc_failed")
 
 
 def device_for(
@@ -85,8 +86,8 @@ def difference(module: nn.Module, layout: Layout, data: Federated, precision: st
     try:
         with exact(device):
             found = gradient(device, precision)
-    except RuntimeError as error:
-        return f"training fails: {str(error).splitlines()[0]}"
+    except Exception as error:  # a layer may fail there in a way of its own
+        return f"training fails: {(str(error) or type(error).__name__).splitlines()[0]}"
     whole = expected.norm().clamp_min(1e-12)
     apart, allowed = float((found - expected).norm() / whole), TOLERANCE["fp32"]
     if precision != "fp32":
@@ -155,9 +156,6 @@ def _settings() -> list[tuple[Any, str, Any]]:
         (cudnn, "deterministic", True),
         (torch.utils.deterministic, "fill_uninitialized_memory", False),
     ]
-
-
-OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "alloc_failed")
 
 
 def out_of_memory(error: Exception) -> bool:

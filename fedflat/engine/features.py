@@ -38,8 +38,7 @@ def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -
     known = data.inputs.dim() == 2 and data.inputs.is_floating_point()
     if known or getattr(module, "frozen", False) is not True:
         return data
-    device = next((p.device for p in module.parameters()), data.inputs.device)
-    name = _name(data, module, f"{precision} {device}")
+    name = _name(data, module, f"{precision} {_device(module, data.inputs)}")
     if name not in _LAST:
         _LAST.clear()
         test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
@@ -53,13 +52,11 @@ _LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
 
 def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tensor:
     """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding."""
-    body = cast(Frozen, module)
+    body, device = cast(Frozen, module), _device(module, inputs)
     if len(inputs) == 0:
-        device = next((p.device for p in module.parameters()), inputs.device)
         return body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
     lengths = _lengths(module, inputs)
     order = torch.argsort(lengths, stable=True)
-    device = next((p.device for p in module.parameters()), inputs.device)
     rows = order.split(BATCH)
     fast = precision == "bf16"
 
@@ -76,6 +73,10 @@ def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tens
     result = torch.empty_like(found)
     result[order] = found
     return result
+
+
+def _device(module: nn.Module, inputs: Tensor) -> torch.device:
+    return next((p.device for p in module.parameters()), inputs.device)
 
 
 def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:

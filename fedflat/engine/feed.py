@@ -136,8 +136,8 @@ class BlockFeed:
 
 def ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Positions ``start … stop − 1`` for each client ``(n, stop − start)``, -1 from its size on."""
-    ramp = np.arange(start, stop, dtype=np.int64)[None]
-    return np.where(ramp < sizes[:, None], ramp, -1)
+    places = np.arange(start, stop, dtype=np.int64)[None]
+    return np.where(places < sizes[:, None], places, -1)
 
 
 def chosen(values: Tensor, rows: Tensor) -> Tensor:

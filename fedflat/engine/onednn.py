@@ -21,7 +21,8 @@ def serves(module: nn.Module, layout: Layout, precision: str, inputs: Tensor) ->
 
     Only layers that oneDNN has (convolution, pooling, ReLU, linear) run on such tensors, in float32. The answer is a
     function of the module with its weights, the shape of ``inputs`` ``(N, c, h, w)``, torch and the processor; only
-    made-up images are looked at, so that a resumed run and every worker go the same way.
+    made-up images are looked at, so that a resumed run and every worker go the same way. Weights, buffers and
+    generators are left as they were.
 
     Not the same: oneDNN's pooling passes over NaN and its ReLU makes 0 of it. An image that is not finite still shows
     in the gradient, which is multiplied by it, and weights that are not finite in the update.

@@ -86,7 +86,7 @@ def shortened(parts: Parts) -> tuple[Parts, float]:
     return short, whole / max(done, 1)
 
 
-def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int) -> str:
+def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int, compiled: bool | None = None) -> str:
     """What a trial's outcome depends on, as a short hash: machine, versions, model, method and shapes."""
     facts = (
         VERSION,
@@ -98,6 +98,7 @@ def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int)
         str(problem.module),
         problem.precision,
         problem.onednn,
+        compiled,
         str(problem.device) if problem.device.type == "cpu" else torch.cuda.get_device_name(problem.device),
         str(parts.layout.shapes),
         repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),

@@ -56,7 +56,7 @@ class Drawn(Protocol):
 
 
 KNOWN = 16
-"""Guarantees that a plan keeps."""
+"""Guarantees, by their number of rounds, that a plan keeps in ``_known``."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Plan:
     mechanism: Accounted | None = None
     warnings: tuple[str, ...] = ()
     _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The guarantees asked for last: a round asks twice, for its ledger line and for what it shows."""
+    """Some that were asked for: a round asks twice, for its ledger line and for what it shows."""
 
     @property
     def divisor(self) -> float:
