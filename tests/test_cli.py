@@ -96,7 +96,7 @@ def test_run_as_json_prints_json_only(fedflat: Any, recipe: str) -> None:
         (["-o", "data.dataset=digts"], ["data.dataset", "digts", "Did you mean digits?"]),
         (["-o", "model.name=mpl"], ["model.name", "mpl", "Did you mean mlp?"]),
         (["-o", "engine.backend=gpu"], ["engine.backend", "gpu"]),
-        (["-o", "engine.device=cuda"], ["engine.device", "found cuda", "allowed: auto, cpu"]),
+        (["-o", "engine.device=cuda"], ["engine.device", "found cuda", "allowed: cpu or auto"]),
         (["-o", "privacy.epsilon=3"], ["both noise_multiplier and epsilon"]),
         (["-o", "privacy.accountant=rpd"], ["rpd"]),
         (["--resume", "there"], ["--resume", "alone"]),
