@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import fingerprint, settled
-from fedflat.core.params import flatten, layout_of
+from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import simulation_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
 from fedflat.engine.choose import backend_for
-from fedflat.engine.device import PROCESSES, device_for, exact, placed
+from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.features import with_features
 from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
@@ -45,65 +47,66 @@ def prepare(
 ) -> Job:
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
-    Where a GPU was to be taken without being asked for, and fails, the run goes on with the processor.
+    A GPU that was not asked for, and fails, is left: the run goes on with the processor.
     """
+    made = _ingredients(recipe, model, clients, test, algorithm, data)
+    engine = recipe.engine
+    device = device_for(engine.device, engine.backend, made.module, made.layout, made.data, made.precision)
+    if engine.device != "auto" or device.type == "cpu":
+        return _job(recipe, made, device)
     try:
-        return _prepared(recipe, model, clients, test, algorithm=algorithm, data=data)
+        return _job(recipe, replace(made, module=copy.deepcopy(made.module)), device)
     except RuntimeError as error:
-        on_gpu = recipe.engine.backend not in PROCESSES and torch.cuda.is_available()
-        if recipe.engine.device != "auto" or not on_gpu:
-            raise
         warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
     with contextlib.suppress(RuntimeError):  # an error of the GPU may stay
         torch.cuda.empty_cache()
-    on_cpu = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"device": "cpu"})})
-    return _prepared(on_cpu, model, clients, test, algorithm=algorithm, data=data)
+    return _job(recipe, made, CPU)
 
 
-def _prepared(
+@dataclass(frozen=True)
+class _Ingredients:
+    """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data."""
+
+    method: Algorithm
+    data: Federated
+    queries: torch.Tensor | None
+    public: Federated | None
+    module: nn.Module
+    layout: Layout
+    precision: str
+
+
+def _ingredients(
     recipe: Recipe,
-    model: nn.Module | None = None,
-    clients: Sequence[Any] | None = None,
-    test: Any = None,
-    *,
-    algorithm: Algorithm | Factory | None = None,
-    data: Federated | None = None,
-) -> Job:
+    model: nn.Module | None,
+    clients: Sequence[Any] | None,
+    test: Any,
+    algorithm: Algorithm | Factory | None,
+    data: Federated | None,
+) -> _Ingredients:
     method = algorithm_of(recipe, algorithm)
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
         plan_of(recipe, method, recipe.data.clients)
     data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
-    queries = None
+    queries = public = None
     if method.kind == "votes":
         data, queries = voting.split(recipe, method, data, given)
-    public = None
     if method.kind == "update" and method.options.get("public"):
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module = module_of(recipe, model, data)
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
-    layout = layout_of(module, method.head)
-    device = device_for(recipe.engine.device, recipe.engine.backend, module, layout, data, precision)
-    module.to(device)
-    given_data, data = data, _resident(with_features(data, module, precision), module, device, precision)
-    plan = plan_of(recipe, method, data.clients, layout.dimension)
-    local = local_of(recipe, method, data)
-    as_published = published.applies(recipe, method)
-    clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
-    parts = Parts(
-        algorithm=method,
-        plan=plan,
-        clip=clip,
-        mechanism=noising.mechanism_of(recipe, plan),
-        optimizer=optimizer(**optimizer_options(recipe)),
-        local=local,
-        layout=layout,
-        weighted=weighted(recipe, method),
-    )
-    if as_published:
-        parts = published.parts_of(parts)
-    onednn = not recipe.engine.compile and serves(module, layout, precision, data.inputs)
-    problem = ModuleProblem(module, layout, precision, bool(recipe.engine.compile), onednn=onednn)
+    return _Ingredients(method, data, queries, public, module, layout_of(module, method.head), precision)
+
+
+def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
+    """The job on a device, to which the module is moved."""
+    module, layout, precision = made.module.to(device), made.layout, made.precision
+    data = _resident(made.data, module, device, precision)
+    parts, threshold = _parts(recipe, made.method, data, layout)
+    compiled = bool(recipe.engine.compile)
+    onednn = not compiled and serves(module, layout, precision, data.inputs)
+    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn)
     job = Job(
         parts=parts,
         data=data,
@@ -116,16 +119,34 @@ def _prepared(
         evaluation=Evaluation(
             **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
         ),
-        fingerprint=fingerprint(settled(recipe, plan, local, data.clients), given_data, layout),
+        fingerprint=fingerprint(settled(recipe, parts.plan, parts.local, data.clients), made.data, layout),
     )
-    if public is not None:
-        public = _resident(with_features(public, module, precision), module, device, precision)
-        job.public_update = _public_update(job, public)
-    return job if queries is None else voting.with_votes(job, recipe, queries)
+    if made.public is not None:
+        job.public_update = _public_update(job, _resident(made.public, module, device, precision))
+    return job if made.queries is None else voting.with_votes(job, recipe, made.queries)
+
+
+def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -> tuple[Parts, float]:
+    """What the server and the clients agree on, and the first threshold."""
+    plan = plan_of(recipe, method, data.clients, layout.dimension)
+    as_published = published.applies(recipe, method)
+    clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
+    parts = Parts(
+        algorithm=method,
+        plan=plan,
+        clip=clip,
+        mechanism=noising.mechanism_of(recipe, plan),
+        optimizer=optimizer(**optimizer_options(recipe)),
+        local=local_of(recipe, method, data),
+        layout=layout,
+        weighted=weighted(recipe, method),
+    )
+    return published.parts_of(parts) if as_published else parts, threshold
 
 
 def _resident(data: Federated, module: nn.Module, device: torch.device, precision: str) -> Federated:
     """The data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor cores."""
+    data = with_features(data, module, precision)
     return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
 
 

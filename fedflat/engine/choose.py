@@ -79,7 +79,7 @@ def backend_for(
         return makers.make(choice.backend, block or choice.block, threads=threads)
     if name == "ray":
         require_ray()
-    if name in ("workers", "ray") and not portable(problem.module):
+    if name in PROCESSES and not portable(problem.module):
         raise InputError(
             f"engine.backend: found {name} with a model that cannot be sent to another process; allowed: a model whose "
             "class is defined at the top of a module, or engine.backend=sequential."
