@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.params import flatten, layout_of
+from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.engine.dense import DenseProblem
 from fedflat.engine.problem import Batch, BlockProblem, ModuleProblem
-from fedflat.engine.stack import FEW_CLASSES, _log_softmax, stack_of
+from fedflat.engine.stack import FEW_CLASSES, Linear, _log_softmax, stack_of
 from fedflat.models.vision import linear, mlp
 
 
@@ -58,19 +58,27 @@ DECLINED = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-@pytest.mark.parametrize("head", [None, ()])
-def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
-    with seeded_torch(0, "test"):
+def block(
+    name: str, head: tuple[str, ...] | None, seed: int
+) -> tuple[nn.Module, Layout, tuple[Linear, ...], torch.Tensor, Batch]:
+    """A readable stack and made-up clients of four; skips one layer alone with a personal head: nothing is shared."""
+    with seeded_torch(seed, "test"):
         module = READ[name]()
         if head == () and sum(isinstance(m, nn.Linear) for m in module.modules()) == 1:
-            return
+            pytest.skip("the only layer would be personal")
         layout = layout_of(module, head)
         stack = stack_of(module, layout)
         assert stack is not None
         weights = flatten(module, layout) + 0.3 * torch.randn(4, layout.size)
         inputs = torch.randn(4, 5, *((2, 3) if name == "linear" else (6,)))
         batch = Batch(inputs, torch.randint(0, 3, (4, 5)), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2] * 2))
+    return module, layout, stack, weights, batch
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("head", [None, ()])
+def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
+    module, layout, stack, weights, batch = block(name, head, 0)
     for part in ("all",) if head is None else ("shared", "personal"):
         for given in batch, Batch(batch.inputs, batch.targets):
             ours = DenseProblem(layout, stack).gradient(weights, part, given)
@@ -84,16 +92,7 @@ def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
 @pytest.mark.parametrize("head", [None, ()])
 def test_bf16_rounds_where_one_client_does(name: str, head: tuple[str, ...] | None) -> None:
     """Against autocast on one client; equal to the bit where both use the same kernels."""
-    with seeded_torch(1, "test"):
-        module = READ[name]()
-        if head == () and sum(isinstance(m, nn.Linear) for m in module.modules()) == 1:
-            return
-        layout = layout_of(module, head)
-        stack = stack_of(module, layout)
-        assert stack is not None
-        weights = flatten(module, layout) + 0.3 * torch.randn(4, layout.size)
-        inputs = torch.randn(4, 5, *((2, 3) if name == "linear" else (6,)))
-        batch = Batch(inputs, torch.randint(0, 3, (4, 5)), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2] * 2))
+    module, layout, stack, weights, batch = block(name, head, 1)
     alone = ModuleProblem(module, layout, "bf16")
     for part in ("all",) if head is None else ("shared", "personal"):
         given = [Batch(i, t, w) for i, t, w in zip(batch.inputs, batch.targets, batch.weights)]  # type: ignore[arg-type]
