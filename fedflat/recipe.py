@@ -115,7 +115,7 @@ class PrivacySection(Section):
     protocol: Literal["sound", "published"] = "sound"
     published: Annotated[str | None, BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v)] = None
     accountant: str = "pld"
-    secure: bool = False
+    secure_rng: bool = False
     noise_cohort: Positive | None = None
 
 

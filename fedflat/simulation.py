@@ -105,7 +105,7 @@ def run(
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
         write_whole(job.folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
-        if parsed.privacy.secure and outcome.complete:
+        if parsed.privacy.secure_rng and outcome.complete:
             keys.forget(_run_name(job.folder.path))
     return Result(
         model=final_module(job, outcome),
@@ -160,7 +160,7 @@ def _noise_key(recipe: Recipe, job: Job) -> bytes:
 
     A run in memory keeps its key in memory. A resumed run whose key is gone gets a fresh one.
     """
-    if not recipe.privacy.secure:
+    if not recipe.privacy.secure_rng:
         return job.key
     if job.folder is None:
         return fresh_key()

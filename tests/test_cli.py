@@ -67,7 +67,7 @@ def test_run_trains_and_ends_with_a_summary(fedflat: Any, recipe: str) -> None:
     assert "local training, clip and sum" in said.out
     assert max(map(len, said.out.splitlines())) <= 80
     files = {path.name for path in Path("here").iterdir()}
-    assert {"recipe.yaml", "metrics.jsonl", "private.jsonl", "ledger.jsonl", "privacy.json", "report.html"} <= files
+    assert {"recipe.yaml", "metrics.jsonl", "private", "ledger.jsonl", "privacy.json", "report.html"} <= files
     assert len(Path("here/metrics.jsonl").read_text().splitlines()) == 3
 
 

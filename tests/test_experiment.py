@@ -162,7 +162,14 @@ def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]
     assert found.complete and found.total == 4 and found.notes == ()
     for name in ("tiny_dp-fedavg/seed-0", "tiny_dp-fedavg/seed-1", "tiny_dp-fedsam/seed-0", "tiny_dp-fedsam/seed-1"):
         run = found.folder / name
-        for file in ("recipe.yaml", "metrics.jsonl", "private.jsonl", "ledger.jsonl", "privacy.json", "report.html"):
+        for file in (
+            "recipe.yaml",
+            "metrics.jsonl",
+            "private/private.jsonl",
+            "ledger.jsonl",
+            "privacy.json",
+            "report.html",
+        ):
             assert (run / file).is_file()
         assert [e.state for e in events if e.run == name] == ["waiting", *["running"] * 4, "done"]
     for file in ("table.md", "table.csv", "table.json", "table.tex", "report.html"):
@@ -189,7 +196,9 @@ def test_the_table_is_that_of_the_runs(done: tuple[Comparison, list[RunEvent]]) 
 
 def test_seeds_change_partition_weights_and_noise(done: tuple[Comparison, list[RunEvent]]) -> None:
     lines = [
-        json.loads((done[0].folder / "tiny_dp-fedavg" / f"seed-{seed}" / "private.jsonl").read_text().splitlines()[0])
+        json.loads(
+            (done[0].folder / "tiny_dp-fedavg" / f"seed-{seed}" / "private/private.jsonl").read_text().splitlines()[0]
+        )
         for seed in (0, 1)
     ]
     for key in ("train_loss", "update_norm_mean", "noise_norm"):

@@ -165,7 +165,7 @@ def test_blocks_carry_every_clients_noise_share(algorithm: str, backend: str, tm
     other = fedflat.run(recipe(algorithm, local=local, engine={"backend": backend}), out=tmp_path / "run")
     for a, b in zip(one.model.parameters(), other.model.parameters()):
         assert torch.allclose(a, b, atol=1e-5)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "private.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "private/private.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and all(line["noise_norm"] > 0.1 for line in lines)
 
 
@@ -270,7 +270,7 @@ def test_the_proven_epsilon_is_recomputed_from_the_ledger(tmp_path: Path, algori
     [
         ("dp2-fedsam", {}, "privacy.protocol: found published for dp2-fedsam"),
         ("dp-fedsam", {"privacy": {"trust": "local"}}, "privacy.trust: found local"),
-        ("dp-fedsam", {"privacy": {"secure": True}}, "privacy.secure: found True"),
+        ("dp-fedsam", {"privacy": {"secure_rng": True}}, "privacy.secure_rng: found True"),
         ("dp-fedsam", {"privacy": {"noise_cohort": 20}}, "privacy.noise_cohort: found 20"),
         ("dp-fedsam", {"cohort": {"size": 8, "sampling": "truncated", "max": 9}}, "cohort.max: found 9"),
         (

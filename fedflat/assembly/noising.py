@@ -35,9 +35,9 @@ def check(recipe: Recipe, method: Algorithm) -> None:
     trust, discrete = trust_of(recipe, method), method.kind == "ddgauss"
     if discrete and trust != "distributed":
         raise wrong("privacy.trust", trust, f"distributed for {method.name}", hint="Its noise is clients' shares.")
-    if recipe.privacy.secure and trust == "distributed" and not discrete:
+    if recipe.privacy.secure_rng and trust == "distributed" and not discrete:
         hint = "A sum of rounded Gaussian shares has no proven ε; the distributed discrete Gaussian has."
-        raise wrong("privacy.secure", True, "false with trust: distributed, or algorithm ddgauss", hint=hint)
+        raise wrong("privacy.secure_rng", True, "false with trust: distributed, or algorithm ddgauss", hint=hint)
     if discrete and recipe.privacy.noise_cohort is not None:
         hint = "The grid is made for the cohort that runs."
         raise wrong("privacy.noise_cohort", recipe.privacy.noise_cohort, f"nothing for {method.name}", hint=hint)
@@ -78,7 +78,7 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
         return _discrete(plan, plan.mechanism, recipe)
     count = plan.count_noise or 0.0
-    if recipe.privacy.secure and plan.effective_multiplier > 0:
+    if recipe.privacy.secure_rng and plan.effective_multiplier > 0:
         return GridNoise(plan.std, plan.trust, count)
     return GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor), count)
 
@@ -95,11 +95,11 @@ def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscret
         numbers.granularity,
         numbers.beta,
     )
-    return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure)
+    return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
 
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, str]:
     """What the privacy statement says of a mechanism that is not float Gaussian noise."""
     if isinstance(plan.mechanism, DDGaussPlan):
         return {"mechanism": DISCRETE}
-    return {"mechanism": GRID} if recipe.privacy.secure and plan.mechanism is None else {}
+    return {"mechanism": GRID} if recipe.privacy.secure_rng and plan.mechanism is None else {}

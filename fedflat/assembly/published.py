@@ -31,7 +31,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
         raise wrong("privacy.protocol", f"published for {method.name}", "sound")
     for where, found in (
         ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
-        ("privacy.secure", privacy.secure or None),
+        ("privacy.secure_rng", privacy.secure_rng or None),
         ("privacy.noise_cohort", privacy.noise_cohort),
         ("cohort.max", cohort.max),
         ("cohort.min", cohort.min),

@@ -55,7 +55,7 @@ def resolved(recipe: Recipe, job: Job) -> str:
     threads = getattr(job.backend, "threads", None)
     dump["engine"] |= {} if threads is None else {"processes": threads}
     # A secure run's key file is found by a random name, so that a moved folder still resumes.
-    name = {"run": secrets.token_hex(16)} if recipe.privacy.secure else {}
+    name = {"run": secrets.token_hex(16)} if recipe.privacy.secure_rng else {}
     return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
 
 
@@ -79,7 +79,7 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
     shown = clip.model_dump(exclude_none=True) if isinstance(clip, ClipSection) else clip
     return {
         "clip": shown if method.private else None,
-        "secure": recipe.privacy.secure,
+        "secure": recipe.privacy.secure_rng,
         "personal": method.head is not None,
         "finetuned": method.finetune is not None,
         "public_data": job.data.test_inputs is not None,
@@ -100,7 +100,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
         rounds_run=outcome.state.round,
         algorithm=job.parts.algorithm.name,
         facts=facts,
-        key_source="os-entropy" if recipe.privacy.secure else "seed",
+        key_source="os-entropy" if recipe.privacy.secure_rng else "seed",
         entries=outcome.entries,
         **asked,
     )

@@ -96,8 +96,8 @@ def facts(job: Job) -> dict[str, object]:
 def _check(recipe: Recipe) -> None:
     if recipe.server != ServerSection():
         raise wrong("server", "settings", "none for ae-dpfl", hint="Its server step is the fit of a student.")
-    if recipe.privacy.secure:
-        raise wrong("privacy.secure", True, "false for ae-dpfl")
+    if recipe.privacy.secure_rng:
+        raise wrong("privacy.secure_rng", True, "false for ae-dpfl")
     if recipe.privacy.protocol != "sound":
         raise wrong("privacy.protocol", recipe.privacy.protocol, "sound for ae-dpfl")
 

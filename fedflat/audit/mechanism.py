@@ -125,7 +125,7 @@ def audit_all(
 def audit_recipe(recipe: Recipe, *, runs: int = RUNS, confidence: float = CONFIDENCE) -> AuditResult:
     """The mechanism audit of a recipe's method, with its options, clip kind and server optimiser."""
     privacy = recipe.privacy.model_dump(mode="json")
-    kept = {name: privacy[name] for name in ("clip", "trust", "protocol", "published", "secure")}
+    kept = {name: privacy[name] for name in ("clip", "trust", "protocol", "published", "secure_rng")}
     sections = {"privacy": kept, "server": recipe.server.model_dump(mode="json")}
     return audit_method(
         recipe.algorithm.name, options=recipe.algorithm.options, sections=sections, runs=runs, confidence=confidence

@@ -2,7 +2,7 @@
 
 Two keys exist. The *seed* drives everything public or harmless (partition, initial weights, batches, public
 masks). Cohorts and noise come from the *noise key*: in a simulation it is derived from the seed, with
-``privacy.secure`` and in a deployment it is 256 bits of OS entropy.
+``privacy.secure_rng`` and in a deployment it is 256 bits of OS entropy.
 """
 
 from __future__ import annotations

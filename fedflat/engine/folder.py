@@ -14,7 +14,7 @@ from fedflat.core.checks import InputError, RunError
 
 METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "metrics.jsonl",
-    "private.jsonl",
+    "private/private.jsonl",
     "ledger.jsonl",
     "recipe.yaml",
     "privacy.json",
@@ -63,13 +63,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def append(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl, and one of private.jsonl unless this is a deployment."""
+        """One line of metrics.jsonl, and one of private/private.jsonl unless this is a deployment."""
         self._line(METRICS, released)
         if not self.deployment:
             self._line(PRIVATE, {"note": PRIVATE_NOTE, **private} if private.get("round") == 0 else private)
 
     def _line(self, name: str, record: Mapping[str, Any]) -> None:
         try:
+            (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(record)) + "\n")
         except OSError as error:

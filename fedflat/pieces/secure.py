@@ -1,4 +1,4 @@
-"""Noise for `privacy.secure: true` that withstands floating-point attacks, at the plain Gaussian's ε.
+"""Noise for `privacy.secure_rng: true` that withstands floating-point attacks, at the plain Gaussian's ε.
 
 Floating-point noise leaves holes and uneven gaps that give the noiseless sum away (Mironov 2012; Haney et al. 2022
 "Precision-based attacks and interval refining"; Holohan and Braghin 2021). Here clients' vectors are whole multiples
@@ -137,7 +137,7 @@ class GridSum:
 
 @dataclass(frozen=True)
 class GridNoise:
-    """`privacy.secure: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
+    """`privacy.secure_rng: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
 
     std, trust and count_std as in `GaussianNoise`: the plan's std function, and σ_b of the adaptive clip's count. Under
     local trust every one of the n messages carries its own noise, so that n independent draws are added.

@@ -226,7 +226,7 @@ def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
 
 def _floating_point(facts: Mapping[str, Any]) -> str:
     if facts.get("secure"):
-        return "Noise is drawn by a method that withstands floating-point attacks (privacy.secure)."
+        return "Noise is drawn by a method that withstands floating-point attacks (privacy.secure_rng)."
     return "float32 Gaussian noise: it does not withstand attacks on floating-point arithmetic."
 
 
@@ -243,7 +243,7 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         found.append("simulation: noise reproducible from the seed, so whoever knows the seed can remove it.")
     if facts.get("simulation", True):
         found.append(
-            "private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."
+            "private/private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."
         )
     if facts.get("personal") or facts.get("finetuned"):
         found.append(
@@ -251,7 +251,7 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
             "the shared part is protected in the joint sense (what everyone but the client itself sees)."
         )
     if not facts.get("secure"):
-        found.append("Attacks on floating-point noise (privacy.secure: true withstands them).")
+        found.append("Attacks on floating-point noise (privacy.secure_rng: true withstands them).")
     if plan.trust == "central" and plan.protocol == "sound":
         found.append("The server itself, which sees every update under trust: central.")
     if plan.trust == "distributed":

@@ -1,8 +1,8 @@
 """The records of a run folder, read back, and the headline numbers. (``engine.folder`` writes them.)
 
-A run folder holds ``recipe.yaml``, ``metrics.jsonl`` (released or public), ``private.jsonl`` (simulation only, never
-covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everything but the folder itself may be missing: a run
-may have been killed before its first round, and a deployment never writes ``private.jsonl``.
+A run folder holds ``recipe.yaml``, ``metrics.jsonl`` (released or public), ``private/private.jsonl`` (simulation only,
+never covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everything but the folder itself may be missing:
+a run may have been killed before its first round, and a deployment never writes ``private/``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def read_run(folder: Path | str) -> Run:
         name=_name(path, recipe),
         recipe=recipe,
         metrics=_by_round(read_records(path / "metrics.jsonl")),
-        private=_by_round(read_records(path / "private.jsonl")),
+        private=_by_round(read_records(path / "private" / "private.jsonl")),
         privacy=_read_json(path / "privacy.json"),
         ledger_lines=len(read_records(path / "ledger.jsonl")),
         audits=_audits(path / "audit.json"),

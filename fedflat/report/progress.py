@@ -128,7 +128,7 @@ class Progress:
         self._screen.line(self._title)
 
     def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
-        """A round's two records, as they are written to metrics.jsonl and private.jsonl."""
+        """A round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
         facts = self._facts
         facts.round, facts.done_here = int(released["round"]) + 1, facts.done_here + 1
         facts.epsilon = number(released.get("epsilon"))

@@ -144,7 +144,7 @@ class Trackers:
                 tracker.close(done=error is None)
 
     def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
-        """A round's two records, as they are written to metrics.jsonl and private.jsonl."""
+        """A round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
         if not self._all:
             return
         values = scalars(released, private if self._private else None)

@@ -113,7 +113,7 @@ def test_kill_and_resume_is_bit_for_bit(method: str, tmp_path: Path) -> None:
     assert sorted(expected) == sorted(found)
     for key, tensor in expected.items():
         assert torch.equal(tensor, found[key]), key
-    for file in ("metrics.jsonl", "private.jsonl"):
+    for file in ("metrics.jsonl", "private/private.jsonl"):
         assert without_seconds(lines(whole / file)) == without_seconds(lines(killed / file)), file
     ledgers_agree(whole, killed)
     assert (whole / "recipe.yaml").read_bytes() == (killed / "recipe.yaml").read_bytes()
@@ -194,6 +194,7 @@ def _killing(call: Any, after: bool, count: int) -> Any:
 def _torn_line(folder: RunFolder, name: str, record: Any, count: list[int]) -> None:
     count[0] += 1
     text = json.dumps({"round": record["round"]})
+    (folder.path / name).parent.mkdir(exist_ok=True)
     with (folder.path / name).open("a") as file:
         file.write(text[:-4] if count[0] == 5 else json.dumps(plain(record)) + "\n")
     if count[0] == 5:
@@ -244,6 +245,6 @@ def test_killed_between_any_two_writes(point: str, tmp_path: Path, whole_run: Pa
     fedflat.run(recipe("dp-fedpgn-ls") | {"rounds": SHORT}, out=folder, resume=True)
     name = f"checkpoints/round-{SHORT:06d}.safetensors"
     assert (folder / name).read_bytes() == (whole_run / name).read_bytes()
-    for file in ("metrics.jsonl", "private.jsonl"):
+    for file in ("metrics.jsonl", "private/private.jsonl"):
         assert without_seconds(lines(folder / file)) == without_seconds(lines(whole_run / file))
     assert (folder / "ledger.jsonl").read_bytes() == (whole_run / "ledger.jsonl").read_bytes()

@@ -105,9 +105,9 @@ def test_a_message_outside_the_common_mask_is_not_released() -> None:
 
 VALUES = [0.05, 0.1, 0.02, 0.2]
 GRIDS: list[tuple[str, dict[str, Any]]] = [
-    ("dp-fedavg", {"privacy": {"secure": True}}),
-    ("fed-smp-randk", {"privacy": {"secure": True}}),
-    ("dp-fedsam", {"privacy": {"secure": True, "clip": {"kind": "per-tensor", "values": VALUES}}}),
+    ("dp-fedavg", {"privacy": {"secure_rng": True}}),
+    ("fed-smp-randk", {"privacy": {"secure_rng": True}}),
+    ("dp-fedsam", {"privacy": {"secure_rng": True, "clip": {"kind": "per-tensor", "values": VALUES}}}),
     ("ddgauss", {"cohort": {"min": 4}, "privacy": {"trust": "distributed"}}),
 ]
 

@@ -29,7 +29,7 @@ def job(initial: float, quantile: float = 0.5, secure: bool = False, trust: str 
         "privacy": {
             "clip": {"kind": "adaptive", "initial": initial, "quantile": quantile},
             "noise_multiplier": 1.0,
-            "secure": secure,
+            "secure_rng": secure,
             "trust": trust,
         },
     }

@@ -136,7 +136,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"privacy.clip": {"kind": "adaptive", "initial": 0.1, "quantile": 0.5, "count_noise": 2.0}},
     ),
     "a clip for each tensor": ("dp-fedsam", {"privacy.clip": {"kind": "per-tensor", "values": [0.1, 0.2, 0.1, 0.3]}}),
-    "secure noise": ("dp-fedavg", {"privacy.secure": True}),
+    "secure noise": ("dp-fedavg", {"privacy.secure_rng": True}),
     "local trust": ("dp-fedpgn", {"privacy.trust": "local"}),
     "distributed trust": ("dp-fedsam", {"privacy.trust": "distributed", "cohort.sampling": "fixed"}),
     "ddgauss": ("ddgauss", {"privacy.noise_multiplier": 2.0, "cohort.size": 30}),

@@ -83,12 +83,12 @@ def shares_of(parts: Parts, n: int) -> float:
 
 CASES = {
     "central": ("dp-fedavg", {}),
-    "central secure": ("dp-fedavg", {"secure": True}),
+    "central secure": ("dp-fedavg", {"secure_rng": True}),
     "distributed": ("dp-fedavg", {"trust": "distributed"}),
     "local": ("dp-fedavg", {"trust": "local"}),
-    "local secure": ("dp-fedavg", {"trust": "local", "secure": True}),
+    "local secure": ("dp-fedavg", {"trust": "local", "secure_rng": True}),
     "ddgauss": ("ddgauss", {}),
-    "ddgauss secure": ("ddgauss", {"secure": True}),
+    "ddgauss secure": ("ddgauss", {"secure_rng": True}),
 }
 MIN_P = 1e-4
 
@@ -141,7 +141,7 @@ def test_a_secure_release_is_whole_steps_of_the_grid_whatever_was_sent(case):
 
 
 def test_secure_noise_stays_on_the_common_mask():
-    made = job({"name": "fed-smp-randk", "keep": 0.3}, secure=True)
+    made = job({"name": "fed-smp-randk", "keep": 0.3}, secure_rng=True)
     broadcast, aggregate = held(made, updates(4))
     released = noisy_sum(made.parts, broadcast, aggregate, KEY)
     assert broadcast.mask is not None
@@ -159,7 +159,7 @@ def test_ddgauss_noise_alone_is_what_a_release_adds():
     assert float(alone.std()) > 20 * float(error.std())
 
 
-@pytest.mark.parametrize("name, privacy", [("ddgauss", {}), ("dp-fedavg", {"secure": True})])
+@pytest.mark.parametrize("name, privacy", [("ddgauss", {}), ("dp-fedavg", {"secure_rng": True})])
 def test_blocks_and_single_messages_give_the_same_whole_numbers(name, privacy):
     made, messages = job(name, **privacy), updates(9, norm=0.9)
     messages[4] = 0  # an empty client may come anywhere
@@ -172,7 +172,7 @@ def test_blocks_and_single_messages_give_the_same_whole_numbers(name, privacy):
 
 
 def test_a_per_tensor_clip_reaches_the_grid_message_by_message():
-    made = job(secure=True, clip={"kind": "per-tensor", "values": [0.3, 0.4]})
+    made = job(secure_rng=True, clip={"kind": "per-tensor", "values": [0.3, 0.4]})
     weight, bias = made.parts.layout.tensors("shared")
     messages = updates(6, norm=30.0)
     _, aggregate = held(made, messages)
@@ -184,7 +184,7 @@ def test_a_per_tensor_clip_reaches_the_grid_message_by_message():
 
 
 def test_no_back_end_may_form_sums_for_a_grid():
-    made = job(secure=True)
+    made = job(secure_rng=True)
     broadcast, _ = held(made, updates(1))
     accumulator = accumulator_of(made.parts, broadcast, KEY)
     assert isinstance(accumulator, GridAccumulator)
@@ -202,7 +202,7 @@ class FloatCount:
 
 
 def test_the_secure_count_has_its_law_and_no_telling_low_bits():
-    made = job(secure=True, clip={"kind": "adaptive", "initial": 0.5, "count_noise": 3.0})
+    made = job(secure_rng=True, clip={"kind": "adaptive", "initial": 0.5, "count_noise": 3.0})
     mechanism = made.parts.mechanism
     _, aggregate = held(made, updates(9))
     counts = [aggregate.bits - shift for shift in (0.0, 0.5)]

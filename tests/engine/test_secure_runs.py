@@ -1,4 +1,4 @@
-"""Runs with `privacy.secure`: the key outside the folder, killed and resumed with and without it."""
+"""Runs with `privacy.secure_rng`: the key outside the folder, killed and resumed with and without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECIPE = {
     "algorithm": {"name": "dp-fedavg"},
     "local": {"steps": 1, "batch_size": 4},
     "cohort": {"size": 10},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure": True},
+    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": True},
     "engine": {"backend": "sequential"},
 }
 SCRIPT = """
@@ -130,7 +130,7 @@ def test_killed_twice_the_second_resume_with_its_key_charges_no_more(tmp_path, s
 
 
 def test_a_run_charged_twice_stops_within_its_budget(tmp_path, state_home):
-    recipe = {**RECIPE, "privacy": {"clip": 0.5, "epsilon": 5.0, "secure": True}}
+    recipe = {**RECIPE, "privacy": {"clip": 0.5, "epsilon": 5.0, "secure_rng": True}}
     folder, seen = tmp_path / "run", []
     simulation.run(recipe, out=folder, on_round=lambda *_: seen.append(1), should_stop=lambda: len(seen) == 3)
     assert len(key_files(state_home)) == 1, "an unfinished run keeps its key"
@@ -159,7 +159,9 @@ def test_the_job_never_shows_its_key():
 
 
 def test_secure_without_noise_still_runs():
-    result = simulation.run({**RECIPE, "rounds": 1, "privacy": {"clip": 0.5, "noise_multiplier": 0, "secure": True}})
+    result = simulation.run(
+        {**RECIPE, "rounds": 1, "privacy": {"clip": 0.5, "noise_multiplier": 0, "secure_rng": True}}
+    )
     assert result.privacy["epsilon"] is None
 
 
@@ -167,7 +169,7 @@ def test_secure_without_noise_still_runs():
     "changes, sentence",
     [
         (
-            {"privacy": {"noise_multiplier": 1.0, "trust": "distributed", "secure": True}},
+            {"privacy": {"noise_multiplier": 1.0, "trust": "distributed", "secure_rng": True}},
             "sum of rounded Gaussian shares",
         ),
         (

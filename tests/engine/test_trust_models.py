@@ -106,7 +106,7 @@ def test_a_minimum_that_uses_up_delta_is_refused():
 
 
 def test_a_client_at_its_cap_is_left_out_and_resume_remembers(tmp_path):
-    privacy = {"clip": 0.5, "noise_multiplier": 2.0, "trust": "local", "secure": True}
+    privacy = {"clip": 0.5, "noise_multiplier": 2.0, "trust": "local", "secure_rng": True}
     recipe = {**RECIPE, "cohort": {"size": 15, "max_participations": 2}, "privacy": privacy}
     made = simulation.prepare(Recipe.of(recipe))
     state, seen = made.parts.first_state(made.first, made.threshold), []

@@ -233,7 +233,7 @@ def test_a_student_learns_digits() -> None:
         ({"algorithm.queries": 1000}, "half of the training examples"),
         ({"algorithm.public": "nothing-like-it"}, "nothing-like-it"),
         ({"server.lr": 0.5}, "student"),
-        ({"privacy.secure": "true"}, "privacy.secure"),
+        ({"privacy.secure_rng": "true"}, "privacy.secure_rng"),
         ({"algorithm.querys": 3}, "Did you mean queries"),
     ],
 )

@@ -63,7 +63,9 @@ def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
         assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"privacy": {"noise_multiplier": 1.0, "secure": True}}], ids=["float", "grid"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"privacy": {"noise_multiplier": 1.0, "secure_rng": True}}], ids=["float", "grid"]
+)
 def test_with_noise_the_same_key_draws_the_same(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

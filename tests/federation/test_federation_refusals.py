@@ -269,7 +269,7 @@ def test_the_log_says_no_more_than_counts(tmp_path: Path, caplog: pytest.LogCapt
 def test_nothing_private_lies_in_the_runs_folder(tmp_path: Path) -> None:
     run_with(tmp_path / "a", "silent")
     folder = tmp_path / "a" / "run"
-    assert not (folder / "private.jsonl").exists()
+    assert not (folder / "private/private.jsonl").exists()
     shown = " ".join(path.read_text() for path in folder.glob("*.json*"))
     assert "missing" not in json.dumps(
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -150,7 +150,7 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
         "hyper-parameters",
         "timing",
         "test data",
-        "private.jsonl",
+        "private/private.jsonl",
         "reproducible from the seed",
         "floating-point",
     ):
@@ -162,7 +162,7 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
         key_source="os-entropy",
     )
     text = " ".join(deployed["not_covered"])
-    assert "Personal parts" in text and "secure aggregation" in text and "private.jsonl" not in text
+    assert "Personal parts" in text and "secure aggregation" in text and "private/private.jsonl" not in text
     assert "whoever knows the seed" not in text and "floating-point" not in text
     assert "operating-system entropy" in deployed["noise_source"] and "withstands" in deployed["floating_point"]
     assert deployed["epsilon_at_1e-5"] is None  # the chance of an abort alone exceeds it

@@ -25,7 +25,7 @@ STATEMENT: dict[str, Any] = {
     "proven_epsilon": 9.37,
     "simulated_epsilon": None,
     "reasons": [],
-    "not_covered": ["hyperparameters chosen on the same clients", "everything in private.jsonl"],
+    "not_covered": ["hyperparameters chosen on the same clients", "everything in private/private.jsonl"],
     "accountant": "pld",
     "noise": "simulation: noise reproducible from the seed",
 }
@@ -112,7 +112,7 @@ def write_run(
     **changes: Any,
 ) -> Path:
     """One synthetic run folder; ``statement`` changes keys of the statement, ``changes`` those of the recipe."""
-    folder.mkdir(parents=True)
+    (folder / "private").mkdir(parents=True)
     made = recipe(algorithm, seed, rounds, **changes)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(made, sort_keys=False), encoding="utf-8")
     public, secret = rounds_of(made, top, private, adaptive)
@@ -121,7 +121,7 @@ def write_run(
         public = [{**record, "epsilon": None} for record in public]
     files = {"metrics": public, "ledger": [{"round": record["round"]} for record in public]}
     if private:
-        files["private"] = secret
+        files["private/private"] = secret
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "privacy.json").write_text(json.dumps(final))

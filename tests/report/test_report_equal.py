@@ -26,7 +26,7 @@ def curve(folder: Path, name: str, seed: int, points: list[tuple[float | None, f
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     hidden = [{"round": turn, "personal_accuracy": personal} for turn in range(len(points))]
-    (path / "private.jsonl").write_text("".join(json.dumps(line) + "\n" for line in hidden))
+    (path / "private/private.jsonl").write_text("".join(json.dumps(line) + "\n" for line in hidden))
     return path
 
 
@@ -138,7 +138,7 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / str(seed), rounds=4, seed=seed) for seed in range(2)]
     for path, shares in zip(paths, ([1.0, 1.0, 0.9, 0.05], [0.6, 0.7, 0.95, 0.0]), strict=True):
         lines = [json.dumps({"round": turn, "clipped_fraction": share}) for turn, share in enumerate(shares)]
-        (path / "private.jsonl").write_text("\n".join(lines) + "\n")
+        (path / "private/private.jsonl").write_text("\n".join(lines) + "\n")
     found = figures.figures_of_groups(groups.group_runs(map(metrics.read_run, paths)))
     clipped = next(figure for figure in found if figure.key == "clipped")
     assert max(clipped.series[0].high) == 1.0 and min(clipped.series[0].low) >= 0.0

@@ -27,7 +27,7 @@ def test_reads_every_file(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 60])
 def test_torn_last_line_is_left_out(run_folder: Path, cut: int) -> None:
-    for name in ("metrics.jsonl", "private.jsonl", "ledger.jsonl"):
+    for name in ("metrics.jsonl", "private/private.jsonl", "ledger.jsonl"):
         content = (run_folder / name).read_bytes()
         (run_folder / name).write_bytes(content[: -min(cut + 1, 12 if "ledger" in name else cut + 1)])
     run = metrics.read_run(run_folder)
@@ -97,7 +97,7 @@ def test_unreadable_yaml_and_json(run_folder: Path) -> None:
 
 def test_killed_before_the_first_round(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "early", rounds=3)
-    for name in ("metrics.jsonl", "private.jsonl", "ledger.jsonl", "privacy.json"):
+    for name in ("metrics.jsonl", "private/private.jsonl", "ledger.jsonl", "privacy.json"):
         (folder / name).unlink()
     found = metrics.summary(metrics.read_run(folder))
     assert found["rounds"] == 0 and found["final_accuracy"] is None and found["seconds"] == 0
@@ -106,7 +106,7 @@ def test_killed_before_the_first_round(tmp_path: Path) -> None:
 
 def test_summary_equals_the_records(run_folder: Path) -> None:
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    secret = [json.loads(line) for line in (run_folder / "private.jsonl").read_text().splitlines()]
+    secret = [json.loads(line) for line in (run_folder / "private/private.jsonl").read_text().splitlines()]
     found = metrics.summary(metrics.read_run(run_folder))
     best = max(records, key=lambda record: record["test_accuracy"])
     assert found["final_accuracy"] == records[-1]["test_accuracy"]

@@ -182,7 +182,7 @@ def test_torn_and_empty_folders(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(content[:-30])
     page = page_of([folder], tmp_path)
     assert "<b>4</b><span>of 5 planned</span>" in page
-    for name in ("metrics.jsonl", "private.jsonl"):
+    for name in ("metrics.jsonl", "private/private.jsonl"):
         (folder / name).write_text("")
     page = page_of([folder], tmp_path)
     check_page(page)
