@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 def _assemble() -> None:
-    from fedflat.commands import audit, catalogue, deploy, landscape, privacy, reproduce, training
+    from fedflat.commands import audit, catalogue, deploy, explain, landscape, privacy, reproduce, training
 
     training.add_to(app)
     privacy.add_to(app)
@@ -34,6 +34,7 @@ def _assemble() -> None:
     landscape.add_to(app)
     reproduce.add_to(app)
     catalogue.add_to(app)
+    explain.add_to(app)
 
 
 def main() -> None:
@@ -64,6 +65,12 @@ def _usage(error: Exception) -> None:
         sys.exit(getattr(error, "exit_code", 1))
     if message is None:
         raise error
+    option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    if option:
+        from fedflat.recipe import elsewhere
+
+        hint = elsewhere(option).replace("Did you mean ", " A recipe's key is changed with -o ").replace("?", "=VALUE.")
+        _complain(_once(message().replace("\n", " ")) + hint, 2)
     _complain(_once(message().replace("\n", " ")), 2)
 
 
