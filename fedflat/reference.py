@@ -53,7 +53,7 @@ class Key:
     example: str = ""
 
 
-def keys() -> list[Key]:
+def recipe_keys() -> list[Key]:
     """Every key of a recipe, in the recipe's order; the methods' own keys last."""
     return [*_keys_of(Recipe, ""), *_algorithm_keys()]
 

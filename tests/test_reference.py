@@ -23,8 +23,8 @@ def test_every_key_of_a_recipe_has_a_meaning() -> None:
     dump = Recipe.of({"rounds": 1, "algorithm": "fedavg", "cohort": {"size": 1}, "privacy": {"clip": 1.0}}).dump()
     written = {f"{section}.{key}" for section, inside in dump.items() if isinstance(inside, dict) for key in inside}
     written -= {"model.name", "algorithm.name"}
-    explained = {key.path for key in reference.keys()}
-    assert written <= explained and all(key.meaning for key in reference.keys())
+    explained = {key.path for key in reference.recipe_keys()}
+    assert written <= explained and all(key.meaning for key in reference.recipe_keys())
 
 
 def test_every_key_of_a_method_has_a_meaning_and_no_other() -> None:
@@ -32,7 +32,7 @@ def test_every_key_of_a_method_has_a_meaning_and_no_other() -> None:
     assert taken == reference.ALGORITHM_KEYS.keys()
 
 
-@pytest.mark.parametrize("key", [key for key in reference.keys() if key.example and key.path.count(".") == 1])
+@pytest.mark.parametrize("key", [key for key in reference.recipe_keys() if key.example and key.path.count(".") == 1])
 def test_an_example_is_accepted(key: reference.Key) -> None:
     """As ``-o KEY=EXAMPLE`` of a recipe that has what the key needs beside it."""
     base = {"rounds": 2, "algorithm": "dp-fedavg", "cohort": {"size": 2}}

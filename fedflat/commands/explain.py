@@ -25,7 +25,7 @@ def explain(
     """
     from fedflat import reference
 
-    found = reference.explain(key) if key else reference.keys()
+    found = reference.explain(key) if key else reference.recipe_keys()
     if as_json:
         print(json.dumps([asdict(each) for each in found], ensure_ascii=False, indent=2))
     elif key:
