@@ -64,10 +64,10 @@ def explain(path: str) -> list[Key]:
     Raises:
         InputError: no such key, with the nearest; a key without its section names its places.
     """
-    found = [key for key in keys() if key.path == path or key.path.startswith(path + ".")]
+    found = [key for key in recipe_keys() if key.path == path or key.path.startswith(path + ".")]
     if found:
         return found
-    paths = [key.path for key in keys()]
+    paths = [key.path for key in recipe_keys()]
     same = [known for known in paths if known.rpartition(".")[2] == path]
     hint = f"Did you mean {' or '.join(same)}?" if same else nearest(path, paths)
     raise wrong("explain", path, "a recipe key, for example privacy.clip (fedflat explain lists all)", hint=hint)
@@ -82,7 +82,7 @@ def markdown() -> str:
         " A key is written in YAML, in a dict, or as `-o KEY=VALUE`.",
     ]
     sections: dict[str, list[Key]] = {}
-    for key in keys():
+    for key in recipe_keys():
         sections.setdefault(key.path.rpartition(".")[0], []).append(key)
     for name, inside in sections.items():
         lines += ["", f"## {name or 'The recipe'}", "", "| key | value | default | meaning |", "|---|---|---|---|"]
