@@ -25,7 +25,18 @@ app = typer.Typer(
 
 
 def _assemble() -> None:
-    from fedflat.commands import audit, catalogue, deploy, explain, landscape, privacy, reproduce, training
+    from fedflat.commands import (
+        audit,
+        catalogue,
+        deploy,
+        explain,
+        export,
+        landscape,
+        privacy,
+        reproduce,
+        training,
+        verify,
+    )
 
     training.add_to(app)
     privacy.add_to(app)
@@ -35,6 +46,8 @@ def _assemble() -> None:
     reproduce.add_to(app)
     catalogue.add_to(app)
     explain.add_to(app)
+    export.add_to(app)
+    verify.add_to(app)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import wrong
 from fedflat.engine import checkpoint
 from fedflat.engine.folder import LEDGER, METRICS, RECIPE, STATEMENT
 from fedflat.report.metrics import Run, read_run
@@ -35,8 +36,8 @@ class Exported:
 def export(run: str | Path, out: str | Path) -> Exported:
     """Copy what the guarantee covers of a run's folder into the new folder ``out``.
 
-    Written: the weights under the module's parameter names, statement, ledger, recipe, metrics, a report without what is
-    private to the simulation, and the checksums of all of them. Everything that was left is named, with the reason.
+    Written: the weights under the module's parameter names, statement, ledger, recipe, metrics, a report without what
+    is private to the simulation, and the checksums of all of them. Everything that was left is named, with the reason.
 
     Raises:
         InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already.
@@ -61,20 +62,14 @@ def export(run: str | Path, out: str | Path) -> Exported:
 
 def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The last released weights by parameter name."""
-    newest = checkpoint.newest_released(source / "checkpoints")
+    newest = checkpoint.newest(source / "checkpoints")
     if newest is None:
         raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
-    state, facts = newest
-    tensors, start = {}, 0
-    for name, shape in facts["tensors"]:
-        length = 1
-        for side in shape:
-            length *= side
-        tensors[name] = state.shared[start : start + length].reshape(shape).clone()
-        start += length
-    if start != state.shared.numel():
-        raise InputError(f"export: found {state.shared.numel()} weights in {source}; allowed: the {start} of its model.")
-    return tensors, {"round": state.round}
+    state, _, facts = newest
+    named = facts["tensors"][: facts["shared_tensors"]]
+    lengths = [math.prod(shape) for _, shape in named]
+    pieces = state.shared.split(lengths)
+    return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}, {"round": state.round}
 
 
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
@@ -85,7 +80,8 @@ def _public(run: Run) -> tuple[Run, dict[str, str]]:
         recipe.pop("seed", None)
         left[f"{RECIPE}: seed"] = "whoever knows it can draw the noise again"
     metrics = [{key: value for key, value in line.items() if key not in TIMES} for line in run.metrics]
-    return dataclasses.replace(run, recipe=recipe, metrics=metrics, private=[], audits=[]), left
+    named = str(recipe.get("name") or run.algorithm)  # the folder's name may tell the seed
+    return dataclasses.replace(run, name=named, recipe=recipe, metrics=metrics, private=[], audits=[]), left
 
 
 def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -108,7 +104,9 @@ def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
     """Every file of the run that has no counterpart in the export."""
     reasons = {"private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors"}
     names = sorted({path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()})
-    return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in names if name not in kept}
+    return {
+        name: reasons.get(name, "not covered by the guarantee, or not needed") for name in names if name not in kept
+    }
 
 
 def _sha256(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.opening import Opening
 from fedflat.engine.resume import software_of
 from fedflat.engine.train import Job, Outcome, Record, final_module, train
+from fedflat.privacy.statement import write as write_statement
 from fedflat.recipe import Recipe
 
 __all__ = [
@@ -111,7 +111,7 @@ def run(
         outcome = train(job, on_round=on_round, should_stop=should_stop)
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
-        write_whole(job.folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        write_statement(job.folder.path / STATEMENT, facts)
         if job.stored and job.opening is not None and outcome.complete:
             keys.forget(job.opening.run)
     return Result(

@@ -103,7 +103,8 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
     facts = settled(recipe, plan, job.parts.local, job.data.clients) | stated_facts(recipe, job)
-    del facts["engine"]  # where it ran changes nothing that is guaranteed
+    # Where it ran changes nothing that is guaranteed, and whoever knows the seed of a simulation knows its noise.
+    del facts["engine"], facts["seed"]
     facts |= noising.facts(recipe, plan) | voting.facts(job)
     if plan.protocol == "published":
         asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))

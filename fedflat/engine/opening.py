@@ -1,8 +1,8 @@
 """What a run is, written down before anything is drawn: ``private/run.json``, and its public half in the ledger.
 
 A run is its settled recipe (without what cannot change a release: ``engine``, ``evaluation``, ``name``), its data, its
-initial weights and layout, and its method. Whatever differs on a resume makes it another run. Digests of data, model
-and method are HMACs under a secret of the run's own, so no file tells whose data it was to somebody who can guess.
+initial weights and layout, and its method. Whatever differs on a resume makes it another run. The digests are HMACs
+under a secret of the run's own, so no file tells whose data it was, or which seed, to somebody who can guess.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Opening:
     """private/run.json: whose files these are.
 
     run: public random-looking id. secret: keys the digests. attempt: counts fresh keys of this run. digests: of
-    ``PARTS``, recipe plain (it lies beside it), the others keyed. recipe_file: SHA-256 of recipe.yaml as written.
+    ``PARTS``, keyed. recipe_file: SHA-256 of recipe.yaml as written.
     software: what may change bits.
     """
 
@@ -118,9 +118,9 @@ class Opening:
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:
-    """Digests for the disk: the recipe's as it is, the others as HMACs under the run's secret."""
-    found: dict[str, str | None] = {"recipe": identity.recipe}
-    for part in PARTS[1:]:
+    """Digests for the disk: HMACs under the run's secret, the recipe's too, whose seed could be guessed from a hash."""
+    found: dict[str, str | None] = {}
+    for part in PARTS:
         value = getattr(identity, part)
         text = f"{part}:{value}".encode()
         found[part] = None if value is None else hmac.new(bytes.fromhex(secret), text, "sha256").hexdigest()

@@ -27,6 +27,7 @@ from fedflat.federation.exits import status_of
 from fedflat.federation.server import ENDED, Settings, _name, _only_server, _versions, job_of, standing
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.statement import write as write_statement
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
 
@@ -55,7 +56,7 @@ def close(task: Task, out: Path) -> Closed:
         outcome = _charge_open_round(job, out, standing(job, out))
         tested = any(row.get("test_accuracy") is not None for row in read_lines(out / METRICS))
         facts = deployment_statement(task, job, outcome, tested=tested)
-        write_whole(out / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        write_statement(out / STATEMENT, facts)
         deleted = keys.forget(_name(out))
         if deleted:
             _mark(out, True)

@@ -37,6 +37,7 @@ from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refu
 from fedflat.pieces.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.privacy.statement import write as write_statement
 
 log = logging.getLogger("fedflat.server")
 
@@ -90,7 +91,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             _wait_for_nodes(grid, task.roster, settings)
             outcome = _train(job)
         facts = deployment_statement(task, job, outcome)
-        write_whole(folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        write_statement(folder.path / STATEMENT, facts)
         if outcome.complete:
             keys.forget(folder.run)
         log.info("run complete: %s", folder.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -369,10 +370,21 @@ def render_markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def checksum(found: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON of a statement without its own checksum."""
+    body = {key: value for key, value in found.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
 def write(path: str | Path, found: Mapping[str, Any]) -> None:
-    """Write ``privacy.json`` so that a reader sees the old or the new one, never half. Raises ``RunError``."""
+    """Write ``privacy.json`` so that a reader sees the old or the new one, never half. Raises ``RunError``.
+
+    It ends with its own checksum.
+    """
     path = Path(path)
-    text = json.dumps(plain_json("privacy statement", found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    body = plain_json("privacy statement", found)
+    whole = {**body, "checksum": checksum(body)}
+    text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     scratch = ""
     try:
         descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,0 +1,166 @@
+"""``fedflat verify`` notices every change of a run's records; ``fedflat export`` hands over only what is covered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedflat import simulation
+from fedflat.core.checks import InputError
+from fedflat.export import export
+from fedflat.inspection import CHECKS, check_limits, check_modes, inspect_run
+
+RECIPE = {
+    "name": "tiny",
+    "seed": 7654321,
+    "rounds": 3,
+    "data": {"dataset": "digits", "clients": 20, "client_test_fraction": 0.2},
+    "model": {"name": "mlp", "hidden": 4},
+    "algorithm": "dp2-fedsam",
+    "local": {"steps": 1, "batch_size": 4},
+    "cohort": {"size": 10},
+    "privacy": {"clip": 0.5, "epsilon": 8},
+    "engine": {"backend": "sequential"},
+}
+FILES = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "metrics.seals",
+    "ledger.jsonl",
+    "privacy.json",
+    "private/private.jsonl",
+    "private/run.json",
+    "checkpoints/round-000003.safetensors",
+    "private/heads/round-000003.safetensors",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with personal heads."""
+    folder = tmp_path_factory.mktemp("verify") / "seed-7654321"
+    simulation.run(RECIPE, out=folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(finished, tmp_path / "seed-7654321"))
+
+
+def flip(place: float):
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[min(len(content) - 1, int(place * len(content)))] ^= 0x21
+        path.write_bytes(content)
+
+    return damage
+
+
+def without_last_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+DAMAGES = {
+    "first byte": flip(0.0),
+    "a byte": flip(0.37),
+    "last bytes": flip(0.999),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(b"\0" * path.stat().st_size),
+    "gone": Path.unlink,
+    "more": lambda path: path.write_bytes(path.read_bytes() + b"{}\n"),
+}
+
+
+def wrong(folder: Path, checks: object = CHECKS) -> list[str]:
+    return [c.record for each in checks for c in each(folder) if c.verdict == "wrong"]  # type: ignore[attr-defined]
+
+
+def test_a_sound_run_has_nothing_wrong(run: Path) -> None:
+    assert wrong(run) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_noticed(run: Path, name: str, damage: str) -> None:
+    DAMAGES[damage](run / name)
+    assert wrong(run)
+
+
+def test_the_checks_are_what_notices(run: Path) -> None:
+    """The broken twin: with two checks only, nothing is noticed."""
+    for name in FILES:
+        DAMAGES["a byte"](run / name)
+    assert wrong(run, (check_modes, check_limits)) == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "private/private.jsonl"])
+def test_a_cut_last_line_is_noticed(run: Path, name: str) -> None:
+    without_last_line(run / name)
+    assert wrong(run)
+
+
+def test_lines_cut_with_their_seals_are_noticed(run: Path) -> None:
+    for name in ("metrics.jsonl", "metrics.seals"):
+        without_last_line(run / name)
+    assert "metrics.jsonl" in wrong(run)
+
+
+def test_another_runs_checkpoint_is_noticed(run: Path, finished: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    simulation.run({**RECIPE, "seed": 1}, out=other)
+    shutil.copyfile(other / "checkpoints/round-000003.safetensors", run / "checkpoints/round-000003.safetensors")
+    assert any("round-000003" in record for record in wrong(run))
+
+
+def test_private_files_that_others_may_read_are_noticed(run: Path) -> None:
+    (run / "private/private.jsonl").chmod(0o644)
+    assert wrong(run) == ["private/"]
+
+
+def test_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="verify: found"):
+        inspect_run(tmp_path)
+
+
+def test_an_export_holds_what_is_covered_and_nothing_else(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "handed-over"
+    found = export(run, out)
+    everything = b"".join(path.read_bytes() for path in sorted(out.iterdir()))
+    secrets = [b"7654321", b"seed-", b"update_norm", b"personal_accuracy", b"train_loss", b'"seconds"']
+    secrets.append(json.loads((run / "private/run.json").read_text())["secret"].encode())
+    assert [word for word in secrets if word in everything] == []
+    assert set(found.files) == {path.name for path in out.iterdir()}
+    assert {"private", "recipe.yaml: seed", "metrics.jsonl: seconds", "checkpoints"} <= found.left.keys()
+    assert wrong(out) == []
+
+
+def test_exported_weights_are_the_released_ones_by_name(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    shared = load_file(run / "checkpoints/round-000003.safetensors")["shared"]
+    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in weights.values()]).sort()[0], shared.sort()[0])
+    assert all("." in name for name in weights) and not any(name.startswith("heads") for name in weights)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "ledger.jsonl", "privacy.json", "recipe.yaml", "metrics.jsonl"])
+def test_a_changed_export_is_noticed(run: Path, tmp_path: Path, name: str) -> None:
+    export(run, tmp_path / "out")
+    flip(0.5)(tmp_path / "out" / name)
+    assert wrong(tmp_path / "out")
+
+
+def test_an_export_never_overwrites(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="allowed: a new folder"):
+        export(run, run)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match="without a sound checkpoint"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
