@@ -10,12 +10,16 @@ from typing import Any
 
 from fedflat.assembly import noising, published, voting
 from fedflat.core.params import Layout
-from fedflat.core.types import Local
+from fedflat.core.types import Algorithm, Local
 from fedflat.data.clients import Federated
+from fedflat.data.public import HELD_OUT
 from fedflat.engine.train import Job, Outcome
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import rounds_charged, statement
 from fedflat.recipe import ClipSection, Recipe
+
+GIVEN = "clients"
+"""The name of data that were given in Python (``data.clients.from_pairs``)."""
 
 
 def fingerprint(recipe: Mapping[str, Any], data: Federated, layout: Layout) -> str:
@@ -83,7 +87,16 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
         "personal": method.head is not None,
         "finetuned": method.finetune is not None,
         "public_data": job.data.test_inputs is not None,
+        "held_out": held_out(job.parts.algorithm, recipe.data.dataset, job.data.name),
     }
+
+
+def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
+    """Whether the examples a method takes for public were clients' own (``data.public``): held out of their data."""
+    source, given = method.options.get("public"), loaded == GIVEN
+    if source is None and method.kind == "votes" and not given:
+        source = HELD_OUT
+    return source == HELD_OUT or (source is not None and source == dataset and not given)
 
 
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:

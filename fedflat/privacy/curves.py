@@ -122,7 +122,7 @@ class _Library:
 
 
 def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
-    """μ of the central-limit approximation q·√(T(e^{1/σ²} − 1)) (Bu et al. 2019); exact, √T/σ, at q = 1; inf at σ = 0."""
+    """μ of the central-limit approximation q·√(T(e^{1/σ²} − 1)) (Bu et al. 2019); √T/σ at q = 1; inf at σ = 0."""
     if multiplier == 0:
         return math.inf
     if q == 1:
@@ -169,7 +169,7 @@ def refusal(kind: str, accountant: str) -> str:
     return ""
 
 
-def _step(q: float, multiplier: float) -> float:
+def grid_step(q: float, multiplier: float) -> float:
     """Grid spacing: 1/300 of the loss's standard deviation (error below 1e-5 of ε), finer only as far as is cheap.
 
     Never coarser than dp-accounting's own 1e-4 unless the losses are that large; at most about 40,000 points then.
@@ -178,12 +178,15 @@ def _step(q: float, multiplier: float) -> float:
     return max(deviation / 300, min(span / 40_000, 1e-4))
 
 
-def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
-    """The library's one-round distribution (connect-the-dots, pessimistic), composed by ``composition``."""
+def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -> tuple[LossDistribution, ...]:
+    """The library's one-round distribution (connect-the-dots, pessimistic) on a grid of spacing ``step``.
+
+    For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
+    truncated (event).
+    """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    step = _step(q, multiplier)
-    if kind == "poisson":
+    if kind != "truncated":
         found = pld.from_gaussian_mechanism(multiplier, value_discretization_interval=step, sampling_prob=q)
     else:
         found = pld.from_truncated_subsampled_gaussian_mechanism(
@@ -192,7 +195,11 @@ def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
     # The library offers no public view of the distribution; a test notices if these names change.
     masses = [found._pmf_remove] if found._symmetric else [found._pmf_remove, found._pmf_add]
     dense = [mass.to_dense_pmf() for mass in masses]
-    return _Losses(tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense))
+    return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
+
+
+def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
+    return _Losses(one_round(event, kind, q, multiplier, grid_step(q, multiplier)))
 
 
 def _library(event: Any) -> Account:
