@@ -14,19 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.privacy import composition
-from fedflat.privacy.composition import LossDistribution
-from fedflat.privacy.curves import compose_epsilon, grid_step, one_round
-from fedflat.privacy.gaussian import gaussian_epsilon, schedule_epsilon
-from fedflat.privacy.independent import loss_moments
 from fedflat.privacy.ledger import CHAIN, REASONS, event
+from fedflat.privacy.steps import Step, alone, steps_epsilon
 from fedflat.privacy.verify import multiplier, recompute
 
 Entry = Mapping[str, Any]
@@ -38,20 +31,6 @@ FIELDS = {
     "run",
 }  # fmt: skip
 """What lines of independent Gaussian noise hold. A line with more is of a law that is not composed here, but added."""
-MOST_POINTS = 200_000
-
-
-class Step(NamedTuple):
-    """The law of one round. kind: gaussian, poisson, truncated, fixed, or known (its cohort is, chance q).
-
-    sigma: noise std / sensitivity. clients, limit: M and the cap of truncated, or the cohort of fixed.
-    """
-
-    kind: str
-    q: float
-    sigma: float
-    clients: int = 0
-    limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,10 @@ class _Spent:
     lost: float = 0.0
 
     def add(self, entries: Sequence[Entry]) -> bool:
-        """Add a run's lines; False, and nothing is added, where they are of no law that is known here."""
+        """Add a run's lines; False, and nothing is added, where they are of no law that is known here.
+
+        KeyError, and nothing is added either, for lines that lack what their law needs.
+        """
         laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust"), e.get("relation")) for e in entries}
         if len(laws) != 1:
             return False
@@ -111,8 +93,9 @@ class _Spent:
         if sampling not in ("poisson", "truncated", "fixed"):
             return False
         kind = "known" if trust == "distributed" else str(sampling)
-        self.steps.update(_step(kind, e) for e in entries)
-        self.lost += _aborts(entries) if trust == "distributed" else 0.0
+        rounds, lost = [_step(kind, e) for e in entries], _aborts(entries) if trust == "distributed" else 0.0
+        self.steps.update(rounds)
+        self.lost += lost
         return True
 
     def _add_messages(self, entries: Sequence[Entry], scheduled: bool) -> bool:
@@ -124,8 +107,9 @@ class _Spent:
             most = FromRound(int(first["clients"]), float(first["cohort"])).participations(len(entries)).max()
             self.steps[Step("gaussian", 1.0, sigma)] += int(most)
         else:  # a cohort larger than the noise was shared for costs δ/100 (``Published.shares``)
-            self.steps[Step("known", float(first["q"]), sigma)] += len(entries)
-            self.lost += float(first["delta"]) / 100
+            q, lost = float(first["q"]), float(first["delta"]) / 100
+            self.steps[Step("known", q, sigma)] += len(entries)
+            self.lost += lost
         return True
 
 
@@ -157,82 +141,6 @@ def _aborts(entries: Sequence[Entry]) -> float:
     return min(1.0, len(entries) * short)
 
 
-# ------------------------------------------------------------------------------------------------------ composition
-
-
-def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
-    """ε at ``delta`` of all rounds together: law -> how many. inf where a round has no noise, or δ ≤ 0."""
-    if delta <= 0 or any(step.sigma == 0 for step in steps):
-        return math.inf
-    merged = _gaussians_in_one(steps)
-    if not merged:
-        return 0.0
-    if len(merged) == 1:
-        ((step, count),) = merged.items()
-        return _alone(step, count, delta)
-    spacing = _spacing(merged)
-    found = [(_directions(step, spacing), count) for step, count in merged.items()]
-    return max(composition.together([(both[way], count) for both, count in found], delta) for way in (0, 1))
-
-
-def _gaussians_in_one(steps: Mapping[Step, int]) -> dict[Step, int]:
-    """Plain Gaussians are one Gaussian: their 1/σ² add up. Noise without bound or end costs nothing."""
-    rest = {step: n for step, n in steps.items() if step.kind != "gaussian" and n and math.isfinite(step.sigma)}
-    mu = math.sqrt(math.fsum(n / step.sigma**2 for step, n in steps.items() if step.kind == "gaussian"))
-    return rest | ({Step("gaussian", 1.0, 1 / mu): 1} if mu else {})
-
-
-def _alone(step: Step, count: int, delta: float) -> float:
-    if step.kind == "gaussian":
-        return gaussian_epsilon(math.sqrt(count) / step.sigma, delta)
-    if step.kind == "known":
-        return schedule_epsilon(count, step.q, step.sigma, delta)
-    return compose_epsilon(_event(step), count, delta)
-
-
-def _event(step: Step) -> Any:
-    import dp_accounting as dp
-
-    if step.kind == "truncated":
-        return dp.TruncatedSubsampledGaussianDpEvent(step.clients, step.q, step.limit, step.sigma)
-    inner = dp.GaussianDpEvent(step.sigma)
-    if step.kind == "fixed":
-        return dp.SampledWithoutReplacementDpEvent(step.clients, step.limit, inner)
-    return dp.PoissonSampledDpEvent(step.q, inner)
-
-
-def _spacing(steps: Mapping[Step, int]) -> float:
-    """One grid for all: the finest that any asks for, but no more points than fit."""
-    seen = [(step.q if step.kind in ("poisson", "truncated") else 1.0, step.sigma) for step in steps]
-    finest = min(grid_step(q, sigma) for q, sigma in seen)
-    return max(finest, max(loss_moments(q, sigma)[1] for q, sigma in seen) / MOST_POINTS)
-
-
-@lru_cache(maxsize=64)
-def _directions(step: Step, spacing: float) -> tuple[LossDistribution, LossDistribution]:
-    """One round's loss distribution when a client leaves, and when it joins."""
-    if step.kind in ("poisson", "truncated"):
-        both = one_round(_event(step), step.kind, step.q, step.sigma, spacing)
-        return both[0], both[-1]
-    (found,) = one_round(None, "gaussian", 1.0, step.sigma, spacing)
-    if step.kind != "gaussian":
-        found = _seen(found, step.q)
-    return found, found
-
-
-def _seen(taking_part: LossDistribution, q: float) -> LossDistribution:
-    """A round of which everybody sees whether the client takes part: with chance 1 − q nothing is lost."""
-    lowest = min(taking_part.lowest, 0)
-    probs = np.zeros(max(taking_part.lowest + len(taking_part.probs), 1) - lowest)
-    start = taking_part.lowest - lowest
-    probs[start : start + len(taking_part.probs)] = q * taking_part.probs
-    probs[-lowest] += 1 - q
-    return LossDistribution(probs, lowest, taking_part.step, q * taking_part.infinity)
-
-
-# ------------------------------------------------------------------------------------------------------------ total
-
-
 def total(runs: Sequence[Published]) -> Total:
     """What publishing all of ``runs`` costs somebody who is the same client in each; see the module.
 
@@ -242,7 +150,8 @@ def total(runs: Sequence[Published]) -> Total:
     unbounded = tuple(run.name for run in runs if run not in private)
     names = tuple(run.name for run in private)
     relations = {str(e.get("relation")) for run in private for e in run.entries}
-    relation = "replace-one" if relations == {"replace-one"} else "add-remove"
+    stricter = relations == {"replace-one"} and all(run.entries for run in private)
+    relation = "replace-one" if stricter else "add-remove"
     delta = max((run.delta for run in private), default=0.0)
     counted, reasons, broken = _without_repeats(private)
     if broken:
@@ -251,8 +160,11 @@ def total(runs: Sequence[Published]) -> Total:
         reasons.append("Runs with replace-one accounts count for zero-out neighbours, which those accounts bound too.")
     spent, added = _Spent(), []
     for run in counted:
-        if not (run.entries and spent.add(run.entries)):
-            added.append(run)
+        try:
+            known = bool(run.entries) and spent.add(run.entries)
+        except KeyError:  # a line that lacks what its law needs
+            known = False
+        added += [] if known else [run]
     found = _composed(spent, delta, reasons) if len(added) < len(counted) else 0.0
     at = delta if len(added) < len(counted) else 0.0
     if added:
@@ -286,7 +198,7 @@ def _least(steps: Counter[Step], delta: float) -> float:
         return found
     rest = {step: n for step, n in steps.items() if step.kind != "fixed"}
     share = delta / (len(fixed) + bool(rest))
-    return min(found, steps_epsilon(rest, share) + math.fsum(_alone(step, n, share) for step, n in fixed.items()))
+    return min(found, steps_epsilon(rest, share) + math.fsum(alone(step, n, share) for step, n in fixed.items()))
 
 
 def _without_repeats(runs: Sequence[Published]) -> tuple[list[Published], list[str], str]:

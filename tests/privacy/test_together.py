@@ -11,7 +11,8 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 from safetensors.numpy import save_file
 
-from fedflat.privacy import composition, together
+from fedflat.privacy import composition
+from fedflat.privacy import steps as module
 from fedflat.privacy.accounting import compose_epsilon
 from fedflat.privacy.composition import LossDistribution
 from fedflat.privacy.discrete_plan import DDGaussPlan
@@ -19,7 +20,8 @@ from fedflat.privacy.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.independent import epsilon_bounds
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.published import published_plan
-from fedflat.privacy.together import Published, Step, release_digest, steps_epsilon, total
+from fedflat.privacy.steps import Step, steps_epsilon
+from fedflat.privacy.together import Published, release_digest, total
 from fedflat.privacy.votes_plan import VotesPlan
 
 DELTA = 2e-3
@@ -71,8 +73,8 @@ def test_different_runs_convolve_each_direction_on_its_own(monkeypatch: pytest.M
              for s, n in steps.items() if s.kind == "poisson"]  # fmt: skip
     assert max(alone) < 0.9 * found < found < sum(alone) + gaussian_epsilon(2 / 6.0, DELTA)
     # Twin: only the direction in which a client joins. It states less than the hand composition needs.
-    directions = together._directions
-    monkeypatch.setattr(together, "_directions", lambda step, spacing: (directions(step, spacing)[1],) * 2)
+    directions = module._directions
+    monkeypatch.setattr(module, "_directions", lambda step, spacing: (directions(step, spacing)[1],) * 2)
     assert steps_epsilon(steps, DELTA) == pytest.approx(hand["add"], rel=1e-4)
     assert steps_epsilon(steps, DELTA) < hand["remove"] * (1 - 0.01)
 
@@ -99,7 +101,7 @@ def test_ends_of_the_composition() -> None:
     leaky = LossDistribution(np.array([0.99]), 0, 1e-3, 0.01)
     assert composition.together([(leaky, 2)], DELTA) == math.inf
     far = LossDistribution(np.array([1.0]), 3000, 1e-3, 0.0)
-    assert together._seen(far, 0.25).probs[[0, 3000]] == pytest.approx([0.75, 0.25])
+    assert module._seen(far, 0.25).probs[[0, 3000]] == pytest.approx([0.75, 0.25])
     assert composition.together([(far, 2)], DELTA) == pytest.approx(6.0, abs=0.01)
 
 
@@ -190,6 +192,11 @@ def test_a_law_that_is_not_known_adds_what_it_states(line: dict[str, Any]) -> No
     assert found.reasons == ("ε and δ of b are added as stated: no ledger whose law is composed here.",)
     stated = total([Published("a", 1.0, 1e-3), Published("b", 2.0, 1e-3)])
     assert (stated.epsilon, stated.delta) == (3.0, 2e-3)
+    bare = [{k: v for k, v in entry.items() if k != "q"} for entry in run_of(plan_of(), "bare").entries]
+    assert total([known, Published("c", 5.0, DELTA, bare)]).epsilon == plan_of().epsilon() + 5.0
+    fixed = run_of(plan_of(sampling="fixed"), "d")
+    assert total([fixed, run_of(plan_of(sampling="fixed"), "e")]).relation == "replace-one"
+    assert total([fixed, Published("e", 1.0, 1e-3)]).relation == "add-remove"  # whose neighbours are not known
     two = [*run_of(plan_of(), "c").entries, *other.entries]
     assert total([known, Published("c", 5.0, DELTA, two)]).delta == 2 * DELTA  # two laws in one ledger
 
