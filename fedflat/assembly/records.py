@@ -12,7 +12,8 @@ from torch import nn
 from fedflat.assembly import noising, published, voting
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
-from fedflat.core.types import Local
+from fedflat.core.types import Algorithm, Local
+from fedflat.data.public import HELD_OUT
 from fedflat.engine.opening import Identity
 from fedflat.engine.train import Job, Outcome
 from fedflat.privacy.plan import Plan
@@ -21,6 +22,8 @@ from fedflat.recipe import ClipSection, Recipe
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
+GIVEN = "clients"
+"""The name of data that were given in Python (``data.clients.from_pairs``)."""
 
 
 def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, given: Sequence[Any]) -> Identity:
@@ -96,7 +99,16 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
         "finetuned": method.finetune is not None,
         "public_data": job.data.test_inputs is not None,
         **({"unidentified": True} if job.identity.method is None else {}),
+        "held_out": held_out(job.parts.algorithm, recipe.data.dataset, job.data.name),
     }
+
+
+def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
+    """Whether the examples a method takes for public were clients' own (``data.public``): held out of their data."""
+    source, given = method.options.get("public"), loaded == GIVEN
+    if source is None and method.kind == "votes" and not given:
+        source = HELD_OUT
+    return source == HELD_OUT or (source is not None and source == dataset and not given)
 
 
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:

@@ -25,7 +25,7 @@ Noise = Annotated[float | None, typer.Option(metavar="σ", help="Noise multiplie
 Delta = Annotated[float | None, typer.Option(metavar="δ", help="Default: 0.1/M.")]
 Sampling = Annotated[str | None, typer.Option(help="Only poisson, truncated or fixed cohorts.")]
 Trust = Annotated[str | None, typer.Option(help="Only central, distributed or local.")]
-Accountant = Annotated[str | None, typer.Option(help="Only pld, rdp, fft or gdp.")]
+Accountant = Annotated[str | None, typer.Option(help="Only pld, rdp or fft (budget: also gdp, an approximation).")]
 MaxCohort = Annotated[int | None, typer.Option(help="Largest cohort (truncated).")]
 MinCohort = Annotated[int | None, typer.Option(help="n_min: fewer shares abort a round (distributed).")]
 MaxParticipations = Annotated[int | None, typer.Option(help="Rounds a client takes part in at most (local).")]
@@ -118,7 +118,9 @@ def calibrate(
         "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
         "noise_cohort": noise_cohort,
     }  # fmt: skip
-    only = _only(trust, sampling, accountant)
+    from fedflat.privacy.curves import proving
+
+    only = _only(trust, sampling, None if accountant is None else proving(accountant))
     setting = setting_of(recipe, override or [], given, only, target=epsilon)
     wanted = _wanted(find, setting)
     others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
@@ -279,7 +281,7 @@ def _accountant(row: Row, notes: dict[str, None]) -> str:
     """What computed a row; the approximation gets its note."""
     if row["accountant"] == "gdp":
         mu = row["reason"].partition("(")[2].partition(")")[0]
-        notes[f"≈ central limit of Gaussian DP ({mu}): an approximation, no bound."] = None
+        notes[f"≈ central limit of Gaussian DP ({mu}): an approximation, not proven."] = None
     return "exact" if row["reason"].startswith("exact") else str(row["accountant"])
 
 

@@ -61,6 +61,7 @@ class Comparison:
             "report": None if self.page is None else str(self.page),
             "rows": [] if self.table is None else tables.to_records(self.table),
             "equal": None if self.table is None else tables.equal_record(self.table),
+            "together": [] if self.table is None else tables.together_record(self.table),
             "notes": [*([] if self.table is None else tables.notes(self.table)), *self.notes],
             "runs": self.total,
             "failed": self.failed,

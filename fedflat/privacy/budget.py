@@ -10,6 +10,7 @@ from fedflat.core.checks import InputError, one_of
 from fedflat.core.cohorts import NAMES as SAMPLINGS
 from fedflat.privacy.accounting import (
     ACCOUNTANTS,
+    approximate_epsilon,
     clients_for,
     cohort_for,
     default_delta,
@@ -19,6 +20,7 @@ from fedflat.privacy.accounting import (
     rounds_for,
     terms,
 )
+from fedflat.privacy.curves import APPROXIMATIONS
 from fedflat.privacy.trust import guarantees
 
 Row = dict[str, Any]
@@ -59,8 +61,8 @@ def budget_table(
     """ε for the given noise under every trust model × cohort law × accountant.
 
     Each row has ``trust, sampling, accountant, adversary, relation, epsilon, delta, proven, reason``. ``epsilon`` is
-    the largest over the adversaries (inf without noise), None where nothing applies, with the reason. ``gdp`` is
-    marked as not proven. ``sampling`` is "any" where the figure does not depend on it.
+    the largest over the adversaries (inf without noise), None where nothing applies, with the reason; ``proven`` is
+    False where it is an approximation. ``sampling`` is "any" where the figure does not depend on it.
 
     Raises:
         InputError: a value out of range.
@@ -77,22 +79,30 @@ def budget_table(
 def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
     row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant, "adversary": None, "relation": None,
                 "epsilon": None, "delta": None, "proven": False, "reason": ""}  # fmt: skip
+    approximation = accountant in APPROXIMATIONS
+    if approximation and (trust, sampling) != ("central", "poisson"):
+        return row | {"reason": f"{accountant} approximates Poisson sampling under trust: central only; use pld"}
     try:
-        made = terms(**_own_setting(setting, trust, sampling, accountant))
+        made = terms(**_own_setting(setting, trust, sampling, "pld" if approximation else accountant))
         worst = max(guarantees(made, setting["rounds"]), key=lambda found: found.epsilon)
     except InputError as error:
         return row | {"reason": str(error)}
     found = {name: getattr(worst, name) for name in ("adversary", "relation", "epsilon", "delta")}
-    if accountant == "gdp":
-        return row | found | {"reason": f"approximation (μ = {mu_of(setting):.4g}), not a bound"}
+    if approximation:
+        reason = f"approximation (μ = {mu_of(setting):.4g}), not a bound"
+        return row | found | {"epsilon": approximate_epsilon(**_approximated(setting)), "reason": reason}
     how = "" if worst.accountant == accountant else worst.accountant
     return row | found | {"proven": math.isfinite(worst.epsilon), "reason": how}
 
 
 def mu_of(setting: Row) -> float:
     """μ of the central-limit approximation for ``clients, cohort, rounds, noise_multiplier``; inf without noise."""
-    sigma = setting["noise_multiplier"]
-    return gdp_mu(setting["cohort"] / setting["clients"], sigma, setting["rounds"]) if sigma > 0 else math.inf
+    return gdp_mu(setting["cohort"] / setting["clients"], setting["noise_multiplier"], setting["rounds"])
+
+
+def _approximated(setting: Row) -> Row:
+    """What the approximation depends on."""
+    return {name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")}
 
 
 def calibrate_table(*, target: float, clients: int, cohort: float, rounds: int, **setting: Any) -> list[Row]:
@@ -166,3 +176,16 @@ def epsilon_against(axis: str, values: Sequence[float], **setting: Any) -> list[
     if setting.get("delta") is None and axis != "clients":
         setting = {**setting, "delta": default_delta(setting["clients"])}
     return [{axis: value, "epsilon": epsilon(**{**setting, axis: value})} for value in values]
+
+
+def approximation_against(axis: str, values: Sequence[float], **setting: Any) -> list[Row]:
+    """As :func:`epsilon_against`, but of :func:`approximate_epsilon`: a series that proves nothing.
+
+    Raises:
+        InputError: unknown axis, a value out of range, or another cohort law or trust model than it approximates.
+    """
+    one_of("axis", axis, AXES)
+    if (setting.get("trust", "central"), setting.get("sampling", "poisson")) != ("central", "poisson"):
+        raise InputError("accountant: gdp approximates Poisson sampling under trust: central only; use pld.")
+    own = {"delta": None, **setting}
+    return [{axis: value, "epsilon": approximate_epsilon(**_approximated({**own, axis: value}))} for value in values]

@@ -9,6 +9,7 @@ charged to δ, so the answer stays an upper bound.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,8 @@ Complexes = NDArray[np.complex128]
 
 _ORDERS = np.geomspace(1e-4, 1e2, 40)
 """Chernoff orders, in units of one over the loss's standard deviation."""
+_JOINT_ORDERS = np.geomspace(1e-1, 1e2, 20)
+"""The same for several mechanisms together, in units of one over the whole sum's."""
 _NEGLIGIBLE = 70.0
 """Frequencies whose T-th power is below e^-70 are left out (at most 1e-24 in all)."""
 
@@ -79,11 +82,7 @@ class LossDistribution:
         power = np.zeros(len(spectrum), dtype=np.complex128)
         kept = np.flatnonzero(spectrum.real > -_NEGLIGIBLE / rounds)
         power[kept] = np.exp(rounds * spectrum[kept])
-        composed = np.fft.irfft(power, length)
-        offset = rounds * (self.lowest + self._centre)
-        first = max(low, -offset)
-        picked = np.arange(first, high + 1) % length
-        return np.maximum(composed[picked], 0.0), first + offset
+        return _losses_from_zero(np.fft.irfft(power, length), low, high, rounds * (self.lowest + self._centre))
 
     def epsilon(self, rounds: int, delta: float) -> float:
         """An upper bound on ε after ``rounds`` rounds at ``delta``; inf where none is found."""
@@ -93,6 +92,55 @@ class LossDistribution:
             return math.inf
         probs, first = self._tail(rounds, tail)
         return _smallest_epsilon(probs, first, self.step, delta - lost)
+
+
+def _losses_from_zero(composed: Floats, low: int, high: int, offset: int) -> tuple[Floats, int]:
+    """Of a centred circular composition: the probabilities of losses ≥ 0, ascending, and the index of the first."""
+    first = max(low, -offset)
+    return np.maximum(composed[np.arange(first, high + 1) % len(composed)], 0.0), first + offset
+
+
+Parts = Sequence[tuple[LossDistribution, int]]
+
+
+def together(parts: Parts, delta: float) -> float:
+    """An upper bound on ε at ``delta`` of several mechanisms, each (distribution of one round, rounds ≥ 1).
+
+    All distributions lie on grids of one spacing and belong to one direction of neighbours. inf where none is found.
+    """
+    tail, rounds = delta * 1e-9, sum(count for _, count in parts)
+    kept = sum(count * math.log1p(-part.infinity) for part, count in parts)
+    lost = -math.expm1(kept) + tail + _rounding(rounds)
+    if lost >= delta:
+        return math.inf
+    low, high = _joint_window(parts, tail)
+    length = _fast_length(high - low + 1)
+    with np.errstate(invalid="ignore"):  # log 0 · rounds: such a frequency is left out below
+        spectrum = np.sum([count * part._spectrum(length) for part, count in parts], axis=0)
+    power = np.zeros(len(spectrum), dtype=np.complex128)
+    counted = np.flatnonzero(spectrum.real > -_NEGLIGIBLE)
+    power[counted] = np.exp(spectrum[counted])
+    offset = sum(count * (part.lowest + part._centre) for part, count in parts)
+    probs, first = _losses_from_zero(np.fft.irfft(power, length), low, high, offset)
+    return _smallest_epsilon(probs, first, parts[0][0].step, delta - lost)
+
+
+def _joint_window(parts: Parts, tail: float) -> tuple[int, int]:
+    """As ``LossDistribution._window``, of the sum over all parts: Chernoff's exponents add up."""
+    spread, needed = 0.0, -math.log(tail)
+    centred = [(np.arange(len(part.probs)) - part._centre, part, count) for part, count in parts]
+    for index, part, count in centred:
+        spread += count * float(part.probs @ index.astype(np.float64) ** 2)
+    high = low = math.inf
+    with np.errstate(divide="ignore"):
+        logs = [np.log(part.probs) for part, _ in parts]
+    for order in _JOINT_ORDERS / max(math.sqrt(spread), 1.0):
+        above = sum(n * _log_mean_exp(log, index * order) for log, (index, _, n) in zip(logs, centred))
+        below = sum(n * _log_mean_exp(log, -index * order) for log, (index, _, n) in zip(logs, centred))
+        high, low = min(high, (above + needed) / order), min(low, (below + needed) / order)
+    top = sum(count * (len(part.probs) - 1 - part._centre) for part, count in parts)
+    bottom = sum(count * part._centre for part, count in parts)
+    return -min(math.ceil(low), bottom), min(math.ceil(high), top)
 
 
 def _log_mean_exp(log_probs: Floats, exponents: Floats) -> float:

@@ -19,14 +19,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import InputError, in_range, one_of, whole
+from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.privacy.composition import LossDistribution
 from fedflat.privacy.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.independent import loss_moments, upper_epsilon
 
-ACCOUNTANTS = ("pld", "rdp", "fft", "gdp")
-"""pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition. gdp: approximation only."""
 PROVEN = ("pld", "rdp", "fft")
+"""pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition."""
+APPROXIMATIONS = ("gdp",)
+"""gdp: the central limit of Gaussian DP. It proves nothing, so no function here that returns an ε knows it."""
+ACCOUNTANTS = (*PROVEN, *APPROXIMATIONS)
 RDP_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 256), 288, 320, 384, 448, 512, 640, 768, 896, 1024)
 """1.1…10.9 by 0.1 and 11…255, the grid of 000; the few beyond only matter where ε is small."""
 WITHOUT_REPLACEMENT_ORDERS = (*(1 + x / 10 for x in range(1, 50)), *range(6, 65), 80, 96, 128)
@@ -98,17 +100,6 @@ class _Independent:
 
 
 @dataclass(frozen=True)
-class _CentralLimit:
-    """Gaussian differential privacy by the central limit theorem: an approximation, not a bound."""
-
-    q: float
-    multiplier: float
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return gaussian_epsilon(gdp_mu(self.q, self.multiplier, rounds), delta)
-
-
-@dataclass(frozen=True)
 class _Least:
     """The smaller of several bounds, each valid on its own."""
 
@@ -131,11 +122,25 @@ class _Library:
 
 
 def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
-    """μ of the central-limit approximation q·√(T(e^{1/σ²} − 1)) (Bu et al. 2019); exact, √T/σ, at q = 1."""
+    """μ of the central-limit approximation q·√(T(e^{1/σ²} − 1)) (Bu et al. 2019); √T/σ at q = 1; inf at σ = 0."""
+    if multiplier == 0:
+        return math.inf
     if q == 1:
         return math.sqrt(rounds) / multiplier
     exponent = multiplier**-2
     return q * math.sqrt(rounds * math.expm1(exponent)) if exponent < 700 else math.inf
+
+
+def proving(accountant: str) -> str:
+    """The accountant's name if it proves what it says.
+
+    Raises:
+        InputError: an approximation, with where to get it, or no such accountant.
+    """
+    if accountant in APPROXIMATIONS:
+        hint = f"{accountant} is an approximation, no bound: fedflat.privacy.accounting.approximate_epsilon gives it."
+        raise wrong("accountant", accountant, ", ".join(PROVEN), hint=hint)
+    return str(one_of("accountant", accountant, PROVEN))
 
 
 def _kind(event: Any) -> tuple[str, float, float]:
@@ -157,14 +162,14 @@ def refusal(kind: str, accountant: str) -> str:
     """Why ``accountant`` cannot account an event of this kind; empty if it can."""
     if kind == "truncated" and accountant != "pld":
         return f"{accountant} has no bound for truncated Poisson sampling; use pld"
-    if kind == "without replacement" and accountant in ("fft", "gdp"):
+    if kind == "without replacement" and accountant == "fft":
         return f"{accountant} covers Poisson sampling, not cohorts of fixed size; use rdp or pld"
-    if kind == "other" and accountant in ("fft", "gdp"):
+    if kind == "other" and accountant == "fft":
         return f"{accountant} covers Gaussian and Poisson-sampled Gaussian rounds only; use pld or rdp"
     return ""
 
 
-def _step(q: float, multiplier: float) -> float:
+def grid_step(q: float, multiplier: float) -> float:
     """Grid spacing: 1/300 of the loss's standard deviation (error below 1e-5 of ε), finer only as far as is cheap.
 
     Never coarser than dp-accounting's own 1e-4 unless the losses are that large; at most about 40,000 points then.
@@ -173,12 +178,15 @@ def _step(q: float, multiplier: float) -> float:
     return max(deviation / 300, min(span / 40_000, 1e-4))
 
 
-def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
-    """The library's one-round distribution (connect-the-dots, pessimistic), composed by ``composition``."""
+def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -> tuple[LossDistribution, ...]:
+    """The library's one-round distribution (connect-the-dots, pessimistic) on a grid of spacing ``step``.
+
+    For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
+    truncated (event).
+    """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    step = _step(q, multiplier)
-    if kind == "poisson":
+    if kind != "truncated":
         found = pld.from_gaussian_mechanism(multiplier, value_discretization_interval=step, sampling_prob=q)
     else:
         found = pld.from_truncated_subsampled_gaussian_mechanism(
@@ -187,7 +195,11 @@ def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
     # The library offers no public view of the distribution; a test notices if these names change.
     masses = [found._pmf_remove] if found._symmetric else [found._pmf_remove, found._pmf_add]
     dense = [mass.to_dense_pmf() for mass in masses]
-    return _Losses(tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense))
+    return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
+
+
+def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
+    return _Losses(one_round(event, kind, q, multiplier, grid_step(q, multiplier)))
 
 
 def _library(event: Any) -> Account:
@@ -229,15 +241,13 @@ def _renyi(event: Any, without_replacement: bool) -> Account:
 
 def _account(event: Any, accountant: str) -> Account:
     kind, q, multiplier = _kind(event)
-    reason = refusal(kind, one_of("accountant", accountant, ACCOUNTANTS))
+    reason = refusal(kind, proving(accountant))
     if reason:
         raise InputError(f"accountant: {reason}.")
     if multiplier == 0:
         return _Unbounded()
     if accountant == "rdp":
         return _renyi(event, kind == "without replacement")
-    if accountant == "gdp":
-        return _CentralLimit(q, multiplier)
     if kind == "gaussian" or (kind == "poisson" and q >= 1):
         return _ExactGaussian(multiplier)
     if accountant == "fft":
@@ -274,7 +284,7 @@ class EpsilonCurve:
         event: one round's event; its multiplier is std / sensitivity under the relation.
         delta: δ in (0, 1) of the whole run.
         accountant: pld (tight; exact for plain Gaussians; for cohorts without replacement the smaller of RDP and of
-            the bound with the schedule revealed), rdp, fft, or gdp (an approximation, never a bound).
+            the bound with the schedule revealed), rdp or fft.
     """
 
     def __init__(self, event: Any, delta: float, accountant: str = "pld") -> None:

@@ -24,6 +24,7 @@ from fedflat.core.checks import InputError, RunError, one_of, whole
 from fedflat.privacy.ledger import extra_rounds, plain_json, sync_folder
 
 SECOND_DELTA = 1e-5
+ROUNDED = "the accounted sensitivity is C·(1 + {:.3g}), which allows for the rounding of sums"
 
 # Where the papers' released procedures leave their formula (algorithms.md, items 1–10), for protocol "published".
 PAPER_ITEMS: dict[int, str] = {
@@ -112,8 +113,8 @@ def statement(
     """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
 
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
-    true), ``secure``, ``personal``, ``finetuned``, ``mechanism`` (a sentence) and ``paper_items`` (numbers of
-    :data:`PAPER_ITEMS`).
+    true), ``secure``, ``personal``, ``finetuned``, ``held_out``, ``mechanism`` (a sentence) and
+    ``paper_items`` (numbers of :data:`PAPER_ITEMS`).
     Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
     under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
     """
@@ -157,6 +158,7 @@ def statement(
         "not_covered": not_covered(plan, facts, key_source),
         "noise_source": _noise_source(facts, key_source),
         "floating_point": _floating_point(facts),
+        "rounding": _rounding(plan, entries),
         "paper_items": [{"item": item, "text": PAPER_ITEMS[item]} for item in facts.get("paper_items", ())],
         "warnings": [*plan.warnings, *warnings],
         "facts": dict(facts),
@@ -238,6 +240,13 @@ def _floating_point(facts: Mapping[str, Any]) -> str:
     return "float32 Gaussian noise: it does not withstand attacks on floating-point arithmetic."
 
 
+def _rounding(plan: PlanLike, entries: Sequence[Mapping[str, Any]]) -> float | None:
+    """s: the sensitivity that is accounted is C·(1 + s); None where neither the ledger nor the plan names one."""
+    named = [float(entry["rounding"]) for entry in entries if entry.get("rounding") is not None]
+    share = max(named, default=getattr(plan, "rounding", None))
+    return share if plan.private and share else None
+
+
 def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> list[str]:
     """What the guarantee says nothing about, one sentence each."""
     found = [
@@ -249,12 +258,21 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
     ]
     if key_source == "seed":
         found.append(
-            "simulation: noise reproducible from the seed, so whoever knows the seed can remove it; a seed protects "
-            "only while it is secret and cannot be guessed."
+            "simulation: noise reproducible from the seed, so whoever knows the seed can remove it: this key protects "
+            "only while the seed is secret and hard to guess (of high entropy, as a small number is not)."
+        )
+        found.append(
+            "A rerun with the same recipe, data and seed repeats the noise: it is the same release only if it is the "
+            "same bit for bit; otherwise the difference of the two is free of noise."
         )
     if facts.get("simulation", True):
         found.append(
             "private/private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."
+        )
+    if facts.get("held_out"):
+        found.append(
+            "Public by assumption: the examples held out for this method. In this simulation they are clients' own, "
+            "taken from them before training, and nothing protects them."
         )
     if facts.get("personal") or facts.get("finetuned"):
         found.append(
@@ -321,6 +339,7 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Accounting", found["checklist"]["accounting_type"]),
         ("Noise", found["noise_source"]),
         ("Arithmetic", found["floating_point"]),
+        *([("Rounding", ROUNDED.format(found["rounding"]))] if found.get("rounding") else []),
     ]
 
 

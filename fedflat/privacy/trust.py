@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Sampler
-from fedflat.privacy.curves import ACCOUNTANTS, EpsilonCurve, refusal
+from fedflat.privacy.curves import EpsilonCurve, proving, refusal
 from fedflat.privacy.gaussian import schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
@@ -41,7 +41,7 @@ class Terms:
         sampler: cohort law.
         multiplier: noise std / C, whatever the relation.
         delta: δ of the whole run.
-        accountant: pld, rdp, fft (gdp only as an approximation, for central Poisson).
+        accountant: pld, rdp or fft.
         trust: central, distributed or local.
         cohort_min: n_min of ``distributed``: honest shares without which a round is aborted.
         max_participations: of ``local``: rounds one client takes part in at most.
@@ -63,7 +63,7 @@ class Terms:
     def __post_init__(self) -> None:
         in_range("privacy.noise_multiplier", self.multiplier, 0)
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
-        one_of("accountant", self.accountant, ACCOUNTANTS)
+        proving(self.accountant)
         one_of("privacy.trust", self.trust, TRUSTS)
         reason = inapplicable(self.accountant, self.sampler.name, self.trust)
         if reason:
@@ -155,8 +155,6 @@ def default_minimum(sampler: Sampler, rounds: int, delta: float, colluders: int 
 
 def inapplicable(accountant: str, sampling: str, trust: str) -> str:
     """Why this accountant gives no figure for this cohort law and trust model; empty if it does."""
-    if accountant == "gdp" and (sampling != "poisson" or trust != "central"):
-        return "gdp approximates Poisson sampling under trust: central only; use pld"
     if trust == "local":
         return ""
     return refusal({"fixed": "without replacement"}.get(sampling, sampling), accountant)

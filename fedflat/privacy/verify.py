@@ -23,11 +23,15 @@ Entries = Sequence[Mapping[str, Any]]
 Steps = Mapping[tuple[float, float], int]
 
 LIBRARY_SLACK = 0.01  # dp-accounting's discretisation may lie this share above the exact ε
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # the only share by which a stated ε may lie below the formula that it was stated by
 
 
 class Recomputed(NamedTuple):
-    """``epsilon``: the figure found; ``at_least``: what the exact ε surely reaches, so less must not be stated."""
+    """``epsilon``: the figure found; ``at_least``: less must not be stated.
+
+    That is the larger of what the exact ε surely reaches by the second accountant, and of the same formula that the
+    ledger names, recomputed from the lines: an upper bound is all there is for some laws, and none may be shortened.
+    """
 
     epsilon: float
     at_least: float
@@ -89,8 +93,31 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
         return _fixed(entries, spent)
     if sampling == "truncated":
         return _truncated(entries, spent)
-    steps = Counter((float(e["q"]), multiplier(e)) for e in entries)
-    return poisson(steps, spent, accountant=str(accountant or entries[0].get("accountant")))
+    steps = Counter((float(e["q"]), _digits(multiplier(e))) for e in entries)
+    named = str(accountant or entries[0].get("accountant"))
+    return _not_shortened(poisson(steps, spent, accountant=named), _events(steps), spent, named)
+
+
+def _digits(sigma: float) -> float:
+    """Twelve digits of a multiplier, so that rounds whose clips differ still are one law."""
+    return float(f"{sigma:.12g}")
+
+
+def _events(steps: Steps) -> list[tuple[Any, int]]:
+    return [(_poisson_event(q, sigma), count) for (q, sigma), count in steps.items()]
+
+
+def _not_shortened(found: Recomputed, events: Sequence[tuple[Any, int]], delta: float, accountant: str) -> Recomputed:
+    """With the figure of the formula that it was stated by in ``at_least``, where the ledger is rounds of one law.
+
+    What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
+    """
+    from fedflat.privacy.curves import compose_epsilon
+
+    if len(events) > 1 or accountant not in ("pld", "fft"):
+        return found
+    ((event, count),) = events
+    return found._replace(at_least=max(found.at_least, compose_epsilon(event, count, delta, accountant)))
 
 
 def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recomputed:
@@ -231,20 +258,23 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_ONE)
     bound = float(accountant.compose(event, len(entries)).get_epsilon(delta))
     found = min(bound, revealed)
-    return Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
+    checked = Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
+    return _not_shortened(checked, [(event, len(entries))], delta, "pld")
 
 
 def _truncated(entries: Entries, delta: float) -> Recomputed:
     import dp_accounting
 
-    first, counts = entries[0], Counter(multiplier(e) for e in entries)
+    first, counts = entries[0], Counter(_digits(multiplier(e)) for e in entries)
     if min(counts) == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
     if first["cohort_max"] >= first["clients"]:
-        return poisson({(first["q"], sigma): count for sigma, count in counts.items()}, delta)
+        steps = {(float(first["q"]), sigma): count for sigma, count in counts.items()}
+        return _not_shortened(poisson(steps, delta), _events(steps), delta, "pld")
     event = dp_accounting.TruncatedSubsampledGaussianDpEvent
     made = [event(first["clients"], first["q"], first["cohort_max"], sigma) for sigma in counts]
-    return _library(list(zip(made, counts.values())), delta)
+    events = list(zip(made, counts.values()))
+    return _not_shortened(_library(events, delta), events, delta, "pld")
 
 
 def _ddgauss(entries: Entries, delta: float) -> Recomputed:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, one_of
-from fedflat.privacy.budget import Row, epsilon_against
+from fedflat.privacy.budget import Row, approximation_against, epsilon_against
+from fedflat.privacy.curves import APPROXIMATIONS
 
 SUFFIXES = (".html", ".svg", ".png")
 POINTS = 24
@@ -48,14 +49,18 @@ def series(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Seq
     for name, setting in systems.items():
         rest = {key: value for key, value in setting.items() if key != axis}
         for accountant in accountants:
+            approximation = accountant in APPROXIMATIONS
             try:
-                rows = epsilon_against(axis, values(axis, setting[axis]), **rest, accountant=accountant)
+                if approximation:
+                    rows = approximation_against(axis, values(axis, setting[axis]), **rest)
+                else:
+                    rows = epsilon_against(axis, values(axis, setting[axis]), **rest, accountant=accountant)
             except InputError as error:
                 refused = error
                 continue
             label = f"{name}, {accountant}" if name else accountant
             kept = [row for row in rows if math.isfinite(row["epsilon"]) and row["epsilon"] < 1e4]
-            found[label + (" (approximation)" if accountant == "gdp" else "")] = kept
+            found[label + (" (approximation, not proven)" if approximation else "")] = kept
     if not found and refused is not None:
         raise refused
     return found

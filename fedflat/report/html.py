@@ -17,6 +17,7 @@ from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of
 from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, section
 from fedflat.report.statement import definition_list, readable, statement_html
+from fedflat.report.together import cost_sentences, costs
 
 PRIVATE = "Private to the simulation, not covered by the guarantee"
 
@@ -266,7 +267,7 @@ def _comparison_sections(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
         (
             "privacy",
             "Privacy statements",
-            "".join(_folded(group.label, statement_html(group.runs[0])) for group in groups),
+            _together(groups) + "".join(_folded(group.label, statement_html(group.runs[0])) for group in groups),
         ),
         ("recipe", "Recipes", "".join(_folded(group.label, _recipe(group.runs[0])) for group in groups)),
     ]
@@ -300,6 +301,14 @@ def _comparison(groups: Sequence[Group]) -> str:
     rows = [[column.text(row) for column in shown] for row in table.rows]
     listed = "".join(f"<li>{escape(note)}</li>" for note in tables.notes(table))
     return f'{_table("Comparison", heads, rows)}<ul class="notes">{listed}</ul>'
+
+
+def _together(groups: Sequence[Group]) -> str:
+    """The statement of the comparison as a whole: what publishing all of its runs costs."""
+    found = cost_sentences(costs([run for group in groups for run in group.runs]))
+    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in found[1:])
+    lead = f"<p><strong>{escape(found[0])}</strong></p>" if found else ""
+    return f'<aside class="notice">{lead}<ul>{listed}</ul></aside>' if found else ""
 
 
 def _group_legend(groups: Sequence[Group]) -> str:

@@ -33,6 +33,7 @@ TITLES = {
     "rounds_charged": "Rounds charged",
     "noise_source": "Noise",
     "floating_point": "Arithmetic",
+    "rounding": "Rounding that the sensitivity allows for, as a share of the clip",
 }
 FOLDED = {"checklist": "Reporting checklist", "facts": "Facts the statement was made from"}
 
@@ -57,7 +58,7 @@ def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
     proven = known.get("proven_epsilon")
     repeated = "proven_epsilon" in known and known.get("epsilon", proven) == proven
     drop = {"epsilon"} if repeated else set()
-    drop |= {key for key in ("claimed_epsilon", "simulated_epsilon") if known.get(key) is None}
+    drop |= {key for key in ("claimed_epsilon", "simulated_epsilon", "rounding") if known.get(key) is None}
     lists = ("reasons", "not_covered", "adversaries", "warnings", "paper_items", "epsilon_at_1e-5")
     drop |= {key for key in lists if known.get(key) in ([], "", None)}
     if "proven_epsilon" not in known and "claimed_epsilon" in known:

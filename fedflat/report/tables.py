@@ -19,6 +19,7 @@ from fedflat.report.equal import Targets, accuracy_at_epsilon, targets
 from fedflat.report.equal import epsilon_at_accuracy as epsilon_at_accuracy
 from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
 from fedflat.report.metrics import Run
+from fedflat.report.together import Cost, cost_record, cost_sentences, costs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,10 +55,12 @@ class Row:
 @dataclass(frozen=True)
 class Comparison:
     """The rows of a comparison; differences are against the first. ``equal``: the accuracy and the ε that the private
-    settings are compared at, ``None`` where fewer than two are private."""
+    settings are compared at, ``None`` where fewer than two are private. ``together``: what publishing all runs costs,
+    for each data set; empty for a single run."""
 
     rows: tuple[Row, ...]
     equal: Targets | None = None
+    together: tuple[Cost, ...] = ()
 
 
 def comparison_table(groups: Sequence[Group]) -> Comparison:
@@ -69,7 +72,8 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
     if not groups:
         raise wrong("comparison", "no run", "one or more runs")
     equal = targets(groups)
-    return Comparison(tuple(_row(group, groups[0], equal) for group in groups), equal)
+    rows = tuple(_row(group, groups[0], equal) for group in groups)
+    return Comparison(rows, equal, costs([run for group in groups for run in group.runs]))
 
 
 def _row(group: Group, first: Group, equal: Targets | None) -> Row:
@@ -197,9 +201,10 @@ def _claimed_text(row: Row) -> str:
 
 
 def notes(table: Comparison) -> list[str]:
-    """What a reader must know beside the table."""
+    """What a reader must know beside the table; first what publishing all of it costs."""
     rows = table.rows
-    found = ["Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds."]
+    found = cost_sentences(table.together)
+    found.append("Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds.")
     if any(row.difference for row in rows):
         found.append(f"Differences (Δ) from {rows[0].method}: paired over common seeds, points, 95 % t interval.")
     deltas = sorted({row.delta for row in rows if row.proven_epsilon is not None and row.delta is not None})
@@ -340,14 +345,20 @@ def to_records(table: Comparison) -> list[dict[str, Any]]:
 
 
 def to_json(table: Comparison) -> str:
-    """The rows with full precision, and what the private ones are compared at."""
-    found = {"rows": to_records(table), "equal": equal_record(table), "notes": notes(table)}
+    """The rows with full precision, what the private ones are compared at, and what publishing all of them costs."""
+    found: dict[str, Any] = {"rows": to_records(table), "equal": equal_record(table)}
+    found |= {"together": together_record(table), "notes": notes(table)}
     return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
 
 
 def equal_record(table: Comparison) -> dict[str, Any] | None:
     """The targets of the equal columns as a plain dictionary."""
     return None if table.equal is None else metrics.plain(asdict(table.equal))
+
+
+def together_record(table: Comparison) -> list[dict[str, Any]]:
+    """What publishing all runs costs, as plain dictionaries, one for each data set."""
+    return [metrics.plain(cost_record(cost)) for cost in table.together]
 
 
 def to_csv(table: Comparison) -> str:

@@ -54,7 +54,7 @@ def test_budget_has_the_pinned_figures_and_marks_the_approximation(command: Any)
     proven = {row["accountant"]: row["proven"] for row in json.loads(said.out)["rows"]}
     assert proven["pld"] and not proven["gdp"]
     shown = command("budget", *NUMBERS, "--noise-multiplier", "0.95", *CHEAP).out
-    assert "≈ 9.49" in shown and "approximation, no bound" in shown and "μ = 2.467" in shown
+    assert "≈ 9.49" in shown and "approximation, not proven" in shown and "μ = 2.467" in shown
 
 
 def test_tables_fit_80_columns(command: Any) -> None:
@@ -98,6 +98,11 @@ def test_calibrate_answers_within_the_target(command: Any) -> None:
         fedflat.noise_multiplier(epsilon=8, clients=500, cohort=50, rounds=300, delta=0.002)
     )
     assert 7.99 < row["epsilon"] <= 8
+
+
+def test_calibrate_refuses_what_proves_nothing(command: Any) -> None:
+    said = command("calibrate", "--epsilon", "8", *NUMBERS, "--accountant", "gdp")
+    assert said.status == 2 and "gdp is an approximation, no bound" in said.err and said.out == ""
 
 
 @pytest.mark.parametrize("left_out", ["rounds", "cohort", "clients"])

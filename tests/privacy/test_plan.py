@@ -242,6 +242,16 @@ def test_budget_table_has_a_figure_or_a_reason_in_every_row() -> None:
         budget.budget_table(clients=0, cohort=10, rounds=20, noise_multiplier=1.0)
 
 
+def test_an_approximation_is_a_series_of_its_own() -> None:
+    setting = {"clients": 10_000, "cohort": 100, "noise_multiplier": 0.6}
+    (row,) = budget.approximation_against("rounds", [10], **setting)
+    assert row["epsilon"] < 0.5 < budget.epsilon_against("rounds", [10], **setting)[0]["epsilon"]
+    with pytest.raises(InputError, match="under trust: central only"):
+        budget.approximation_against("rounds", [10], **setting, trust="local")
+    with pytest.raises(InputError, match="axis"):
+        budget.approximation_against("colour", [10], **setting)
+
+
 def test_calibrate_table_meets_the_target_or_says_why_not() -> None:
     rows = budget.calibrate_table(target=3.0, clients=100, cohort=10, rounds=5, delta=1e-3, max_cohort=12)
     for row in rows:

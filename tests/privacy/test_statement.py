@@ -108,6 +108,44 @@ def test_what_an_infinite_or_missing_epsilon_is() -> None:
     assert far["epsilon"] is None and "no finite ε" in far["reasons"][0]
 
 
+def test_the_rounding_that_the_sensitivity_allows_for() -> None:
+    assert make()["rounding"] is None and "Rounding" not in render_text(make())
+    named = make(entries=[{"round": 0, "rounding": 2**-10}, {"round": 1}])
+    assert named["rounding"] == 2**-10 and "C·(1 + 0.000977)" in render_text(named) + render_markdown(named)
+    assert make(FakePlan(private=False), entries=[{"round": 0, "rounding": 2**-10}])["rounding"] is None
+
+
+def test_what_a_seeded_key_and_held_out_examples_do_not_cover() -> None:
+    seeded, secure = make()["not_covered"], make(key_source="os-entropy")["not_covered"]
+    assert any("secret and hard to guess" in line for line in seeded) and any("bit for bit" in line for line in seeded)
+    assert not any("seed repeats the noise" in line for line in secure)
+    assert any("they are clients' own" in line for line in make(facts={"held_out": True})["not_covered"])
+    assert not any("they are clients' own" in line for line in make(facts={"held_out": False})["not_covered"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "loaded", "found"),
+    [
+        ("ae-dpfl", {}, "digits", True),
+        ("ae-dpfl", {}, "clients", False),
+        ("ae-dpfl", {"public": "test"}, "digits", False),
+        ("ae-dpfl", {"public": "digits"}, "digits", True),
+        ("ae-dpfl", {"public": "digits"}, "clients", False),
+        ("fed-smp-topk", {"public": "held-out"}, "digits", True),
+        ("fed-smp-topk", {"public": "mnist"}, "digits", False),
+        ("fed-smp-topk", {}, "digits", False),
+        ("dp-fedavg", {}, "digits", False),
+    ],
+)
+def test_examples_taken_from_clients_are_known_from_the_recipe(
+    name: str, options: dict[str, Any], loaded: str, found: bool
+) -> None:
+    from fedflat.algorithms import ALGORITHMS
+    from fedflat.assembly.records import held_out
+
+    assert held_out(ALGORITHMS[name](**options), "digits", loaded) == found
+
+
 def test_published_shows_claimed_and_proven_together() -> None:
     plan = FakePlan(protocol="published")
     found = make(plan, claimed=9.37, proven=1466.0, reasons=["per-tensor clip"], facts={"paper_items": [1, 5]})

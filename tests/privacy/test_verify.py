@@ -67,6 +67,28 @@ def test_every_law_is_recomputed_to_the_plans_figure(name: str, monkeypatch: pyt
     assert not verify(recorded, 0.9 * plan.epsilon()).ok
 
 
+@pytest.mark.usefixtures("no_prv")
+@pytest.mark.parametrize("name", ["poisson", "poisson, fft", "truncated", "never truncated", "fixed", "everyone"])
+def test_a_statement_half_a_percent_short_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to rounding, 1e-6. The twin knows only the second accountant's slack: fixed and truncated pass."""
+    plan = plan_of(**PLANS[name][0])
+    recorded, once = lines(plan), recompute(lines(plan))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "recompute", lambda *_, **__: once)
+        assert verify(recorded, plan.epsilon()).ok and verify(recorded, plan.epsilon() * (1 - 1e-7)).ok
+        for share in (0.1, 0.005, 1e-5):
+            short = verify(recorded, plan.epsilon() * (1 - share))
+            assert not short.ok and "the ledger's events give" in short.notes[0]
+    monkeypatch.setattr(module, "_not_shortened", lambda found, *_: found)
+    assert verify(recorded, plan.epsilon() * (1 - 0.005)).ok == (name in ("truncated", "fixed", "poisson, fft"))
+
+
+def test_a_tighter_statement_than_rdps_is_no_fault() -> None:
+    plan = plan_of(accountant="rdp")
+    assert verify(lines(plan), plan.epsilon()).ok and verify(lines(plan), 0.99 * plan.epsilon()).ok
+    assert not verify(lines(plan), 0.8 * plan.epsilon()).ok
+
+
 @pytest.mark.parametrize("paper", ["000", "003", "004"])
 def test_a_published_procedures_messages_are_recomputed(paper: str) -> None:
     """The proven figure, by the direct sum; the paper's own, smaller one is no statement that these lines bear out."""
