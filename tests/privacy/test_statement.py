@@ -33,6 +33,7 @@ class FakePlan:
     """A plan whose ε is rounds / σ (and 1/δ-dependent), so that every figure can be followed."""
 
     event_multiplier: float = 2.0
+    rounding: float = 0.0
     delta: float = 0.002
     accountant: str = "pld"
     trust: str = "central"
