@@ -81,13 +81,13 @@ class _Rows:
         limit = TOGETHER if self.trace.device.type == "cpu" else TOGETHER_ON_GPU
         largest = 1 + max(rows * width for rows, width in zip(lengths, columns))
         self.together = max(1, min(limit, TERMS // (1 + max(lengths)), ROOM // largest))
-        wide_room = {"dtype": torch.float64, "device": self.trace.device}
-        self.inputs, self.deltas = [], []
+        empty = torch.zeros(0, dtype=torch.float64, device=self.trace.device)
+        self.inputs, self.deltas = list[Tensor](), list[Tensor]()
         for rows, width, layer in zip(lengths, columns, stack):
-            self.inputs.append(torch.zeros(self.together, rows, width, **wide_room))
+            self.inputs.append(empty.new_zeros(self.together, rows, width))
             if layer.bias is not None:
                 self.inputs[-1][..., layer.inputs] = 1.0
-            self.deltas.append(torch.zeros(self.together, rows, layer.outputs, **wide_room))
+            self.deltas.append(empty.new_zeros(self.together, rows, layer.outputs))
         self._bases(vectors)
         widest, pairs = max(layer.inputs + layer.outputs for layer in stack), sum(rows**2 for rows in lengths)
         self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + 8)

@@ -324,7 +324,7 @@ def test_vectors_with_dense_parts_and_two_layers_are_measured_whole() -> None:
 
 
 def test_the_constants_leave_room_for_every_term() -> None:
-    """The table of ``core.rounding``: additions, factored products and a message's own rounding add up to less than s."""
+    """The table of ``core.rounding``: additions, products of factors and a message's own rounding are less than s."""
     additions = 2 * gamma(MOST + 8) * MOST * (1 + ROUNDING)
     products = 2 * MOST * SHARE
     own = gamma(2**39)
