@@ -71,7 +71,7 @@ def _accurate(sizes: Tensor, bound: float, rows: _Rows) -> Tensor:
 
 
 class _Rows:
-    """Some clients' factors in float64, in rooms of one shape; inputs have a column of ones behind them for the bias."""
+    """Some clients' factors in float64, in rooms of one shape; inputs have a column of ones behind them, for b."""
 
     def __init__(self, vectors: Factored) -> None:
         self.trace, stack = vectors.trace, vectors.trace.stack

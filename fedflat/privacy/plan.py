@@ -120,9 +120,10 @@ class Plan:
     def rounding(self) -> float:
         """s: what the rounding of a float64 sum may add to the clip, as a share of it (``core.rounding``).
 
-        0 where clients' messages are whole numbers (ddgauss), and for a published procedure, whose own claim is kept.
+        A mechanism says so where it differs: 0 for ddgauss, whose messages are whole numbers, and for a published
+        procedure, whose own claim is kept.
         """
-        return ROUNDING if self.mechanism is None or isinstance(self.mechanism, Drawn) else 0.0
+        return float(getattr(self.mechanism, "rounding", ROUNDING))
 
     def sensitivity(self, bound: float) -> float:
         """Sensitivity of the computed sum when messages are clipped to ``bound``: C·(1 + s) under add-remove.
@@ -142,7 +143,7 @@ class Plan:
 
     @property
     def effective_multiplier(self) -> float:
-        """std / (C·(1 + s)) of the noise on the updates: the event's, or σ_Δ when the adaptive clip's count takes its share."""
+        """std / (C·(1 + s)) of the updates' noise: the event's, or σ_Δ if the adaptive clip's count takes its share."""
         if self.count_noise is None or self.event_multiplier == 0:
             return self.event_multiplier
         return split_noise(self.event_multiplier, self.count_noise)
@@ -333,7 +334,7 @@ def build_plan(
     if (noise_multiplier is None) == (epsilon is None):
         found = "neither" if epsilon is None else "both"
         raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
-    if mechanism is None or isinstance(mechanism, Drawn):
+    if getattr(mechanism, "rounding", ROUNDING):
         _summable(sampler)
     if noise_cohort is not None:
         in_range("privacy.noise_cohort", noise_cohort, cohort_size)

@@ -1,7 +1,7 @@
 """Contract: what was measured is what is released. One client moves the computed sum by at most C·(1 + s).
 
 Data is plain and finite; what makes it hostile is that gradients cancel, or that a vector of huge parts is zero. The
-broken twins are what the low-rank back end once did: norms from float32 Gram matrices, one float32 product of everybody.
+broken twins are what the low-rank back end once did: norms from float32 Gram matrices, one float32 product of all.
 """
 
 from __future__ import annotations

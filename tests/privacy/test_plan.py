@@ -158,7 +158,8 @@ def test_the_ledger_line_is_json_and_enough_to_recompute() -> None:
     plan = plan_of(sampling="truncated", cohort_max=14)
     line = json.loads(json.dumps(plan.record(4, 0.25), allow_nan=False))
     assert (line["round"], line["mechanism"], line["sampling"], line["cohort_max"]) == (4, "gaussian", "truncated", 14)
-    assert line["std"] == pytest.approx(line["noise_multiplier"] * line["clip"])
+    assert line["std"] == pytest.approx(line["noise_multiplier"] * line["clip"] * (1 + line["rounding"]))
+    assert line["rounding"] == ROUNDING
     poisson = json.loads(json.dumps(plan_of().record(4, 0.25)))
     event = dp.PoissonSampledDpEvent(poisson["q"], dp.GaussianDpEvent(poisson["std"] / poisson["sensitivity"]))
     again = dp.pld.PLDAccountant().compose(event, poisson["round"] + 1).get_epsilon(poisson["delta"])

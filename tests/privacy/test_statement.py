@@ -63,6 +63,11 @@ class FakePlan:
         return rounds / 1000
 
 
+def test_the_allowance_for_rounding_is_in_the_mechanism() -> None:
+    assert "noise std / clip·(1 + 0.000977), which allows for rounding" in make(FakePlan(rounding=2**-10))["mechanism"]
+    assert "noise std / clip)" in make()["mechanism"]
+
+
 def make(plan: FakePlan | None = None, **more: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {"rounds_run": 10, "algorithm": "dp-fedsam", "facts": {}, "key_source": "seed", **more}
     return statement(plan or FakePlan(), **arguments)
