@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -122,6 +122,14 @@ class Clip(Protocol):
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> (norms ``(n,)`` before the clip, factors ``(n,)`` or ``(n, L)`` to multiply by)."""
+
+
+@runtime_checkable
+class NormClip(Clip, Protocol):
+    """A clip that asks nothing of a message but its norm, so that messages need not be written out."""
+
+    def scale(self, norms: Tensor, threshold: float) -> Tensor:
+        """Norms ``(n,)`` float64 -> factors ``(n,)``, 0 where a norm is not finite."""
 
 
 class Sampler(Protocol):

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from fedflat.core import wide
-from fedflat.core.types import Aggregate, Clip
+from fedflat.core.checks import RunError
+from fedflat.core.rounding import MOST
+from fedflat.core.types import Aggregate, Clip, NormClip
 from fedflat.engine.factored import Factored
+from fedflat.engine.measured import add_clipped
 from fedflat.engine.parts import Encoder
 
 AT_ONCE = 1 << 26
@@ -59,24 +62,45 @@ class Accumulator:
         if messages.shape[-1] != self.dimension or not messages.is_floating_point():
             messages = torch.full((messages.shape[0], self.dimension), math.nan)
         messages = messages.to(self.total.device)
-        norms, factors = self.clip.factors(messages, self.threshold, self.tensors)
-        finite = torch.isfinite(norms)
-        self._norms.append(norms.to(self.total.device))
-        self._factors.append((factors if factors.dim() == 1 else factors.amin(1)).to(self.total.device))
-        self._merge()
-        self._note(stats)
-        if self.weighted:
-            weights = torch.as_tensor(sizes, dtype=factors.dtype, device=factors.device)
-            self.weight += float(sum(sizes))
-            factors = factors * (weights if factors.dim() == 1 else weights[:, None])
         if isinstance(messages, Factored):
-            if type(self)._sum is Accumulator._sum and factors.dim() == 1:
-                self.total += messages.weighted_sum(factors).to(self.total.device)
+            if isinstance(self.clip, NormClip) and type(self)._sum is Accumulator._sum:
+                self._add_factored(messages, self.clip, self._weights(sizes), stats)
                 return
             messages = messages.dense()
+        norms, factors = self.clip.factors(messages, self.threshold, self.tensors)
+        self._keep(norms, factors if factors.dim() == 1 else factors.amin(1), stats)
+        weights = self._weights(sizes)
+        if weights is not None:
+            factors = factors * (weights if factors.dim() == 1 else weights[:, None])
+        finite = torch.isfinite(norms)
         if messages.device.type != "cpu" or not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
+
+    def _add_factored(
+        self, messages: Factored, clip: NormClip, weights: Tensor | None, stats: Mapping[str, Tensor] | None
+    ) -> None:
+        """Messages that are not written out: the same clip and float64 sum, from their factors."""
+
+        def scale(norms: Tensor) -> Tensor:
+            return clip.scale(norms, self.threshold)
+
+        norms, factors = add_clipped(self.total, messages, scale, clip.bound(self.threshold), weights)
+        self._keep(norms, factors, stats)
+
+    def _weights(self, sizes: Sequence[int]) -> Tensor | None:
+        """n_i ``(n,)`` where the mean is weighted, noted in ``weight``."""
+        if not self.weighted:
+            return None
+        self.weight += float(sum(sizes))
+        return torch.as_tensor(sizes, dtype=torch.float64, device=self.total.device)
+
+    def _keep(self, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None) -> None:
+        """Note what each message was: norm, factor, facts."""
+        self._norms.append(norms.to(self.total.device))
+        self._factors.append(factors.to(self.total.device))
+        self._merge()
+        self._note(stats)
 
     def _merge(self) -> None:
         """One tensor of norms instead of many: small blocks left between freed messages keep a heap from shrinking."""
@@ -122,6 +146,8 @@ class Accumulator:
     def result(self) -> Aggregate:
         """The aggregate so far."""
         norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
+        if norms.numel() > MOST and math.isfinite(self.threshold):
+            raise RunError(f"cohort: {norms.numel()} messages in one sum; rounding is accounted for {MOST} at most.")
         factors = torch.cat(self._factors) if self._factors else torch.zeros(0, dtype=torch.float64)
         bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel())
         means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}

@@ -1,8 +1,8 @@
 """Blocks of weight vectors that are never written out: v_i = Σ_k a_ik·B_k + Σ_s c_is·g_is.
 
 B_k are dense vectors ``(D,)`` common to the block (w^t, a broadcast direction); g_is is client i's gradient at its s-th
-evaluation, which for a linear layer is δᵀx of a few rows. Norms, inner products and the clipped sum follow from Gram
-matrices of those rows, so a client costs O(rows·(inputs + outputs)) instead of O(inputs·outputs).
+evaluation, which for a linear layer is δᵀx of a few rows. Norms and inner products follow from Gram matrices of those
+rows, so a client costs O(rows·(inputs + outputs)) instead of O(inputs·outputs). ``measured`` clips and adds them.
 
 ``Factored`` has the arithmetic that local training, gradient rules and linear transforms use on ``(n, D)`` tensors.
 What it cannot do in place it declines (``Declined``); anything else it does on the vectors written out.
@@ -23,7 +23,7 @@ Coefficient = float | Tensor
 """A number for the whole block, or one per client ``(n, 1)``."""
 CANCELLED = 0.05
 """Below this share of the squared sum of the parts' norms, float32 Gram matrices no longer carry a norm: it is taken
-from the vector written out instead. An adversary can make parts cancel; the clip must not be fooled."""
+from the vector written out instead."""
 LARGEST = 1e30
 
 
@@ -281,7 +281,10 @@ class Factored:
         return out
 
     def norms(self) -> Tensor:
-        """L2 norms ``(n,)`` in float64, infinite where an entry is not finite."""
+        """L2 norms ``(n,)`` in float64 from float32 products, infinite where an entry is not finite.
+
+        For a client's own gradient rules. The norm that clips is that of ``engine.measured``.
+        """
         shared, others = self.common()
         if others:
             return _dense_norms(self.dense())
@@ -303,8 +306,8 @@ class Factored:
         safe = torch.isfinite(square) & (square >= least)
         norms = square.clamp_min(0).sqrt()
         if not bool(safe.all()):
-            rows = torch.nonzero(~safe)[:, 0]
-            norms[rows] = _dense_norms(self.dense(rows))
+            for row in torch.nonzero(~safe):  # one by one: shapes do not follow from the other clients
+                norms[row] = _dense_norms(self.dense(row))
         return norms
 
     def _along(self, vector: Tensor) -> Tensor:
@@ -317,28 +320,6 @@ class Factored:
                     projected = projected + vector[layer.bias]
                 total += (projected * u).sum((1, 2), dtype=torch.float64)
         return total
-
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i·v_i ``(D,)`` in float64; a client with factor 0 adds nothing, whatever its vector."""
-        trace, kept = self.trace, factors != 0
-        out = torch.zeros(trace.size, dtype=torch.float64, device=trace.device)
-        shared, others = self.common()
-        if shared is not None:
-            out += shared.double() * float(factors.sum())
-        for base, c in others:
-            out += base.double() * float((torch.where(kept, c[:, 0].double(), 0.0) * factors).sum())
-        scale = factors.to(torch.float32)[:, None, None]
-        whole = bool(kept.all())
-        for index, layer in enumerate(trace.stack):
-            for slot, u in trace.mixed(index, self.steps).items():
-                x = trace.acts[index][slot]
-                if not whole:  # zero times NaN is NaN
-                    u, x = (torch.where(kept[:, None, None], t, torch.zeros_like(t)) for t in (u, x))
-                u = u * scale
-                layer.matrix(out).add_(u.flatten(0, 1).T @ x.flatten(0, 1))
-                if layer.bias is not None:
-                    out[layer.bias] += u.sum((0, 1), dtype=torch.float64)
-        return out
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -13,9 +13,13 @@ from fedflat.core.checks import in_range, wrong
 
 
 def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
-    """min(1, C/‖·‖), and 0 where the norm is not finite: a broken message counts as zero."""
-    safe = torch.as_tensor(threshold, dtype=norms.dtype) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
-    return torch.where(torch.isfinite(norms), safe.clamp(max=1.0), torch.zeros_like(norms))
+    """min(1, C/‖·‖), and 0 where the norm is not finite: a broken message counts as zero.
+
+    One rounding, which ``core.rounding`` counts; a factor below float64's normal range, where it would be more, is 0.
+    """
+    tiny = torch.finfo(norms.dtype).tiny
+    safe = torch.as_tensor(threshold, dtype=norms.dtype) / norms.clamp_min(tiny)
+    return torch.where(torch.isfinite(norms) & (safe >= tiny), safe.clamp(max=1.0), torch.zeros_like(norms))
 
 
 def norms_of(messages: Tensor) -> Tensor:
@@ -49,7 +53,7 @@ class WholeVector:
     | message | becomes |
     |---|---|
     | norm ≤ C | itself |
-    | norm > C | norm C (up to rounding: see ``bound``) |
+    | norm > C | norm C, up to rounding (``core.rounding``) |
     | any NaN or inf | zero |
     | C = inf | itself |
     """
@@ -57,13 +61,17 @@ class WholeVector:
     threshold: float
 
     def bound(self, threshold: float) -> float:
-        """C: no clipped message is longer (the rounding of float32 is covered by ``SLACK`` in the round)."""
+        """C: no clipped message is longer, but for the rounding that the plan's sensitivity counts."""
         return threshold
+
+    def scale(self, norms: Tensor, threshold: float) -> Tensor:
+        """Norms ``(n,)`` -> factors ``(n,)``."""
+        return _factor(norms, threshold)
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> norms ``(n,)``, factors ``(n,)``, both float64."""
         norms = norms_of(messages)
-        return norms, _factor(norms, threshold)
+        return norms, self.scale(norms, threshold)
 
 
 @dataclass(frozen=True)
@@ -155,10 +163,14 @@ class Adaptive:
         """C_t."""
         return threshold
 
+    def scale(self, norms: Tensor, threshold: float) -> Tensor:
+        """Norms ``(n,)`` -> factors ``(n,)``."""
+        return _factor(norms, threshold)
+
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """As the whole-vector clip at the round's threshold."""
         norms = norms_of(messages)
-        return norms, _factor(norms, threshold)
+        return norms, self.scale(norms, threshold)
 
     def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
         """C_{t+1} from the noisy centred count Σ(b_i − ½) + N(0, σ_b²) and the constant divisor m."""

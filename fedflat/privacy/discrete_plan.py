@@ -41,6 +41,7 @@ class DDGaussPlan:
     most: int | None = None
     name: str = "ddgauss"
     relation: str = "add-remove"
+    rounding = 0.0  # whole numbers
 
     def settled(self, plan: Plan) -> DDGaussPlan:
         """The same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
+from fedflat.core.rounding import MOST, ROUNDING
 from fedflat.privacy.accounting import PROVEN, calibrate, default_delta, guess, largest, split_noise
 from fedflat.privacy.trust import TRUSTS, Guarantee, Terms, default_minimum, guarantees
 
@@ -66,7 +67,7 @@ class Plan:
     Args:
         sampler: cohort law; its ``size`` is the public divisor m.
         rounds: T planned.
-        noise_multiplier: σ = std / C; with ``noise_cohort``, of the simulated system.
+        noise_multiplier: σ = std / (C·(1 + rounding)); with ``noise_cohort``, of the simulated system.
         delta: δ of the whole run.
         accountant: pld, rdp or fft. trust: central, distributed, local. protocol: sound or published (data only here).
         budget: ε that may not be exceeded, if any.
@@ -115,11 +116,23 @@ class Plan:
         """The neighbouring relation: add-remove or replace-one."""
         return self.mechanism.relation if self.mechanism else self.terms.relation
 
+    @property
+    def rounding(self) -> float:
+        """s: what the rounding of a float64 sum may add to the clip, as a share of it (``core.rounding``).
+
+        A mechanism says so where it differs: 0 for ddgauss, whose messages are whole numbers, and for a published
+        procedure, whose own claim is kept.
+        """
+        return float(getattr(self.mechanism, "rounding", ROUNDING))
+
     def sensitivity(self, bound: float) -> float:
-        """Sensitivity of the sum when every message has norm ≤ ``bound``: C under add-remove, 2C under replace-one."""
+        """Sensitivity of the computed sum when messages are clipped to ``bound``: C·(1 + s) under add-remove.
+
+        Twice that under replace-one.
+        """
         if isinstance(self.mechanism, Drawn):
             return self.mechanism.sensitivity(self)
-        return bound * (2 if self.relation == "replace-one" else 1)
+        return bound * (1 + self.rounding) * (2 if self.relation == "replace-one" else 1)
 
     @property
     def event_multiplier(self) -> float:
@@ -130,19 +143,19 @@ class Plan:
 
     @property
     def effective_multiplier(self) -> float:
-        """std / C of the noise on the updates: the event's, or σ_Δ when the adaptive clip's count takes its share."""
+        """std / (C·(1 + s)) of the updates' noise: the event's, or σ_Δ if the adaptive clip's count takes its share."""
         if self.count_noise is None or self.event_multiplier == 0:
             return self.event_multiplier
         return split_noise(self.event_multiplier, self.count_noise)
 
     def std(self, bound: float) -> float:
-        """Noise std on the sum for messages of norm ≤ ``bound``; the only place where it is computed.
+        """Noise std σ·C·(1 + s) on the sum of messages clipped to ``bound``; the only place where it is computed.
 
         distributed: of n_min shares together, so each client adds std²/n_min of variance; local: of each client.
         """
         if isinstance(self.mechanism, Drawn):
             return self.mechanism.std(self)
-        return self.effective_multiplier * bound if self.effective_multiplier > 0 else 0.0
+        return self.effective_multiplier * bound * (1 + self.rounding) if self.effective_multiplier > 0 else 0.0
 
     def event(self) -> Any:
         """One round as a dp-accounting event; its multiplier is std / sensitivity under ``relation``."""
@@ -254,6 +267,7 @@ class Plan:
             "max_participations": self.max_participations,
             "colluders": self.colluders or None,
             "noise_cohort": self.noise_cohort,
+            "rounding": self.rounding or None,
             "count_std": self.count_noise,
             "update_multiplier": None if self.count_noise is None else self.effective_multiplier,
         }
@@ -320,6 +334,8 @@ def build_plan(
     if (noise_multiplier is None) == (epsilon is None):
         found = "neither" if epsilon is None else "both"
         raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
+    if getattr(mechanism, "rounding", ROUNDING):
+        _summable(sampler)
     if noise_cohort is not None:
         in_range("privacy.noise_cohort", noise_cohort, cohort_size)
     if trust == "distributed" and cohort_min is None:
@@ -344,6 +360,18 @@ def _without_privacy(
     if noise_multiplier or epsilon is not None:
         found.append("privacy.noise_multiplier and privacy.epsilon are ignored by a method without privacy.")
     return Plan(sampler, rounds, 0.0, delta, accountant, trust, protocol, private=False, warnings=tuple(found))
+
+
+def _summable(sampler: Sampler) -> None:
+    """Refuse cohorts that may be larger than the sums whose rounding is accounted for.
+
+    A Poisson cohort of expected size m ≤ n/2 exceeds n = ``MOST`` with a chance below e^(−2·10⁵) (Chernoff).
+    """
+    largest = {"fixed": sampler.size, "truncated": getattr(sampler, "maximum", 0)}.get(
+        sampler.name, min(sampler.clients, 2 * sampler.size)
+    )
+    if largest > MOST:
+        raise wrong("cohort.size", f"{sampler.size:g} of {sampler.clients}", f"cohorts of at most {MOST} clients")
 
 
 def _calibrated(plan: Plan, target: float) -> float:

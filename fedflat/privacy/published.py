@@ -51,6 +51,7 @@ class Published:
     tensors: int = 1
     clip: float | None = None
     relation: str = "replace-one"
+    rounding = 0.0  # the procedure's own figures are kept
 
     @property
     def name(self) -> str:

@@ -71,6 +71,8 @@ class PlanLike(Protocol):
     @property
     def event_multiplier(self) -> float: ...
     @property
+    def rounding(self) -> float: ...
+    @property
     def mechanism(self) -> Any: ...
     @property
     def delta(self) -> float: ...
@@ -211,7 +213,8 @@ def _mechanism(plan: PlanLike, facts: Mapping[str, Any]) -> str:
     name = plan.mechanism.name if plan.mechanism else "gaussian"
     text = str(facts.get("mechanism", MECHANISMS.get(name, name)))
     clip = f"; clip {facts['clip']}" if "clip" in facts else ""
-    return f"{text} (noise multiplier σ = {plan.event_multiplier:g} = noise std / clip{clip})"
+    allowed = f"·(1 + {plan.rounding:.3g}), which allows for rounding" if plan.rounding else ""
+    return f"{text} (noise multiplier σ = {plan.event_multiplier:g} = noise std / clip{allowed}{clip})"
 
 
 def _second(plan: Any, charged: int) -> float | None:

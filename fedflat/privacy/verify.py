@@ -315,13 +315,23 @@ def verify(
 
 
 def _line_notes(entries: Entries) -> list[str]:
-    """Lines whose own figures contradict each other: they account for more noise than they drew."""
+    """Lines whose own figures contradict each other.
+
+    They account for more noise than they drew, or for less than the clip and the rounding that they name (a ledger of
+    an earlier version names none).
+    """
     notes = []
     for e in entries:
         factor = 2 if e.get("relation") == "replace-one" else 1
         drawn, accounted = multiplier(e) * factor, e.get("noise_multiplier") or 0.0
         if e.get("mechanism") == "gaussian" and accounted > drawn * (1 + ROUNDING):
             notes.append(f"round {e['round']} accounts a noise multiplier of {accounted:.6g}, but drew {drawn:.6g}")
+        least = factor * float(e.get("clip") or 0.0) * (1 + float(e.get("rounding") or 0.0))
+        stated = e.get("sensitivity")
+        if e.get("mechanism") == "gaussian" and stated is not None and stated < least * (1 - ROUNDING):
+            notes.append(
+                f"round {e['round']} accounts a sensitivity of {stated:.6g}; its clip, with rounding, is {least:.6g}"
+            )
     return notes[:5]
 
 

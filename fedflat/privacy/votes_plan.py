@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedflat.core.rounding import ROUNDING
 from fedflat.privacy.trust import Guarantee, Terms, guarantees
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ class VotesPlan:
         return -(-self.total * rounds // max(plan.rounds, 1))
 
     def sensitivity(self, plan: Plan) -> float:
-        """√Q under add-remove, √(2Q) under replace-one."""
-        return math.sqrt(self.labels * (2 if self.relation == "replace-one" else 1))
+        """√Q·(1 + s) under add-remove, √(2Q)·(1 + s) under replace-one: a hostile ballot may make the sum round."""
+        return math.sqrt(self.labels * (2 if self.relation == "replace-one" else 1)) * (1 + ROUNDING)
 
     def std(self, plan: Plan) -> float:
-        """σ: std of the noise on each class's count."""
-        return plan.event_multiplier
+        """σ·(1 + s): std of the noise on each class's count."""
+        return plan.event_multiplier * (1 + ROUNDING)
 
     def terms(self, plan: Plan) -> Terms:
         """The Gaussian account of one draw; its multiplier is scaled so that std / sensitivity is the drawn one."""

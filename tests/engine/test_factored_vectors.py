@@ -61,8 +61,11 @@ def test_every_rule_is_the_same_on_factors(rule: object) -> None:
     update = w - first
     assert isinstance(update, Factored)
     torch.testing.assert_close(update.norms(), norms_of(v - first), rtol=1e-5, atol=1e-7)
-    factors = torch.tensor([1.0, 0.5, 0.0, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(update.weighted_sum(factors), factors @ (v - first).double(), rtol=1e-4, atol=1e-6)
+    sink = Accumulator(whole_vector(0.5), 0.5, low.layout.tensors("shared"), low.layout.size)
+    sink.add(update, [1] * CLIENTS)
+    found = sink.result()
+    torch.testing.assert_close(found.norms, norms_of(v - first), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.total, found.factors @ (v - first).double(), rtol=1e-4, atol=1e-6)
 
 
 def test_norms_of_parts_that_cancel_are_those_of_the_vector() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
+from fedflat.core.rounding import ROUNDING
 from fedflat.privacy import budget
 from fedflat.privacy.accounting import compose_epsilon, epsilon, split_noise
 from fedflat.privacy.plan import Guarantee, Plan, build_plan
@@ -28,12 +29,12 @@ def plan_of(**changes) -> Plan:
 def test_event_times_sensitivity_is_the_std_drawn(changes, factor: int) -> None:
     plan = plan_of(**changes)
     bound = 0.2
-    assert plan.sensitivity(bound) == factor * bound
+    assert plan.sensitivity(bound) == factor * bound * (1 + ROUNDING)
     assert plan.relation == ("replace-one" if factor == 2 else "add-remove")
     event = plan.event()
     inner = getattr(event, "event", event)
     assert inner.noise_multiplier * plan.sensitivity(bound) == pytest.approx(plan.std(bound))
-    assert plan.std(bound) == pytest.approx(1.5 * bound)
+    assert plan.std(bound) == pytest.approx(1.5 * bound * (1 + ROUNDING))
     assert plan.divisor == 10
     assert plan.epsilon() == compose_epsilon(event, 20, 1e-3)
     # A broken twin that halves the noise does not pass.
@@ -68,7 +69,7 @@ def test_the_adaptive_clip_takes_its_share() -> None:
     plan = plan_of(adaptive=True, noise_multiplier=0.9)
     assert plan.count_noise == 0.5
     assert plan.effective_multiplier == split_noise(0.9, 0.5) == pytest.approx((0.9**-2 - 1) ** -0.5)
-    assert plan.std(2.0) == 2 * plan.effective_multiplier
+    assert plan.std(2.0) == 2 * plan.effective_multiplier * (1 + ROUNDING)
     assert plan.epsilon() == plan_of(noise_multiplier=0.9).epsilon()
     both = dp.ComposedDpEvent(
         [dp.GaussianDpEvent(plan.effective_multiplier), dp.GaussianDpEvent(plan.count_noise / 0.5)]
@@ -88,7 +89,7 @@ def test_the_adaptive_clip_takes_its_share() -> None:
 
 def test_a_simulated_larger_cohort_proves_only_what_ran() -> None:
     plan = plan_of(noise_cohort=1000)
-    assert plan.std(1.0) == pytest.approx(1.5 * 10 / 1000)
+    assert plan.std(1.0) == pytest.approx(1.5 * 10 / 1000 * (1 + ROUNDING))
     assert plan.effective_multiplier == pytest.approx(0.015)
     assert plan.epsilon() == compose_epsilon(Poisson(100, 10).event(0.015), 20, 1e-3) > 1000
     assert plan.simulated_epsilon() == plan_of().epsilon()  # the same q, σ and δ
@@ -157,7 +158,8 @@ def test_the_ledger_line_is_json_and_enough_to_recompute() -> None:
     plan = plan_of(sampling="truncated", cohort_max=14)
     line = json.loads(json.dumps(plan.record(4, 0.25), allow_nan=False))
     assert (line["round"], line["mechanism"], line["sampling"], line["cohort_max"]) == (4, "gaussian", "truncated", 14)
-    assert line["std"] == pytest.approx(line["noise_multiplier"] * line["clip"])
+    assert line["std"] == pytest.approx(line["noise_multiplier"] * line["clip"] * (1 + line["rounding"]))
+    assert line["rounding"] == ROUNDING
     poisson = json.loads(json.dumps(plan_of().record(4, 0.25)))
     event = dp.PoissonSampledDpEvent(poisson["q"], dp.GaussianDpEvent(poisson["std"] / poisson["sensitivity"]))
     again = dp.pld.PLDAccountant().compose(event, poisson["round"] + 1).get_epsilon(poisson["delta"])
@@ -186,7 +188,7 @@ def test_another_mechanism_plugs_in_without_changing_a_caller() -> None:
     plan = plan_of(mechanism=Doubled())
     assert plan.epsilon(9) == pytest.approx(2 * 3 / 1.5)
     assert plan.event() is None
-    assert plan.sensitivity(1.0) == 2
+    assert plan.sensitivity(1.0) == 2 * (1 + ROUNDING)
     assert plan.record(0, 1.0)["mechanism"] == "doubled" and plan.record(0, 1.0)["bits"] == 16
     target = plan_of(mechanism=Doubled(), noise_multiplier=None, epsilon=0.5)
     assert target.noise_multiplier == pytest.approx(2 * math.sqrt(20) / 0.5, rel=1e-3)

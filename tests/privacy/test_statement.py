@@ -33,6 +33,7 @@ class FakePlan:
     """A plan whose ε is rounds / σ (and 1/δ-dependent), so that every figure can be followed."""
 
     event_multiplier: float = 2.0
+    rounding: float = 0.0
     delta: float = 0.002
     accountant: str = "pld"
     trust: str = "central"
@@ -60,6 +61,11 @@ class FakePlan:
 
     def simulated_epsilon(self, rounds: int) -> float:
         return rounds / 1000
+
+
+def test_the_allowance_for_rounding_is_in_the_mechanism() -> None:
+    assert "noise std / clip·(1 + 0.000977), which allows for rounding" in make(FakePlan(rounding=2**-10))["mechanism"]
+    assert "noise std / clip)" in make()["mechanism"]
 
 
 def make(plan: FakePlan | None = None, **more: Any) -> dict[str, Any]:

@@ -156,6 +156,17 @@ def test_the_multiplier_comes_from_what_was_drawn() -> None:
     assert len(found.notes) == 6 and "the ledger's events give" in found.notes[-1]
 
 
+def test_a_sensitivity_without_the_rounding_that_a_line_names_is_found() -> None:
+    """And a ledger of an earlier version, which names none, is read as before."""
+    honest = lines(plan_of(sampling="fixed"), 2)
+    assert verify(honest, math.inf).ok
+    small = [{**e, "sensitivity": e["clip"] * 2, "std": e["clip"] * 0.95} for e in honest]
+    found = verify(small, math.inf)
+    assert not found.ok
+    assert found.notes[0] == "round 0 accounts a sensitivity of 0.4; its clip, with rounding, is 0.400391"
+    assert verify([{k: v for k, v in e.items() if k != "rounding"} for e in small], math.inf).ok
+
+
 def test_two_laws_in_one_ledger_are_not_guessed_at() -> None:
     mixed = lines(plan_of(), 2) + lines(plan_of(sampling="fixed"), 2)
     with pytest.raises(
