@@ -18,6 +18,7 @@ from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import fingerprint, settled
+from fedflat.core.held import Held
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import simulation_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
@@ -28,7 +29,7 @@ from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.features import with_features
 from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
-from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.engine.resident import keep_freed_memory, resident
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Backend, Evaluation, Job
@@ -65,7 +66,8 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Ingredients:
-    """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data."""
+    """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data;
+    random: whether training draws random numbers."""
 
     method: Algorithm
     data: Federated
@@ -74,6 +76,7 @@ class _Ingredients:
     module: nn.Module
     layout: Layout
     precision: str
+    random: bool
 
 
 def _ingredients(
@@ -94,19 +97,24 @@ def _ingredients(
     if method.kind == "update" and method.options.get("public"):
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
-    module = module_of(recipe, model, data)
+    module, random = module_of(recipe, model, data)
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
-    return _Ingredients(method, data, queries, public, module, layout_of(module, method.head), precision)
+    return _Ingredients(method, data, queries, public, module, layout_of(module, method.head), precision, random)
 
 
 def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     """The job on a device, to which the module is moved."""
+    pristine = copy.deepcopy(made.module).cpu()
     module, layout, precision = made.module.to(device), made.layout, made.precision
+    untouched = Held(module)
     data = _resident(made.data, module, device, precision)
     parts, threshold = _parts(recipe, made.method, data, layout)
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
-    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn)
+    refuse_change(untouched, everything=True)  # features were computed on it
+    problem = ModuleProblem(
+        module, layout, precision, compiled, onednn=onednn, random=made.random, pristine=pristine
+    )
     job = Job(
         parts=parts,
         data=data,

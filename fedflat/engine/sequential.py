@@ -67,6 +67,7 @@ class Sequential:
             heads.keep(client, result.personal)
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
             accumulator.add(result.message[None], [size], facts)
+        self.problem.settle(everything=True)
 
     def one(self, client: int, broadcast: Broadcast, weights: Tensor) -> LocalResult:
         """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies."""
@@ -77,6 +78,7 @@ class Sequential:
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
                 result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there)
+            self.problem.settle()
         except RuntimeError as error:
             raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
         if weights.device == device:
