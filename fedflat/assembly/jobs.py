@@ -112,9 +112,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
     refuse_change(untouched, everything=True)  # features were computed on it
-    problem = ModuleProblem(
-        module, layout, precision, compiled, onednn=onednn, random=made.random, pristine=pristine
-    )
+    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn, random=made.random, pristine=pristine)
     job = Job(
         parts=parts,
         data=data,

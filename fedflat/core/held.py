@@ -42,10 +42,12 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
 
 
 def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
-    """The states of the generators that belong to nobody: torch's, NumPy's, Python's."""
+    """The states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    own = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
     name, *numbers = np.random.get_state()
     legacy = (name, *(n.tobytes() if isinstance(n, np.ndarray) else n for n in numbers))
-    return bytes(torch.default_generator.get_state().numpy()), legacy, random.getstate()
+    return b"".join(state.numpy().tobytes() for state in own), legacy, random.getstate()
 
 
 class Held:

@@ -245,10 +245,10 @@ class BlockProblem:
         self._buffers = Buffers(module)
         self._watched = Held(module, [p for n, p in module.named_parameters() if n in trained], module.buffers())
 
-    def settle(self) -> None:
+    def settle(self, *, everything: bool = False) -> None:
         """After a block: as ``ModuleProblem.settle``."""
         self._buffers.restore()
-        refuse_change(self._watched)
+        refuse_change(self._watched, everything=everything)
 
     @property
     def writes_buffers(self) -> bool:

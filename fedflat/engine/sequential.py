@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.held import global_generators
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
@@ -77,7 +78,12 @@ class Sequential:
         local, there = self.local.of(len(rows)), weights.to(device)
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
+                before = global_generators()
                 result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there)
+                if global_generators()[1:] != before[1:]:
+                    raise wrong(
+                        "model or algorithm", "a draw from a global generator of NumPy or Python", "torch's own"
+                    )
             self.problem.settle()
         except RuntimeError as error:
             raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error

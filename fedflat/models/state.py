@@ -209,9 +209,8 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor) -> bool:
                     parameter.mul_(1.05).add_(0.01)
         batches = _batches(example)
         before = snapshot(probe)
-        for batch in batches:
-            with torch.no_grad():
-                _pass(probe.eval(), batch)
+        with torch.no_grad():
+            _pass(probe.eval(), batches[1])
         forgets, draws = _trained_between(probe.train(), *batches)
         moved = difference(before, snapshot(probe))
     if moved is not None:
@@ -222,8 +221,8 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor) -> bool:
         )
     if not forgets:
         raise InputError(
-            "model: a pass over the same data gives another outcome the second time: it draws from a source that cannot "
-            "be seeded, or remembers what it saw, and would carry one client's data to the next. Remedy: nothing kept "
+            "model: a pass over the same data gives another outcome the second time: it draws from a source that "
+            "cannot be seeded, or remembers what it saw, and would carry one client's data to the next. Remedy: nothing kept "
             "between passes, and no randomness but torch's own generator."
         )
     return draws
