@@ -18,6 +18,7 @@ from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import fingerprint, settled
+from fedflat.assembly.trial_of_pieces import try_pieces
 from fedflat.core.held import Held
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import simulation_key
@@ -109,10 +110,11 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     untouched = Held(module)
     data = _resident(made.data, module, device, precision)
     parts, threshold = _parts(recipe, made.method, data, layout)
+    random = try_pieces(parts.algorithm, layout) or made.random
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
     refuse_change(untouched, everything=True)  # features were computed on it
-    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn, random=made.random, pristine=pristine)
+    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn, random=random, pristine=pristine)
     job = Job(
         parts=parts,
         data=data,

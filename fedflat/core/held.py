@@ -45,7 +45,7 @@ def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
     """The states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     own = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
-    name, *numbers = np.random.get_state()
+    name, *numbers = np.random.get_state()  # noqa: NPY002 (looked at, not drawn from)
     legacy = (name, *(n.tobytes() if isinstance(n, np.ndarray) else n for n in numbers))
     return b"".join(state.numpy().tobytes() for state in own), legacy, random.getstate()
 
@@ -124,7 +124,7 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
 
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
     """What a thing holds, by label; None for a leaf."""
-    if isinstance(thing, Tensor) or isinstance(thing, _STATEFUL):
+    if isinstance(thing, (Tensor, *_STATEFUL)):
         return None
     if isinstance(thing, Mapping):
         return [(f"[{_label(key)}]", value) for key, value in thing.items()]

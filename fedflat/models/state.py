@@ -222,8 +222,8 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor) -> bool:
     if not forgets:
         raise InputError(
             "model: a pass over the same data gives another outcome the second time: it draws from a source that "
-            "cannot be seeded, or remembers what it saw, and would carry one client's data to the next. Remedy: nothing kept "
-            "between passes, and no randomness but torch's own generator."
+            "cannot be seeded, or remembers what it saw, and would carry one client's data to the next. "
+            "Remedy: nothing kept between passes, and no randomness but torch's own generator."
         )
     return draws
 
