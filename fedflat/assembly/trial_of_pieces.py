@@ -24,7 +24,7 @@ from fedflat.engine.sequential import using_threads
 
 ROWS = 3
 """Clients of a tried block."""
-SHORT, ENTRIES = 2_048, 100_000
+SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
 CLOSE = 1e-3
 """What rounding may change of a row, relative to its length, when it is alone or at another place in the block."""
