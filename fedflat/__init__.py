@@ -1,7 +1,8 @@
 """Federated learning under client-level differential privacy, with methods that look for flat minima.
 
 ``fedflat.run`` simulates a recipe, ``fedflat.Recipe`` holds one, ``fedflat.epsilon`` and ``fedflat.noise_multiplier``
-answer privacy questions. Everything else is reached through its own module.
+answer privacy questions. ``fedflat.Algorithm``, ``fedflat.Phase`` and the views and protocols beside them are what a
+method of one's own is written with. Everything else is reached through its own module.
 """
 
 from __future__ import annotations
@@ -11,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedflat.core.checks import InputError, RunError
-    from fedflat.core.types import Algorithm, Phase
+    from fedflat.core.types import (
+        Algorithm,
+        CommonMask,
+        GradientFn,
+        GradientRule,
+        Local,
+        LocalView,
+        MaskView,
+        Phase,
+        ServerStep,
+        ServerView,
+        Transform,
+        UpdateView,
+    )
     from fedflat.privacy.accounting import epsilon, noise_multiplier
     from fedflat.recipe import Recipe
     from fedflat.simulation import Result, run
@@ -20,11 +34,21 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Algorithm": "fedflat.core.types",
+    "CommonMask": "fedflat.core.types",
+    "GradientFn": "fedflat.core.types",
+    "GradientRule": "fedflat.core.types",
     "InputError": "fedflat.core.checks",
+    "Local": "fedflat.core.types",
+    "LocalView": "fedflat.core.types",
+    "MaskView": "fedflat.core.types",
     "Phase": "fedflat.core.types",
     "Recipe": "fedflat.recipe",
     "Result": "fedflat.simulation",
     "RunError": "fedflat.core.checks",
+    "ServerStep": "fedflat.core.types",
+    "ServerView": "fedflat.core.types",
+    "Transform": "fedflat.core.types",
+    "UpdateView": "fedflat.core.types",
     "epsilon": "fedflat.privacy.accounting",
     "noise_multiplier": "fedflat.privacy.accounting",
     "run": "fedflat.simulation",
@@ -32,11 +56,21 @@ _PLACES = {
 
 __all__ = [
     "Algorithm",
+    "CommonMask",
+    "GradientFn",
+    "GradientRule",
     "InputError",
+    "Local",
+    "LocalView",
+    "MaskView",
     "Phase",
     "Recipe",
     "Result",
     "RunError",
+    "ServerStep",
+    "ServerView",
+    "Transform",
+    "UpdateView",
     "epsilon",
     "noise_multiplier",
     "run",

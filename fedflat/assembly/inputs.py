@@ -28,8 +28,9 @@ def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federat
     return load(recipe.data, recipe.seed)
 
 
-def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Module:
-    """A module of its own for this run, checked to hold nothing that would leave unclipped."""
+def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple[nn.Module, bool]:
+    """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
+    draws from torch's generator."""
     from fedflat.models import build, refuse_unclipped_state
     from fedflat.models.registry import takes
 
@@ -41,6 +42,7 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> nn.Mo
             of_data = {"vocabulary": data.vocabulary, "padding": data.padding}
             options = {key: value for key, value in of_data.items() if takes(name, key)} | options
         module = build(name, data.input_shape, data.classes, recipe.seed, **options)
-    example = data.inputs[:2] if len(data.inputs) else torch.zeros(2, *data.input_shape)
-    refuse_unclipped_state(module, torch.zeros_like(example))
-    return module
+    example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
+    if not example.is_floating_point() and len(data.inputs):  # the range of token ids
+        example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
+    return module, bool(refuse_unclipped_state(module, example))

@@ -20,6 +20,8 @@ from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import identity, settled
+from fedflat.assembly.trial_of_pieces import try_pieces
+from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import fresh_key, noise_key
@@ -31,7 +33,7 @@ from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.features import with_features
 from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
-from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.engine.resident import keep_freed_memory, resident
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Backend, Evaluation, Job
@@ -69,7 +71,8 @@ def prepare(
 @dataclass(frozen=True)
 class _Ingredients:
     """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data.
-    given: the method and the module where they are the user's own code."""
+    given: the method and the module where they are the user's own code. random: whether training draws random numbers.
+    """
 
     method: Algorithm
     data: Federated
@@ -78,6 +81,7 @@ class _Ingredients:
     module: nn.Module
     layout: Layout
     precision: str
+    random: bool
     given: tuple[Any, ...]
 
     @functools.cached_property
@@ -106,23 +110,28 @@ def _ingredients(
     if method.kind == "update" and method.options.get("public"):
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
-    module = module_of(recipe, model, data)
+    module, random = module_of(recipe, model, data)
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
     own += (module,) if model is not None or ":" in recipe.model.name else ()
-    return _Ingredients(method, data, queries, public, module, layout_of(module, method.head), precision, own)
+    layout = layout_of(module, method.head)
+    return _Ingredients(method, data, queries, public, module, layout, precision, random, own)
 
 
 def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     """The job on a device, to which the module is moved."""
+    pristine = copy.deepcopy(made.module).cpu()
     module, layout, precision = made.module.to(device), made.layout, made.precision
+    untouched = Held(module)
     data = _resident(made.data, module, device, precision)
     parts, threshold = _parts(recipe, made.method, data, layout)
+    random = try_pieces(parts.algorithm, layout) or made.random
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
-    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn)
     kept = settled(recipe, parts.plan, parts.local, data.clients)
     what = identity(kept, made.digest, module, layout, made.given)
+    refuse_change(untouched, everything=True)  # features were computed on it
+    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn, random=random, pristine=pristine)
     job = Job(
         parts=parts,
         data=data,

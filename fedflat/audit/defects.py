@@ -152,6 +152,14 @@ class KeepsBuffers(ModuleProblem):
         super().bind(weights)
         self.module.seen = seen
 
+    def settle(self, *, everything: bool = False) -> None:
+        """Nothing is put back, and nothing looked at."""
+
+    def released(self, weights: Tensor) -> nn.Module:
+        """The module that clients were trained on."""
+        self.bind(weights)
+        return self.module.eval()
+
 
 def leaky_job(inputs: Tensor | None) -> Job:
     """A real job whose module was put in after the check that refuses it, and keeps its buffers."""

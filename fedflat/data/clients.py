@@ -29,6 +29,7 @@ class Federated:
     held_back: test rows of every client, never trained on (empty without ``client_test_fraction``).
     test_inputs, test_targets: the public test set, or None.
     vocabulary: number of token ids of a text set, 0 otherwise; padding: the id that means "no token".
+    most: the largest number of training examples a client may have, declared without looking at who has how many.
     """
 
     inputs: torch.Tensor
@@ -41,6 +42,12 @@ class Federated:
     name: str
     vocabulary: int = 0
     padding: int = 0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        largest = max(map(len, self.parts), default=0) if self.most is not None else 0
+        if self.most is not None and largest > self.most:
+            raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
 
     @property
     def clients(self) -> int:

@@ -10,13 +10,13 @@ from itertools import product
 
 import numpy as np
 import torch
-from torch import nn
 
 from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.data.clients import Federated
 from fedflat.engine.choose_gpu import STREAMS, VMAPPED, fastest_on_gpu
 from fedflat.engine.dense import DenseProblem
 from fedflat.engine.device import PROCESSES
+from fedflat.engine.feed import width_of
 from fedflat.engine.graphs import Graphs
 from fedflat.engine.lowrank import LowRankProblem
 from fedflat.engine.parts import Parts
@@ -126,7 +126,7 @@ class _Makers:
             return Workers(alone, self.cores)
         if name == "ray":
             return RayTasks(alone, self.cores, block)
-        if name == "graphs" and (block or 1) == 1:
+        if name == "graphs" and ((block or 1) == 1 or self.problem.random):
             return Graphs(parts.algorithm, self.problem, parts.local, self.data, self.seed, 1, threads)
         precision = "fp32" if name in FLOAT32 else self.problem.precision
         written: Problem = BlockProblem(self.problem.module, layout, precision)
@@ -136,15 +136,27 @@ class _Makers:
             factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
         if name == "graphs":
             return Graphs(parts.algorithm, written, parts.local, self.data, self.seed, block or 1, threads)
-        size = block or self.block(name == "lowrank", BLOCK_ENTRIES)
-        apart = self.stack is not None and self.problem.device.type == "cpu"
+        size, random = block or self.block(name == "lowrank", BLOCK_ENTRIES), self.problem.random
+        apart = self.stack is not None and self.problem.device.type == "cpu" and not random
         return Vectorized(
-            parts.algorithm, written, parts.local, self.data, self.seed, size, factors, threads, apart, name
+            parts.algorithm,
+            written,
+            parts.local,
+            self.data,
+            self.seed,
+            size,
+            factors,
+            threads,
+            apart,
+            name,
+            alone,
+            random,
         )
 
     def block(self, factors: bool, entries: int) -> int:
         """Clients per block; as factors a client holds its rows, otherwise all its weights."""
-        per_client = self.parts.layout.size
+        width = width_of(self.data, self.parts.local.batch_size)
+        per_client = max(self.parts.layout.size, width * math.prod(self.data.input_shape))
         if factors and self.stack is not None:
             per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.stack)
         return max(1, min(512, entries // max(per_client, 1)))
@@ -152,8 +164,7 @@ class _Makers:
     @property
     def rows(self) -> int:
         """Examples a client looks at in one round, about: two passes for every step."""
-        width = min(self.parts.local.batch_size, int(self.data.sizes.max(initial=1)))
-        return 2 * self.parts.local.steps * width
+        return 2 * self.parts.local.steps * width_of(self.data, self.parts.local.batch_size)
 
     def no_factors(self) -> str:
         """Why the low-rank form does not apply; empty if it does."""
@@ -197,7 +208,7 @@ def _measured(makers: _Makers) -> Choice:
             found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(
                 together, short, data, first, 1
             )
-    if parts.local.epochs is None and not _random(makers.problem.module):
+    if parts.local.epochs is None and not makers.problem.random:
         _measure_blocks(makers, first, min(found.values()), found)
     makers.problem.bind(first)
     best = min(found, key=lambda choice: found[choice])
@@ -212,7 +223,7 @@ def _measured_on_gpu(makers: _Makers) -> Choice:
     sizes = np.unique(data.sizes[data.sizes > 0])
     if len({parts.local.steps_for(size) for size in sizes.tolist()}) > FEW_STEPS:
         return Choice("sequential")  # each number of steps would be recorded on its own
-    if parts.local.epochs is None and not _random(problem.module) and not makers.compiled:
+    if parts.local.epochs is None and not problem.random and not makers.compiled:
         many = makers.block(False, GPU_ENTRIES) if makers.stack is not None else VMAPPED
         blocks = [Choice("graphs", size) for size in {min(size, cohort) for size in (VMAPPED, many)} if size > 1]
 
@@ -260,11 +271,6 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
 
 def _weights(problem: ModuleProblem) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in problem.parameters])
-
-
-def _random(module: nn.Module) -> bool:
-    """Whether training draws random numbers, which a block would draw in another order than one client."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
 
 
 @contextmanager

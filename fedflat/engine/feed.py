@@ -15,6 +15,23 @@ from fedflat.data.clients import Federated, batch_indices
 from fedflat.engine.problem import Batch
 
 WHOLE_CHUNK = 512
+BLOCK_CHUNK = 64
+"""Examples of all of a client's data that a block looks at together, at least; never by how many somebody has."""
+
+
+def width_of(data: Federated, batch_size: int) -> int:
+    """Examples in a minibatch of a block: a public number, so that no client's arithmetic follows another's data."""
+    return batch_size if data.most is None else min(batch_size, max(1, data.most))
+
+
+def repeats(data: Federated, batch_size: int) -> bool:
+    """Whether it is public that every client's minibatch is all it has, the same at every step."""
+    return data.most is not None and batch_size >= data.most
+
+
+def chunk_of(data: Federated, batch_size: int) -> int:
+    """Examples of all of a client's data that a block looks at together."""
+    return min(WHOLE_CHUNK, max(BLOCK_CHUNK, width_of(data, batch_size)))
 
 
 @dataclass(frozen=True)
@@ -62,10 +79,11 @@ class SingleFeed:
 
 @dataclass(frozen=True)
 class BlockFeed:
-    """A block of n clients for ``BlockProblem``: minibatches padded to one width, with 0/1 weights.
+    """A block of n clients for ``BlockProblem``: minibatches padded to one public width, always with 0/1 weights.
 
-    Padding repeats the client's own first example at weight 0: no client ever computes on another's data, so what is in
-    one client's data (an infinite value, say) cannot reach another's update.
+    Padding repeats the client's own first example at weight 0, and a client without data is made of zeros: no client
+    ever computes on another's data, and no shape depends on who else is there, so that what is in one client's data
+    (an infinite value, say; or nothing) cannot reach another's update, down to its rounding.
     """
 
     data: Federated
@@ -75,15 +93,21 @@ class BlockFeed:
 
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All rows one after the other, where each client's start, and how many it has."""
+        """All rows one after the other (a last one for those who have none), each client's start, how many it has."""
         sizes = np.fromiter(map(len, self.rows), np.int64, len(self.rows))
-        return np.concatenate(self.rows), np.cumsum(sizes) - sizes, sizes
+        flat = np.concatenate([*self.rows, np.zeros(1, np.int64)])
+        return flat, np.where(sizes > 0, np.cumsum(sizes) - sizes, len(flat) - 1), sizes
+
+    @cached_property
+    def _empty(self) -> Tensor | None:
+        """Places ``(k,)`` of clients without data; None where everybody has some."""
+        places = np.flatnonzero(self._flat[2] == 0)
+        return torch.from_numpy(places).to(self.data.inputs.device) if len(places) else None
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it has."""
-        _, _, sizes = self._flat
-        if self.order.batch_size >= sizes.max():
-            whole = self._take(ramp(sizes, 0, int(sizes.max())))
+        """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it may have."""
+        if repeats(self.data, self.order.batch_size):
+            whole = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
             yield from (whole for _ in range(steps))
             return
         plan = self.plan(phase, steps)
@@ -95,7 +119,7 @@ class BlockFeed:
         _, _, sizes = self._flat
         batch = self.order.batch_size
         draws = Streams(self.order.seed, "batches", self.order.round)
-        plan = np.full((len(sizes), steps, min(batch, int(sizes.max()))), -1, dtype=np.int64)
+        plan = np.full((len(sizes), steps, width_of(self.data, batch)), -1, dtype=np.int64)
         for size in np.unique(sizes).tolist():
             of_size = np.flatnonzero(sizes == size)
             if batch >= size:
@@ -112,22 +136,27 @@ class BlockFeed:
         return plan
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """All data of the block, padded to the largest client, in pieces with each client's share."""
+        """All data of the block in pieces of one public width, with each client's share; where a client has no more,
+        the share is 0, and nothing is added to what it has."""
         _, _, sizes = self._flat
-        width = int(sizes.max())
-        for start in range(0, width, WHOLE_CHUNK):
-            piece = ramp(sizes, start, min(width, start + WHOLE_CHUNK))
-            share = (piece >= 0).sum(1) / sizes
+        width = chunk_of(self.data, self.order.batch_size)
+        for start in range(0, int(sizes.max()), width):
+            piece = ramp(sizes, start, start + width)
+            share = (piece >= 0).sum(1) / np.maximum(sizes, 1)
             yield self._take(piece), torch.from_numpy(share).to(self.data.inputs.device, torch.float32)[:, None]
 
     def _take(self, positions: np.ndarray) -> Batch:
-        device, here = self.data.inputs.device, positions >= 0
+        device = self.data.inputs.device
         rows = torch.from_numpy(self.rows_at(positions)).to(device)
-        weights = None if here.all() else torch.from_numpy(here).to(device, torch.float32)
-        return Batch(chosen(self.data.inputs, rows), chosen(self.data.targets, rows), weights)
+        weights = torch.from_numpy((positions >= 0).astype(np.float32)).to(device)
+        inputs, targets = chosen(self.data.inputs, rows), chosen(self.data.targets, rows)
+        if self._empty is not None:
+            inputs[self._empty], targets[self._empty] = 0, 0
+        return Batch(inputs, targets, weights)
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Rows of the federation for positions ``(n, …)`` into each client's own; padding (-1) is its first."""
+        """Rows of the federation for positions ``(n, …)`` into each client's own; padding (-1) is its first, and
+        without any the federation's."""
         flat, starts, _ = self._flat
         starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
         found: np.ndarray = flat[starts + np.maximum(positions, 0)]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, wrong
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
@@ -94,15 +94,19 @@ class Graphs:
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train the cohort (sorted ids) and add the messages to the accumulator, in client order."""
         sizes = self.data.sizes[cohort]
-        empty = int((sizes == 0).sum())
+        empty, dimension = int((sizes == 0).sum()), broadcast.shared.numel()
         if empty:
-            accumulator.add(torch.zeros(empty, broadcast.shared.numel()), [0] * empty)
+            accumulator.add(torch.zeros(1, dimension).expand(empty, dimension), [0] * empty)
         static = self._receive(broadcast)
-        present, done, started = cohort[sizes > 0], 0, deque[_Started]()
+        # Blocks are cut from the cohort, so that nobody's place in one depends on who has data.
+        placed, done, started = cohort if self._together > 1 else cohort[sizes > 0], 0, deque[_Started]()
         part = accumulator.part(self.device)
         into = accumulator if part is None else part
-        while done < len(present):
-            clients = present[done : done + self._together]
+        while done < len(placed):
+            clients = placed[done : done + self._together]
+            if not self.data.sizes[clients].any():
+                done += len(clients)
+                continue
             track = self._free(clients, started, into, heads)
             try:
                 started.append(self._start(track, clients, static, heads))
@@ -111,6 +115,8 @@ class Graphs:
                 self._collect(started, 0, into, heads)
                 self._make_room(error, len(clients), broadcast)
         self._collect(started, 0, into, heads)
+        if isinstance(self.problem, ModuleProblem | BlockProblem):
+            self.problem.settle(everything=True)
         if part is not None:
             accumulator.merge(part)
 
@@ -186,6 +192,8 @@ class Graphs:
 
         if self._random is None:
             self._random = track.lane.examine(step)
+            if self._random and self._together > 1:
+                raise wrong("engine.block", f"{self.block} with a model or method that draws random numbers", "1")
             self.threads = 1 if self._random else self.threads
         replay, result = track.lane.record(step)
         if isinstance(self.problem, ModuleProblem | BlockProblem) and self.problem.writes_buffers:
@@ -204,7 +212,11 @@ class Graphs:
             one.track.lane.finish()
             clients, found = one.clients, one.recording.result
             single = self._shape.single
+            there = self.data.sizes[clients] > 0
             result = LocalResult(*(v[None] if single else v[: len(clients)] for v in vars(found).values()))
+            if not there.all():
+                rows = torch.from_numpy(np.flatnonzero(there)).to(self.device)
+                clients, result = clients[there], LocalResult(*(v[rows] for v in vars(result).values()))
             for client, head in zip(clients.tolist(), result.personal if heads.first.numel() else ()):
                 heads.keep(client, head)
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}

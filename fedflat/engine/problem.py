@@ -12,6 +12,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from fedflat.core.checks import InputError
+from fedflat.core.held import Held
 from fedflat.core.loss import example_loss, weighted_mean
 from fedflat.core.onednn import looked_at
 from fedflat.core.params import Layout
@@ -87,11 +89,23 @@ class Buffers:
                 self._versions[index] = buffer._version
 
 
+def refuse_change(watched: Held, of: str = "model", *, everything: bool = False) -> None:
+    """Raise InputError, naming it, where something is not as it was before the first client."""
+    found = watched.changed(everything=everything)
+    if found is not None:
+        raise InputError(
+            f"{of}: {found} was changed by a client's training, outside the clipped update; nothing of this round is "
+            "released. Remedy: keep nothing between passes, or a registered buffer, which is put back."
+        )
+
+
 class ModuleProblem:
     """One client at a time on one module: the readable reference.
 
     The module's parameters are bound to views of whichever weight vector is asked for, so nothing is copied.
     precision: fp32, or bf16 for the layers' arithmetic; weights, gradients, updates and the loss stay float32.
+    random: whether training draws from torch's generator (``models.draws_random``, the trial of the method's pieces).
+    pristine: a copy of the module, made before any client's data was seen; it is what a run releases.
     compiled: local training runs the module compiled by ``torch.compile``.
     onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).
     """
@@ -104,15 +118,39 @@ class ModuleProblem:
         compiled: bool = False,
         *,
         onednn: bool = False,
+        random: bool = False,
+        pristine: nn.Module | None = None,
     ) -> None:
         self.module, self.layout, self.precision, self.compiled = module, layout, precision, compiled
-        self.onednn = onednn
+        self.onednn, self.random, self.pristine = onednn, random, pristine
         parameters = dict(module.named_parameters())
         self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
         self._buffers = Buffers(module)
         self._twins = [module]
         self.module.train()
+        self._watched = [self._watch(module)]
+
+    def _watch(self, module: nn.Module) -> Held:
+        return Held(module, self.parameters, module.buffers())
+
+    def settle(self, *, everything: bool = False) -> None:
+        """After a client: undo what was written into buffers, and raise InputError, by name, for any other change.
+
+        everything: look into all tensors (see ``Held.changed``).
+        """
+        self._buffers.restore()
+        for watched in self._watched:
+            refuse_change(watched, everything=everything)
+
+    def released(self, weights: Tensor) -> nn.Module:
+        """What a run gives back: w^0's module in eval mode, on the processor, with nothing changed but the parameters,
+        which are ``weights`` ``(D,)``."""
+        module = copy.deepcopy(self.module if self.pristine is None else self.pristine).cpu()
+        parameters = dict(module.named_parameters())
+        for name, (_, view) in zip(self.layout.names, self.layout.views(weights.detach().cpu().clone())):
+            parameters[name].data = view
+        return module.eval()
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +201,7 @@ class ModuleProblem:
                 more = [copy.deepcopy(self.module, dict(shared)) for _ in range(count - len(self._twins))]
             except Exception:  # any class may refuse in its own way
                 return [self.module]
+            self._watched += [self._watch(twin.eval()) for twin in more]
             self._twins += more
         return self._twins[:count]
 
@@ -188,6 +227,7 @@ class ModuleProblem:
             yield
         finally:
             self.module.train()
+        self.settle()
 
 
 class BlockProblem:
@@ -203,6 +243,12 @@ class BlockProblem:
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
         self._fixed |= dict(module.named_buffers())
         self._buffers = Buffers(module)
+        self._watched = Held(module, [p for n, p in module.named_parameters() if n in trained], module.buffers())
+
+    def settle(self, *, everything: bool = False) -> None:
+        """After a block: as ``ModuleProblem.settle``."""
+        self._buffers.restore()
+        refuse_change(self._watched, everything=everything)
 
     @property
     def writes_buffers(self) -> bool:

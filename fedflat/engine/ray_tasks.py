@@ -146,9 +146,13 @@ class RayTasks:
                 f"resume the run, with engine.block=1 if memory is short ({one_line(error)})"
             ) from error
         if isinstance(found, str):
-            raise RunError(found)
+            raise (InputError if isinstance(found, Refused) else RunError)(str(found))
         pending.popleft()
         return found  # type: ignore[no-any-return]
+
+
+class Refused(str):
+    """What a task says of a model or method that is refused."""
 
 
 _UNPACKED: dict[str, Sequential] = {}
@@ -166,7 +170,10 @@ def train_block(run: list[Any], told: dict[str, Any], clients: list[int], heads:
         for index, client in enumerate(clients):
             head = view_of(heads[index]) if heads else torch.empty(0)
             found.append(_train(inner, client, broadcast, head))
+        inner.problem.settle(everything=True)
         return found
+    except InputError as error:
+        return Refused(error)
     except Exception as error:
         text = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-2000:]
         return f"Ray task{'' if client is None else f', client {client}'}: {text}"

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.held import global_generators
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
@@ -67,6 +68,7 @@ class Sequential:
             heads.keep(client, result.personal)
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
             accumulator.add(result.message[None], [size], facts)
+        self.problem.settle(everything=True)
 
     def one(self, client: int, broadcast: Broadcast, weights: Tensor) -> LocalResult:
         """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies."""
@@ -76,7 +78,13 @@ class Sequential:
         local, there = self.local.of(len(rows)), weights.to(device)
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
+                before = global_generators()
                 result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there)
+                if global_generators()[1:] != before[1:]:
+                    raise wrong(
+                        "model or algorithm", "a draw from a global generator of NumPy or Python", "torch's own"
+                    )
+            self.problem.settle()
         except RuntimeError as error:
             raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
         if weights.device == device:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedflat.data.clients import Federated
-from fedflat.engine.feed import WHOLE_CHUNK, BlockFeed, Order, chosen, ramp
+from fedflat.engine.feed import BlockFeed, Order, chosen, chunk_of, ramp, repeats, width_of
 from fedflat.engine.problem import Batch
 
 Put = Callable[[Tensor, Tensor], None]
@@ -21,26 +21,25 @@ Put = Callable[[Tensor, Tensor], None]
 class Shape:
     """What is the same for every block of a run, so that one recording serves all.
 
-    width: examples in a batch. whole: rows of the largest client, where the method looks at all of a client's data, or
-    0. constant: every client's batch is all it has. padded: some batch is shorter than others. single: blocks of one
-    client, without the leading axis.
+    width: examples in a batch, a public number. whole: rows of the largest client in pieces of ``chunk``, where the
+    method looks at all of a client's data, or 0. constant: every client's batch is all it may have. single: blocks of
+    one client, without the leading axis. Minibatches always have weights: no client's arithmetic follows from whether
+    another one's are padded.
     """
 
     batch_size: int
     width: int
     whole: int
+    chunk: int
     constant: bool
-    padded: bool
     single: bool
 
 
 def shape_of(data: Federated, batch_size: int, everything: bool, single: bool) -> Shape:
     """The shape that fits every client of a federation. everything: whether all of a client's data is asked for."""
-    sizes = data.sizes[data.sizes > 0]
-    largest = int(sizes.max(initial=1))
-    constant = batch_size >= largest
-    padded = len(np.unique(sizes)) > 1 if constant else bool((sizes % batch_size).any())
-    return Shape(batch_size, min(batch_size, largest), largest if everything else 0, constant, padded, single)
+    chunk = chunk_of(data, batch_size)
+    pieces = -(-int(data.sizes.max(initial=1)) // chunk) if everything else 0
+    return Shape(batch_size, width_of(data, batch_size), pieces * chunk, chunk, repeats(data, batch_size), single)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class StaticFeed:
     data: Federated
     shape: Shape
     plans: tuple[Tensor, ...]
-    weights: tuple[Tensor | None, ...]
+    weights: tuple[Tensor, ...]
     everyone: Tensor
     shares: Tensor
 
@@ -64,7 +63,7 @@ class StaticFeed:
         device = data.inputs.device
         sides = [(block, 1 if shape.constant else k, shape.width) for k in steps]
         plans = tuple(torch.zeros(side, dtype=torch.int64, device=device) for side in sides)
-        weights = tuple(torch.ones(side, device=device) if shape.padded else None for side in sides)
+        weights = tuple(torch.ones(side, device=device) for side in sides)
         everyone = torch.zeros(block, shape.whole, dtype=torch.int64, device=device)
         return cls(data, shape, plans, weights, everyone, torch.zeros(block, shape.whole, device=device))
 
@@ -81,12 +80,11 @@ class StaticFeed:
                 plan = drawn.plan(phase, steps[phase])
                 positions[..., : plan.shape[2]] = plan
             put(rows, torch.from_numpy(drawn.rows_at(positions)))
-            if weights is not None:
-                put(weights, torch.from_numpy((positions >= 0).astype(np.float32)))
+            put(weights, torch.from_numpy((positions >= 0).astype(np.float32)))
         if self.shape.whole:
             positions = ramp(sizes, 0, self.shape.whole)
             put(self.everyone, torch.from_numpy(drawn.rows_at(positions)))
-            put(self.shares, torch.from_numpy(((positions >= 0) / sizes[:, None]).astype(np.float32)))
+            put(self.shares, torch.from_numpy(((positions >= 0) / np.maximum(sizes, 1)[:, None]).astype(np.float32)))
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """K minibatches of a phase."""
@@ -94,17 +92,17 @@ class StaticFeed:
         batch: Batch | None = None
         for step in range(steps):
             if batch is None or not self.shape.constant:
-                batch = self._take(rows[:, step], None if weights is None else weights[:, step])
+                batch = self._take(rows[:, step], weights[:, step])
             yield batch
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
         """All data of the block in pieces, with each client's share in them."""
-        for start in range(0, self.shape.whole, WHOLE_CHUNK):
-            shares = self.shares[:, start : start + WHOLE_CHUNK]
-            share, rows = shares.sum(1, keepdim=True), self.everyone[:, start : start + WHOLE_CHUNK]
+        for start in range(0, self.shape.whole, self.shape.chunk):
+            shares = self.shares[:, start : start + self.shape.chunk]
+            share, rows = shares.sum(1, keepdim=True), self.everyone[:, start : start + self.shape.chunk]
             yield self._take(rows, (shares > 0).to(shares.dtype)), share[0] if self.shape.single else share
 
-    def _take(self, rows: Tensor, weights: Tensor | None) -> Batch:
+    def _take(self, rows: Tensor, weights: Tensor) -> Batch:
         if self.shape.single:
-            rows, weights = rows[0], None if weights is None else weights[0]
+            rows, weights = rows[0], weights[0]
         return Batch(chosen(self.data.inputs, rows), chosen(self.data.targets, rows), weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -339,11 +338,8 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
 
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
-    """The module with the final shared weights and w^0's head, on the processor."""
-    device = job.problem.device
-    job.problem.bind(torch.cat([outcome.state.shared, outcome.heads.first]).to(device, copy=True))
-    job.problem.module.eval()
-    return job.problem.module if device.type == "cpu" else copy.deepcopy(job.problem.module).cpu()
+    """w^0's module with the final shared weights, on the processor; nothing else of it has met a client's data."""
+    return job.problem.released(torch.cat([outcome.state.shared, outcome.heads.first]))
 
 
 def folder_of(path: str | Path | None) -> Path | None:

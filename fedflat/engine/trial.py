@@ -20,12 +20,13 @@ from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.feed import width_of
 from fedflat.engine.heads import Heads
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.train import Backend
 
-VERSION = 3
+VERSION = 4
 """Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
 TRIES, SHORT = 6, 0.5
 """Tries of a back end, as long as they took fewer seconds together; two in any case."""
@@ -105,7 +106,8 @@ def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int,
         repr(replace(parts.local, lr=0.0, lr_decay=1.0)),
         type(parts.clip).__name__,
         int(math.log2(max(parts.plan.sampler.size, 1))),
-        int(data.sizes.max()) if data.clients else 0,
+        width_of(data, parts.local.batch_size),
+        problem.random,
         data.input_shape,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]

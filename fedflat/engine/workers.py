@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
@@ -43,6 +43,7 @@ class _Done:
     loss: float = 0.0
     accuracy: float = 0.0
     error: str = ""
+    refused: bool = False
 
 
 @dataclass
@@ -125,7 +126,7 @@ class _Pool:
                 self._hand_out(waiting, small, heads)
                 done = self._answer()
                 if done.error:
-                    raise RunError(done.error)
+                    raise (InputError if done.refused else RunError)(done.error)
                 ready[done.client] = done
             done = ready.pop(client)
             yield done, self.slots[done.slot]
@@ -254,9 +255,12 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
                 mask=None if small.mask is None else shared[2].bool(),
             )
             result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, dimension:]]))
+            inner.problem.settle(everything=getattr(inner.problem.module, "frozen", False) is not True)
             slots[slot, :dimension] = result.message
             slots[slot, dimension:] = result.personal
             answers.put(_Done(client, slot, float(result.loss), float(result.accuracy)))
+        except InputError as error:
+            answers.put(_Done(client, slot, error=str(error), refused=True))
         except Exception as error:
             text = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-2000:]
             answers.put(_Done(client, slot, error=f"worker, client {client}: {text}"))

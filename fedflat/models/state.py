@@ -6,8 +6,9 @@ averaged or sent, first of all batch norm's running statistics, would be a relea
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from fedflat.core.checks import InputError, whole, wrong
+from fedflat.core.held import difference, global_generators, snapshot
 from fedflat.core.rng import seeded_torch
 
 
@@ -127,53 +129,103 @@ def _refuse_running_statistics(module: nn.Module) -> None:
             )
 
 
-def _snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Every tensor the module holds: parameters, buffers, and plain attributes of its submodules."""
-    held: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, child in module.named_modules():
-        for key, value in vars(child).items():
-            if isinstance(value, Tensor):
-                held[f"{name}.{key}".lstrip(".")] = value
-    return {name: tensor.detach().clone() for name, tensor in held.items()}
+def _batches(example: Tensor) -> list[Tensor]:
+    """Two batches of made-up inputs with nothing in common, in the form of ``example``."""
+    if example.is_floating_point():
+        first = torch.rand_like(example)
+        return [first, 1 - first.flip(0)]
+    low, high = (int(example.min()), int(example.max())) if example.numel() else (0, 0)
+    return [torch.randint(low, high + 1, example.shape), torch.randint(low, high + 1, example.shape)]
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
+    """The output of a forward pass and, where there is a graph, the gradients of its squared sum."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    try:
+        out = module(batch)
+        if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point()):
+            return [out.detach()] if isinstance(out, Tensor) else []
+        grads = torch.autograd.grad(out.square().sum(), trained, allow_unused=True)
+        return [out.detach(), *(g for g in grads if g is not None)]
+    except InputError:
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__} in a training pass ({str(error).splitlines()[0] if str(error) else ''})"
+        raise wrong("model", found, f"a module that takes a batch of shape {tuple(batch.shape)}") from error
 
 
-def refuse_unclipped_state(module: nn.Module, example: Tensor) -> None:
+def _trained_between(probe: nn.Module, first: Tensor, second: Tensor) -> tuple[bool, bool]:
+    """Train on one batch, on another, on the first again. Whether the outcomes on the first were the same bits,
+    wherever a module may keep its memory; and whether torch's generator was drawn from."""
+    outcomes, draws = list[list[Tensor]](), False
+    for batch in (first, second, first):
+        with seeded_torch(0, "check of the model's memory"):
+            before = global_generators()
+            found = _pass(probe, batch)
+            after = global_generators()
+        outcomes += [found] if batch is first else []
+        draws |= before[0] != after[0]
+        for name, a, b in zip(("NumPy's", "Python's"), before[1:], after[1:]):
+            if a != b:
+                raise wrong("model", f"a pass that draws from {name} global generator", "torch's own generator")
+    expected, *others = outcomes
+    return all(len(o) == len(expected) and all(map(_same, o, expected)) for o in others), draws
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, so that equal passes give equal bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def refuse_unclipped_state(module: nn.Module, example: Tensor) -> bool:
     """Raise InputError if training would change anything of ``module`` besides its trainable parameters.
 
-    ``example`` is one batch of inputs. Refused: norms with running statistics in either mode (the engine chooses the
-    mode), any tensor that a forward pass in training mode changes (seen on a copy with slightly moved weights), lazy
-    tensors, trainable parameters that are not floating point, modules with nothing to train.
+    ``example`` gives the form of a batch (and the range of token ids). Passes over made-up batches, forward and
+    backward, in training and evaluation mode, are made on a copy with slightly moved weights. Refused, by name:
+    norms with running statistics in either mode (the engine chooses the mode); anything reachable from the module that
+    a pass changes, be it a buffer, a frozen parameter, an attribute, a list, a generator, a hook's closure or a class;
+    memory that is out of reach but shows in an outcome; randomness other than torch's own generator; lazy tensors;
+    trainable parameters that are not floating point; modules with nothing to train.
+    Returns whether training draws from torch's generator.
     """
     _refuse_parameters(module)
     _refuse_running_statistics(module)
     probe = copy.deepcopy(module).train()
-    with torch.no_grad(), seeded_torch(0, "check of the model's state"):
+    with _one_thread(), seeded_torch(0, "check of the model's state"):
         # State that has settled for the present weights (spectral norm's vectors) moves again when they do.
-        for parameter in probe.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        before = _snapshot(probe)
-        try:
-            probe(example)
-        except InputError:
-            raise
-        except Exception as error:
-            found = f"{type(error).__name__} in a forward pass ({str(error).splitlines()[0] if str(error) else ''})"
-            raise wrong("model", found, f"a module that takes a batch of shape {tuple(example.shape)}") from error
-    after = _snapshot(probe)
-    moved = [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
-    if moved:
+        with torch.no_grad():
+            for parameter in probe.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.05).add_(0.01)
+        batches = _batches(example)
+        before = snapshot(probe)
+        with torch.no_grad():
+            _pass(probe.eval(), batches[1])
+        forgets, draws = _trained_between(probe.train(), *batches)
+        moved = difference(before, snapshot(probe))
+    if moved is not None:
         raise InputError(
-            f"model: {moved[0]} is changed by a forward pass in training mode, outside the clipped update; it would "
-            "leave every client unclipped and without noise. Remedy: a layer without running state, or the same "
-            "values held constant."
+            f"model: {moved} is changed by a forward pass, outside the clipped update; it would leave every client "
+            "unclipped and without noise, and carry its data to the next. Remedy: a layer without running state, or "
+            "the same values held constant."
         )
+    if not forgets:
+        raise InputError(
+            "model: a pass over the same data gives another outcome the second time: it draws from a source that "
+            "cannot be seeded, or remembers what it saw, and would carry one client's data to the next. "
+            "Remedy: nothing kept between passes, and no randomness but torch's own generator."
+        )
+    return draws
 
 
 __all__ = ["FixedNorm", "freeze_batch_norm", "group_norm_instead", "refuse_unclipped_state"]

@@ -41,7 +41,7 @@ def made(dataset: Path, model: dict[str, Any] | None = None, **data: Any) -> tup
     section = {"dataset": str(dataset), "clients": 6, "max_length": 10, **data}
     recipe = Recipe.of(tiny.recipe(dataset, data=section, model=model or tiny.TINY))
     found = data_of(recipe, None, None)
-    return found, module_of(recipe, None, found)
+    return found, module_of(recipe, None, found)[0]
 
 
 def pad_longer(ids: torch.Tensor, padding: int) -> torch.Tensor:

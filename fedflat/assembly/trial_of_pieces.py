@@ -1,0 +1,246 @@
+"""Every piece of a method is tried on made-up numbers before anything is trained.
+
+The guarantee takes a client's message to be a function of that client's data and the broadcast. A piece that looks at
+the other rows of a block, or remembers a client, would break it without a word; one that returns the wrong shape would
+train to the end on messages that all count as zero. Packaged methods and users' own go through the same trial.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import InputError
+from fedflat.core.held import global_generators
+from fedflat.core.params import Layout
+from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.types import Algorithm, LocalView, MaskView, Phase, ServerView, UpdateView
+from fedflat.engine.sequential import using_threads
+
+ROWS = 3
+"""Clients of a tried block."""
+SHORT, ENTRIES = 256, 2_000
+"""Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
+CLOSE = 1e-3
+"""What rounding may change of a row, relative to its length, when it is alone or at another place in the block."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Where the tensors of a tried vector lie; entries of the shared part, and of the personal one behind it."""
+
+    tensors: tuple[slice, ...]
+    shared: int
+    personal: int
+
+    def size(self, phase: Phase) -> int:
+        """Entries of the part that a phase trains."""
+        return {"all": self.shared + self.personal, "shared": self.shared, "personal": self.personal}[phase.part]
+
+
+Call = Callable[[Tensor, Tensor], Tensor]
+"""Two inputs of a piece, ``(n, k)`` or ``(k,)`` -> what it makes of them."""
+
+
+def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
+    """Raise InputError, naming the piece, for one that fails, returns a wrong shape or type, mixes the clients of a
+    block, or remembers earlier ones; numbers that are not finite are no error.
+
+    Returns whether a piece draws from torch's generator: its clients must then be trained one by one.
+    """
+    whole = layout.tensors("shared")
+    forms = [_Form(whole, layout.dimension, layout.size - layout.dimension)]
+    if layout.size > ENTRIES:
+        forms.insert(0, _shortened(whole, layout.size - layout.dimension))
+    with using_threads(1):
+        try:
+            return _try_all(algorithm, forms[0])
+        except InputError:
+            if len(forms) == 1:
+                raise
+            return _try_all(algorithm, forms[1])  # a piece may be made for vectors of this length only
+
+
+def _shortened(whole: tuple[slice, ...], personal: int) -> _Form:
+    tensors, end = list[slice](), 0
+    for where in whole:
+        tensors.append(slice(end, end + min(where.stop - where.start, SHORT)))
+        end = tensors[-1].stop
+    return _Form(tuple(tensors), end, min(personal, SHORT))
+
+
+def _try_all(algorithm: Algorithm, form: _Form) -> bool:
+    slots: dict[str, Tensor] = {}
+    for index, step in enumerate(algorithm.server):
+        with _named(f"algorithm.server[{index}]", step):
+            slots.update(step.initial(_numbers("w^t", form.shared)))
+    memory = _numbers("memory", form.shared) if "memory" in slots else None
+    phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
+    phases += [("algorithm.finetune.rule", algorithm.finetune)] if algorithm.finetune is not None else []
+    draws = False
+    for name, phase in phases:
+        if phase.rule is not None and form.size(phase):
+            draws |= _try_one(_told(name, phase.rule), functools.partial(_steps, phase, memory), form.size(phase))
+    for index, transform in enumerate(algorithm.transforms):
+        call = functools.partial(_transformed, transform, form, memory)
+        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared)
+    if algorithm.mask is not None:
+        _try_mask(algorithm, form)
+    _try_server(algorithm, form, slots)
+    return draws
+
+
+def _steps(phase: Phase, memory: Tensor | None, start: Tensor, target: Tensor) -> Tensor:
+    """The second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""
+    view = LocalView(start=start.clone(), clip=1.0, memory=memory if phase.part != "personal" else None)
+    rule: Any = phase.rule
+
+    def gradient(w: Tensor) -> Tensor:
+        return (w - target) + 0.1 * torch.sin(3 * w)
+
+    first = rule(gradient, view)(start.clone())
+    _as_expected(first, start)
+    return cast(Tensor, rule(gradient, view)(start - 0.1 * first))
+
+
+def _transformed(transform: Any, form: _Form, memory: Tensor | None, update: Tensor, gradient: Tensor) -> Tensor:
+    view = UpdateView(tensors=form.tensors, gradient=gradient.clone, steps=2, lr=0.1, memory=memory)
+    return cast(Tensor, transform(update.clone(), view))
+
+
+def _try_one(name: str, call: Call, size: int) -> bool:
+    """Try a piece that works for one client and for a block; whether it draws from torch's generator."""
+    one = _numbers("a client", ROWS, size), _numbers("its gradient", ROWS, size)
+    other = _numbers("another client", ROWS, size), _numbers("another gradient", ROWS, size)
+    found, draws = _run(name, call, *one)
+    _run(name, call, *other)
+    if not _same(_run(name, call, *one)[0], found):
+        raise InputError(
+            f"{name}: found a piece that gives something else for the same client after another one was trained; "
+            "allowed: one that remembers no client."
+        )
+    alone = [_run(name, call, one[0][row], one[1][row])[0] for row in range(ROWS)]
+    if draws:
+        return True
+    turned = _run(name, call, one[0].flip(0), one[1].flip(0))[0].flip(0)
+    for row in range(ROWS):
+        near = _close(alone[row], found[row], one[0][row]) and _close(turned[row], found[row], one[0][row])
+        if not near or not _strangers(name, call, one, other, found, row):
+            raise InputError(
+                f"{name}: found a piece that mixes the clients of a block; allowed: one that works on the last axis, "
+                "row by row."
+            )
+    return False
+
+
+def _strangers(
+    name: str, call: Call, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], found: Tensor, row: int
+) -> bool:
+    """Whether a row stays the same bits, whatever is in the others."""
+    for scale in (1.0, 1e6, 0.0, float("nan")):
+        rest = [values * scale for values in other]
+        for mine, theirs in zip(rest, one):
+            mine[row] = theirs[row]
+        if not _same(_run(name, call, rest[0], rest[1])[0][row], found[row]):
+            return False
+    return True
+
+
+def _run(name: str, call: Call, *inputs: Tensor) -> tuple[Tensor, bool]:
+    """What a piece makes of inputs, with its generators set anew; and whether it drew from torch's."""
+    with _named(name), seeded_torch(0, "trial of pieces"):
+        before = global_generators()
+        found = call(*(values.clone() for values in inputs))
+        after = global_generators()
+        if before[1:] != after[1:]:
+            raise _Fault("a draw from a global generator of NumPy or Python", "torch's own generator")
+        _as_expected(found, inputs[0])
+    return found, before[0] != after[0]
+
+
+class _Fault(Exception):
+    """found, allowed."""
+
+
+class _named:
+    """Inside, whatever goes wrong becomes an InputError about a piece."""
+
+    def __init__(self, name: str, piece: object = None) -> None:
+        self.name = name if piece is None else _told(name, piece)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, _Fault):
+            raise InputError(f"{self.name}: found {error.args[0]}; allowed: {error.args[1]}.") from error
+        if isinstance(error, Exception) and not isinstance(error, InputError):
+            line = (str(error) or type(error).__name__).splitlines()[0]
+            raise InputError(
+                f"{self.name}: found {type(error).__name__} in a trial ({line}); allowed: a piece that works on the "
+                "last axis, of one client's vector (k,) and of a block's (n, k)."
+            ) from error
+
+
+def _as_expected(found: object, like: Tensor) -> None:
+    shape = tuple(like.shape)
+    if not isinstance(found, Tensor):
+        raise _Fault(f"{type(found).__name__} returned", f"a tensor of shape {shape}")
+    if found.shape != like.shape:
+        raise _Fault(f"shape {tuple(found.shape)} returned for {shape}", "the same shape")
+    if found.dtype != like.dtype:
+        raise _Fault(f"{found.dtype} returned for {like.dtype}", "the same type")
+
+
+def _try_mask(algorithm: Algorithm, form: _Form) -> None:
+    """The common mask: boolean, of the vector's length, and the same from the same public randomness."""
+    mask: Any = algorithm.mask
+    public = (lambda: _numbers("public update", form.shared)) if algorithm.options.get("public") else None
+    shared, initial = _numbers("w^t", form.shared), _numbers("w^0", form.shared)
+    drawn = list[Tensor]()
+    with _named("algorithm.mask", mask):
+        for _ in range(2):
+            with seeded_torch(0, "trial of pieces"):
+                found = mask(MaskView(shared.clone(), initial.clone(), stream(0, "trial of a mask"), public))
+            _as_expected(found, torch.empty(form.shared, dtype=torch.bool))
+            drawn.append(found)
+        if not torch.equal(*drawn):
+            raise _Fault("another mask from the same public randomness", "draws from view.generator only")
+
+
+def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> None:
+    """Server steps see nothing private: only what they return is looked at."""
+    mean, slots = _numbers("a mean", form.shared), dict(slots)
+    for index, step in enumerate(algorithm.server):
+        with _named(f"algorithm.server[{index}]", step):
+            found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots)))
+            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+                raise _Fault(f"{type(found).__name__} returned", "(mean, changed slots)")
+            _as_expected(found[0], mean)
+            mean = found[0]
+            slots.update(found[1])
+
+
+def _numbers(purpose: str, *shape: int) -> Tensor:
+    return torch.from_numpy(stream(0, purpose).standard_normal(shape).astype("float32"))
+
+
+def _told(name: str, piece: object) -> str:
+    own = getattr(piece, "__qualname__", None) or type(piece).__qualname__
+    return f"{name} ({own.replace('.<locals>', '')})"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _close(a: Tensor, b: Tensor, like: Tensor) -> bool:
+    """Up to rounding; entries that are not finite anywhere are left out."""
+    apart = torch.where(torch.isfinite(a) & torch.isfinite(b), a - b, torch.zeros_like(a))
+    finite = torch.where(torch.isfinite(b), b, torch.zeros_like(b))
+    return bool(apart.norm() <= CLOSE * torch.maximum(finite.norm(), like.norm()))

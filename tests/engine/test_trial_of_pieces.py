@@ -1,0 +1,173 @@
+"""A method's pieces are tried before training: what breaks the guarantee, or trains for nothing, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedflat
+from fedflat import Algorithm, GradientFn, InputError, LocalView, Phase, UpdateView
+from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly import trial_of_pieces
+from fedflat.assembly.trial_of_pieces import try_pieces
+from fedflat.core.params import layout_of
+
+NETWORK = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+BIG = nn.Sequential(nn.Linear(90, 40), nn.ReLU(), nn.Linear(40, 3))
+
+
+@pytest.mark.parametrize("network", [NETWORK, BIG], ids=["whole", "shortened"])
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_every_packaged_method_passes(method: str, network: nn.Module) -> None:
+    made = ALGORITHMS[method]()
+    assert try_pieces(made, layout_of(network, made.head)) is False
+
+
+class Remembers:
+    """Adds the last client's update."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | float = 0.0
+
+    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+        found, self.last = update + self.last, update.mean()
+        return found
+
+
+def takes_the_mean(update: Tensor, view: UpdateView) -> Tensor:
+    return update - update.mean(0) if update.dim() == 2 else update
+
+
+def slightly(update: Tensor, view: UpdateView) -> Tensor:
+    """Mixes less than any tolerance would see."""
+    return update * (1 + 1e-6 * torch.sigmoid(update.sum()))
+
+
+def adds_the_first(update: Tensor, view: UpdateView) -> Tensor:
+    return update if update.dim() == 1 else update + update[:1]
+
+
+def half(update: Tensor, view: UpdateView) -> Tensor:
+    return update[..., ::2]
+
+
+def wide(update: Tensor, view: UpdateView) -> Tensor:
+    return update.double()
+
+
+def looks(update: Tensor, view: UpdateView) -> Tensor:
+    return update[0] * torch.dot(update, update)
+
+
+def listed(update: Tensor, view: UpdateView) -> Any:
+    return update.tolist()
+
+
+def pythons(update: Tensor, view: UpdateView) -> Tensor:
+    import random
+
+    return update * random.random()
+
+
+def mixing_rule(gradient: GradientFn, view: LocalView) -> GradientFn:
+    return lambda w: gradient(w) / gradient(w).norm()
+
+
+def short_rule(gradient: GradientFn, view: LocalView) -> GradientFn:
+    return lambda w: gradient(w)[..., :-1]
+
+
+def short_mask(view: Any) -> Tensor:
+    return torch.ones(view.shared.numel() - 1, dtype=torch.bool)
+
+
+def float_mask(view: Any) -> Tensor:
+    return torch.ones(view.shared.numel())
+
+
+class ShortStep:
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, mean: Tensor, view: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return mean[1:], {}
+
+
+TRANSFORMS: list[tuple[Callable[..., Any], str]] = [
+    (Remembers(), r"algorithm.transforms\[0\] \(Remembers\): found a piece that gives something else"),
+    (takes_the_mean, r"\(takes_the_mean\): found a piece that mixes the clients of a block"),
+    (slightly, r"\(slightly\): found a piece that mixes the clients of a block"),
+    (adds_the_first, r"\(adds_the_first\): found a piece that mixes the clients of a block"),
+    (half, r"\(half\): found shape \(3, \d+\) returned for \(3, \d+\); allowed: the same shape"),
+    (wide, r"\(wide\): found torch.float64 returned for torch.float32"),
+    (looks, r"\(looks\): found RuntimeError in a trial"),
+    (listed, r"\(listed\): found list returned"),
+    (pythons, r"\(pythons\): found a draw from a global generator"),
+]
+REST: list[tuple[Algorithm, str]] = [
+    (Algorithm("own", phases=(Phase(rule=mixing_rule),)), r"phases\[0\].rule \(mixing_rule\): .* mixes"),
+    (Algorithm("own", phases=(Phase(rule=short_rule),)), r"phases\[0\].rule \(short_rule\): found shape"),
+    (Algorithm("own", finetune=Phase(rule=short_rule)), r"algorithm.finetune.rule \(short_rule\): found shape"),
+    (Algorithm("own", mask=short_mask), r"algorithm.mask \(short_mask\): found shape"),
+    (Algorithm("own", mask=float_mask), r"algorithm.mask \(float_mask\): found torch.float32"),
+    (Algorithm("own", server=(ShortStep(),)), r"algorithm.server\[0\] \(ShortStep\): found shape"),
+]
+
+
+@pytest.mark.parametrize("network", [NETWORK, BIG], ids=["whole", "shortened"])
+@pytest.mark.parametrize(("piece", "words"), TRANSFORMS, ids=lambda v: getattr(v, "__name__", "") or None)
+def test_a_transform_that_is_refused(piece: Any, words: str, network: nn.Module) -> None:
+    with pytest.raises(InputError, match=words):
+        try_pieces(Algorithm("own", transforms=(piece,)), layout_of(network, None))
+
+
+@pytest.mark.parametrize(("method", "words"), REST)
+def test_another_piece_that_is_refused(method: Algorithm, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        try_pieces(method, layout_of(NETWORK, None))
+
+
+def test_the_twin_without_the_row_test_lets_a_mixing_transform_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_of_pieces, "_strangers", lambda *_: True)
+    try_pieces(Algorithm("own", transforms=(slightly,)), layout_of(NETWORK, None))
+
+
+def test_what_is_not_finite_is_no_error_and_a_draw_is_told() -> None:
+    def nothing(update: Tensor, view: UpdateView) -> Tensor:
+        return update / 0
+
+    def drops(update: Tensor, view: UpdateView) -> Tensor:
+        return update * (torch.rand_like(update) > 0.5)
+
+    layout = layout_of(NETWORK, None)
+    assert try_pieces(Algorithm("own", transforms=(nothing,)), layout) is False
+    assert try_pieces(Algorithm("own", transforms=(drops,)), layout) is True
+
+
+def test_a_piece_made_for_one_length_is_tried_at_that_length() -> None:
+    layout = layout_of(BIG, None)
+    fixed = torch.rand(layout.dimension)
+    assert try_pieces(Algorithm("own", transforms=(lambda update, view: update * fixed,)), layout) is False
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorized", "auto"])
+def test_a_run_stops_before_training(backend: str) -> None:
+    recipe = {
+        "rounds": 1,
+        "algorithm": "dp-fedavg",
+        "privacy": {"noise_multiplier": 1.0},
+        "cohort": {"size": 2},
+        "engine": {"backend": backend},
+    }
+    clients = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
+    with pytest.raises(InputError, match=r"algorithm.transforms\[0\] \(half\)"):
+        fedflat.run(recipe, model=NETWORK, clients=clients, algorithm=Algorithm("own", transforms=(half,)))
+
+
+def test_what_a_methods_author_needs_is_at_hand() -> None:
+    for name in ("LocalView", "UpdateView", "ServerView", "MaskView", "GradientRule", "Transform", "ServerStep"):
+        assert name in dir(fedflat) and getattr(fedflat, name) is not None

@@ -1,0 +1,172 @@
+"""State that no clip sees, wherever a module keeps it: refused by name, before training or, if it hid, in the round."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedflat
+from fedflat.core.checks import InputError
+from fedflat.core.held import Held
+from fedflat.models import refuse_unclipped_state
+
+X = torch.zeros(2, 6)
+_MEMORY: list[Tensor] = []
+
+
+class Keeps(nn.Module):
+    """Calls ``keep`` with itself and the inputs at every pass."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.keep = nn.Linear(6, 3), keep
+        self.mean = torch.zeros(6)
+        self.book = nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.seen: dict[str, Any] = {}
+        self.pile: list[Any] = []
+        self.few: set[float] = set()
+        self.own, self.numpy = torch.Generator(), np.random.default_rng(3)
+        self.array = np.zeros(6)
+        self.register_buffer("buffer", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        extra = self.keep(self, x.detach())
+        return found + extra if isinstance(extra, Tensor) and extra.numel() == 1 else found
+
+
+def _data(m: Any, x: Tensor) -> None:
+    m.book.data.add_(x.mean(0))
+
+
+def _backwards(m: Any, x: Tensor) -> None:
+    if torch.is_grad_enabled():
+        m.layer.weight.register_hook(lambda g: m.seen.update(last=g))
+
+
+def _counts(m: Any, x: Tensor) -> None:
+    Keeps.count = getattr(Keeps, "count", 0) + 1  # type: ignore[attr-defined]
+
+
+def _closure() -> Callable[[Any, Tensor], Any]:
+    last = 0.0
+
+    def keep(m: Any, x: Tensor) -> None:
+        nonlocal last
+        last += float(x.sum())
+
+    return keep
+
+
+def _global(m: Any, x: Tensor) -> Tensor:
+    _MEMORY.append(x.mean())
+    return torch.stack(_MEMORY).sum()
+
+
+WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "running mean": (lambda m, x: setattr(m, "mean", 0.9 * m.mean + 0.1 * x.mean(0)), "model: mean is changed"),
+    "in place": (lambda m, x: m.mean.add_(x.mean(0)), "model: mean is changed"),
+    "code book": (_data, "model: book is changed"),
+    "dict": (lambda m, x: m.seen.update(last=x), "model: seen[last] is changed"),
+    "list": (lambda m, x: m.pile.append(float(x.sum())), "model: pile[0] is changed"),
+    "set": (lambda m, x: m.few.add(float(x.sum())), "is changed"),
+    "array": (lambda m, x: m.array.__iadd__(x.mean(0).numpy()), "model: array is changed"),
+    "buffer": (lambda m, x: m.buffer.add_(x.mean(0)), "model: buffer is changed"),
+    "generator": (lambda m, x: torch.rand(1, generator=m.own), "model: own is changed"),
+    "numpy's generator": (lambda m, x: m.numpy.random(), "model: numpy is changed"),
+    "backward hook": (_backwards, "is changed"),
+    "class": (_counts, "is changed"),
+    "closure": (_closure(), "is changed"),
+    "global": (_global, "another outcome the second time"),
+    "global numpy": (lambda m, x: torch.tensor(np.random.rand()), "NumPy's global generator"),  # noqa: NPY002
+    "evaluation only": (lambda m, x: None if m.training else m.mean.add_(1), "model: mean is changed"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_pass_changes_is_refused_by_name(way: str) -> None:
+    keep, words = WAYS[way]
+    _MEMORY.clear()
+    with pytest.raises(InputError) as error:
+        refuse_unclipped_state(Keeps(keep), X)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_changes_nothing_passes_and_says_whether_it_draws() -> None:
+    assert refuse_unclipped_state(Keeps(lambda m, x: setattr(m, "mean", torch.zeros(6))), X) is False
+    assert refuse_unclipped_state(Keeps(lambda m, x: torch.rand(1)), X) is True
+    assert refuse_unclipped_state(nn.Sequential(nn.Linear(6, 3), nn.Dropout()), X) is True
+
+
+def test_the_twin_that_tries_with_zeros_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: zeros leave a running mean of zeros alone."""
+    module = Keeps(lambda m, x: m.mean.mul_(0.9).add_(x.mean(0)))
+    monkeypatch.setattr("fedflat.models.state._batches", lambda example: [example, example])
+    refuse_unclipped_state(module, X)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="model: mean is changed"):
+        refuse_unclipped_state(module, X)
+
+
+# ---------------------------------------------------------------- hidden from the trial
+
+
+def only_for_large(keep: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """State that only a client's data wakes."""
+    return functools.partial(_if_large, keep)
+
+
+def _if_large(keep: Callable[[Any, Tensor], Any], m: Any, x: Tensor) -> Any:
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        m.pile.append(1.0)  # what vmap lets a module see: that it was called
+        return None
+    return keep(m, x) if float(x.abs().max()) > 50 else None
+
+
+def run(module: nn.Module, **engine: Any) -> fedflat.Result:
+    generator = torch.Generator().manual_seed(1)
+    clients = [
+        (torch.randn(4, 6, generator=generator) * 100, torch.randint(3, (4,), generator=generator)) for _ in range(3)
+    ]
+    recipe = {
+        "rounds": 2,
+        "algorithm": "dp-fedavg",
+        "local": {"steps": 2, "batch_size": 4, "lr": 0.1},
+        "cohort": {"size": 3},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 1e-5},
+        "engine": engine,
+    }
+    return fedflat.run(recipe, model=module, clients=clients)
+
+
+@pytest.mark.parametrize("way", ["running mean", "in place", "code book", "dict", "list", "generator"])
+def test_what_hid_from_the_trial_is_refused_in_its_round(way: str) -> None:
+    with pytest.raises(InputError, match="was changed by a client's training"):
+        run(Keeps(only_for_large(WAYS[way][0])), backend="sequential")
+
+
+def test_and_in_blocks() -> None:
+    with pytest.raises(InputError, match=r"model: pile\[0\] was changed by a client's training"):
+        run(Keeps(only_for_large(_data)), backend="vectorized")
+
+
+def test_a_registered_buffer_is_put_back_and_what_is_released_is_pristine() -> None:
+    module = Keeps(only_for_large(WAYS["buffer"][0]))
+    before = copy.deepcopy(module)
+    found = run(module, backend="sequential").model
+    assert torch.equal(found.buffer, before.buffer) and not found.training
+    assert Held(found, found.parameters()).changed() is None
+    assert not torch.equal(found.layer.weight, before.layer.weight)
+    assert torch.equal(module.layer.weight, before.layer.weight)
+
+
+def test_the_twin_that_looks_at_buffers_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedflat.core.held.Held.changed", lambda self, everything=False: None)
+    run(Keeps(only_for_large(WAYS["running mean"][0])), backend="sequential")  # nobody notices
