@@ -246,10 +246,14 @@ class Collector:
     def _secret(self, points: list[Point], shares: Mapping[int, int]) -> bytes:
         """The committed secret. If all shares are of one polynomial with that secret, none is examined further."""
         self.enough(set(shares))
-        chosen = {holder: shares[holder] for holder in sorted(shares)[: self.threshold]}
+        chosen = self._first(shares)
         whole = all(sharing.value_at(chosen, holder + 1) == share for holder, share in shares.items())
         if not whole or not sharing.is_share(points[:1], 0, sharing.value_at(chosen, 0)):
-            false = {holder for holder, share in shares.items() if not sharing.is_share(points, holder, share)}
-            self.false |= false
-            return self._secret(points, {holder: share for holder, share in shares.items() if holder not in false})
+            true = {holder: share for holder, share in shares.items() if sharing.is_share(points, holder, share)}
+            self.false |= set(shares) - set(true)
+            self.enough(set(true))
+            chosen = self._first(true)
         return sharing.value_at(chosen, 0).to_bytes(32, "big")
+
+    def _first(self, shares: Mapping[int, int]) -> dict[int, int]:
+        return {holder: shares[holder] for holder in sorted(shares)[: self.threshold]}
