@@ -5,8 +5,9 @@ true share in a signed box signs a complaint. The dealer then shows the secret k
 box opens to a true share with it, it does so for its receiver too, and the complaint is false; otherwise the deal is.
 
 A complaint about an honest dealer can only come from a dishonest client, which knows the shares in its box already: an
-honest one complains only about what the dealer itself signed. So the answer tells nobody anything new, whatever the
-server does to boxes and complaints on their way.
+honest one complains only about what the dealer itself signed, for the very same set of everybody's keys (hence the same
+threshold), and an honest dealer answers no other. So the answer tells nobody anything new, whatever the server does to
+keys, boxes and complaints on their way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedflat.federation import sharing
+from fedflat.federation.consistency import transcript
 from fedflat.federation.secagg import Aborted, PublicKeys, Secrets, Shares, agreed
 from fedflat.federation.sharing import POINT_BYTES, SHARE_BYTES, Point
 
@@ -53,7 +55,7 @@ def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[
         raise Aborted("a threshold that is no majority")
     seed, seed_points = sharing.split(int.from_bytes(own.seed, "big"), threshold, keys)
     mask, mask_points = sharing.split(int.from_bytes(own.mask, "big"), threshold, keys)
-    commitments = b"".join([*seed_points, *mask_points[1:]])
+    commitments, seen = b"".join([*seed_points, *mask_points[1:]]), keys_seen(own.context, keys)
     boxes = {}
     for other in keys:
         if other != own.client:
@@ -62,8 +64,17 @@ def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[
             public = X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw()
             cipher = _cipher(once, keys[other].seal, own.context, own.client, other)
             box = public + cipher.encrypt(bytes(12), text, public)
-            boxes[other] = box + _signed(own, _of_box(own.context, own.client, other, commitments, box))
+            boxes[other] = box + _signed(own, _of_box(seen, own.client, other, commitments, box))
     return Deal(commitments, boxes), Shares(seed[own.client], mask[own.client])
+
+
+def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
+    """What deals and complaints are bound to: the session and everybody's keys, as their signer was told.
+
+    Without it a server that tells two clients of different keys, and so of different thresholds, makes one complain
+    about what the other dealt rightly, and has the share shown.
+    """
+    return transcript(context, keys, (), ())
 
 
 def key_of_box(own: Secrets, receiver: int) -> bytes:
@@ -86,11 +97,11 @@ def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[l
 
 
 def is_dealt(
-    public: PublicKeys, context: bytes, sender: int, receiver: int, commitments: bytes, signed_box: bytes
+    public: PublicKeys, seen: bytes, sender: int, receiver: int, commitments: bytes, signed_box: bytes
 ) -> bool:
-    """Whether a box with these commitments is its dealer's."""
+    """Whether a box with these commitments is its dealer's, for the keys that were seen (``keys_seen``)."""
     box, signature = signed_box[:BOX_BYTES], signed_box[BOX_BYTES:]
-    return _agrees(public, signature, _of_box(context, sender, receiver, commitments, box))
+    return _agrees(public, signature, _of_box(seen, sender, receiver, commitments, box))
 
 
 def open_box(own: Secrets, sender: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]) -> Shares:
@@ -114,14 +125,14 @@ def clears(
     return True
 
 
-def complaint(own: Secrets, dealer: int) -> bytes:
+def complaint(own: Secrets, seen: bytes, dealer: int) -> bytes:
     """A receiver's signature that what the dealer signed holds no true shares for it."""
-    return _signed(own, _of_complaint(own.context, own.client, dealer))
+    return _signed(own, _of_complaint(seen, own.client, dealer))
 
 
-def is_complaint(public: PublicKeys, context: bytes, receiver: int, dealer: int, signature: bytes) -> bool:
-    """Whether a complaint is the receiver's (of these public keys)."""
-    return _agrees(public, signature, _of_complaint(context, receiver, dealer))
+def is_complaint(public: PublicKeys, seen: bytes, receiver: int, dealer: int, signature: bytes) -> bool:
+    """Whether a complaint is the receiver's (of these public keys), for the keys that were seen."""
+    return _agrees(public, signature, _of_complaint(seen, receiver, dealer))
 
 
 def _true_shares(
@@ -146,12 +157,12 @@ def _ends(sender: int, receiver: int) -> bytes:
     return sender.to_bytes(8, "big") + receiver.to_bytes(8, "big")
 
 
-def _of_box(context: bytes, sender: int, receiver: int, commitments: bytes, box: bytes) -> bytes:
-    return _LABEL + b"deal" + context + _ends(sender, receiver) + hashlib.sha256(commitments).digest() + box
+def _of_box(seen: bytes, sender: int, receiver: int, commitments: bytes, box: bytes) -> bytes:
+    return _LABEL + b"deal" + seen + _ends(sender, receiver) + hashlib.sha256(commitments).digest() + box
 
 
-def _of_complaint(context: bytes, receiver: int, dealer: int) -> bytes:
-    return _LABEL + b"complaint" + context + _ends(receiver, dealer)
+def _of_complaint(seen: bytes, receiver: int, dealer: int) -> bytes:
+    return _LABEL + b"complaint" + seen + _ends(receiver, dealer)
 
 
 def _signed(own: Secrets, text: bytes) -> bytes:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
@@ -60,9 +60,19 @@ class PublicKeys:
     sign: bytes
     signature: bytes
 
+    @classmethod
+    def of(cls, halves: bytes, signature: bytes) -> PublicKeys:
+        """From the three keys one after the other."""
+        return cls(halves[:32], halves[32:65], halves[65:], signature)
+
+    @property
+    def halves(self) -> bytes:
+        """The three keys, one after the other."""
+        return self.seal + self.mask + self.sign
+
     def signed(self, context: bytes, client: int) -> bytes:
         """The bytes that are signed."""
-        return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.seal + self.mask + self.sign
+        return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.halves
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,17 @@ class Secrets:
         mask, seed = (sharing.fresh_scalar().to_bytes(32, "big") for _ in range(2))
         return cls(client, context, secrets.token_bytes(32), mask, seed, secrets.token_bytes(32))
 
-    def public(self, key: EllipticCurvePrivateKey) -> PublicKeys:
-        """Step 0: the public halves, signed with the key that the roster knows."""
+    @property
+    def halves(self) -> bytes:
+        """The public halves, as ``PublicKeys.halves``."""
         seal = X25519PrivateKey.from_private_bytes(self.seal).public_key().public_bytes_raw()
         mask = sharing.public_half(int.from_bytes(self.mask, "big"))
-        sign = Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
-        bare = PublicKeys(seal, mask, sign, b"")
-        return PublicKeys(seal, mask, sign, key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
+        return seal + mask + Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
+
+    def public(self, key: EllipticCurvePrivateKey) -> PublicKeys:
+        """Step 0: the public halves, signed with the key that the roster knows."""
+        bare = PublicKeys.of(self.halves, b"")
+        return replace(bare, signature=key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
 
 
 def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePublicKey], context: bytes) -> None:

@@ -152,6 +152,8 @@ def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> tuple[dic
 def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
     own, keys = _own(client, state), stages.read_keys(content[FACTS].get("keys"))
     secagg.verify(keys, known_keys(client.task), own.context)
+    if client.number not in keys or keys[client.number].halves != own.halves:
+        raise secagg.Aborted("other keys of this client than it gave")
     threshold = threshold_of(client.job.parts.plan, len(keys))
     dealt, kept = dealing.deal(own, keys, threshold)
     held = stages.write_keys(keys).hex()
@@ -173,16 +175,17 @@ def _complain(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict
         raise secagg.Aborted("boxes that cannot be")
     if len(boxes) + 1 < state["threshold"]:
         raise secagg.Aborted("too few clients")
+    seen = dealing.keys_seen(own.context, keys)
     shares, complaints = {client.number: Shares(*(int(text) for text in state["own"]))}, {}
     for sender, box in boxes.items():
         told = commitments[sender]
-        if not dealing.is_dealt(keys[sender], own.context, sender, client.number, told, box):
+        if not dealing.is_dealt(keys[sender], seen, sender, client.number, told, box):
             raise secagg.Aborted("a box that its sender did not sign")
         try:
             points = dealing.points_of(keys[sender], told, state["threshold"])
             shares[sender] = dealing.open_box(own, sender, box, points)
         except secagg.Aborted:
-            complaints[sender] = dealing.complaint(own, sender)
+            complaints[sender] = dealing.complaint(own, seen, sender)
     held = {str(i): [str(found.seed), str(found.mask)] for i, found in shares.items()}
     client.store.keep_session({**state, "stage": stages.CHECK, "shares": held})
     return {"complaints": stages.write_map(complaints)}, None
@@ -192,10 +195,11 @@ def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> t
     """The keys of those boxes that their receivers complain about, with their signatures; of no other."""
     own, keys = _own(client, state), _keys(state)
     complaints = stages.read_map(content[FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
+    seen = dealing.keys_seen(own.context, keys)
     for receiver, signature in complaints.items():
         if receiver not in keys or receiver == client.number:
             raise secagg.Aborted("a complaint that cannot be")
-        if not dealing.is_complaint(keys[receiver], own.context, receiver, client.number, signature):
+        if not dealing.is_complaint(keys[receiver], seen, receiver, client.number, signature):
             raise secagg.Aborted("a complaint without its client's signature")
     client.store.keep_session({**state, "stage": stages.ANSWER})
     return {"keys": stages.write_map({receiver: dealing.key_of_box(own, receiver) for receiver in complaints})}, None

@@ -221,15 +221,14 @@ class SecureFlower(Flower):
         """Who dealt what; every box is signed by its dealer, and commitments are points."""
         deals: dict[int, Deal] = {}
         keys = collector.keys
+        seen = dealing.keys_seen(collector.context, keys)
 
         def add(client: int, answer: Any) -> None:
             boxes = stages.read_map(answer.facts.get("boxes"), stages.SIGNED_BOX_BYTES)
             told = answer.facts.get("commitments")
             if set(boxes) != set(keys) - {client} or not isinstance(told, bytes):
                 raise Malformed("form")
-            if not all(
-                dealing.is_dealt(keys[client], collector.context, client, to, told, box) for to, box in boxes.items()
-            ):
+            if not all(dealing.is_dealt(keys[client], seen, client, to, told, box) for to, box in boxes.items()):
                 raise Malformed("false signature")
             collector.points[client] = dealing.points_of(keys[client], told, collector.threshold)
             deals[client] = Deal(told, boxes)
@@ -242,6 +241,7 @@ class SecureFlower(Flower):
     def _checks(self, collector: Collector, session: bytes, deals: dict[int, Deal], broadcast: Broadcast) -> None:
         """Every client says whose shares are false; whoever lied, of dealer and receiver, is out."""
         accused: dict[int, dict[int, bytes]] = {}
+        seen = dealing.keys_seen(collector.context, collector.keys)
 
         def facts(client: int) -> dict[str, bytes]:
             others = {sender: deal for sender, deal in deals.items() if sender != client}
@@ -255,7 +255,7 @@ class SecureFlower(Flower):
             public = collector.keys[client]
             if not set(found) <= set(deals) - {client}:
                 raise Malformed("form")
-            if not all(dealing.is_complaint(public, collector.context, client, of, by) for of, by in found.items()):
+            if not all(dealing.is_complaint(public, seen, client, of, by) for of, by in found.items()):
                 raise Malformed("false signature")
             collector.shared.add(client)
             for dealer, signature in found.items():

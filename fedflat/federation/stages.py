@@ -67,7 +67,7 @@ def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
 
 def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
     """Public keys of clients."""
-    return write_map({client: key.seal + key.mask + key.sign + key.signature for client, key in keys.items()})
+    return write_map({client: key.halves + key.signature for client, key in keys.items()})
 
 
 def read_keys(data: Any) -> dict[int, PublicKeys]:
@@ -75,7 +75,7 @@ def read_keys(data: Any) -> dict[int, PublicKeys]:
     found = read_map(data)
     if any(len(value) <= KEY_BYTES for value in found.values()):
         raise Malformed("form")
-    return {i: PublicKeys(v[:32], v[32:65], v[65:KEY_BYTES], v[KEY_BYTES:]) for i, v in found.items()}
+    return {i: PublicKeys.of(value[:KEY_BYTES], value[KEY_BYTES:]) for i, value in found.items()}
 
 
 def write_numbers(values: Mapping[int, int]) -> bytes:

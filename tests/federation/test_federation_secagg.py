@@ -38,6 +38,7 @@ def run(
     server.keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
     server.enough(set(server.keys))
     secagg.verify(server.keys, KNOWN, CONTEXT)
+    told = dealing.keys_seen(CONTEXT, server.keys)
     deals, held = {}, {}
     for i, own in everybody.items():
         if i not in no_shares:
@@ -49,7 +50,7 @@ def run(
     for i in server.shared - set(no_vector):
         for j in server.shared - {i}:
             box = deals[j].boxes[i]
-            assert dealing.is_dealt(server.keys[j], CONTEXT, j, i, deals[j].commitments, box)
+            assert dealing.is_dealt(server.keys[j], told, j, i, deals[j].commitments, box)
             held[i][j] = dealing.open_box(everybody[i], j, box, server.points[j])
         server.add(i, secagg.masked(everybody[i], server.keys, server.shared, inputs[i], BITS))
     server.enough(server.survivors)
@@ -204,7 +205,9 @@ def test_a_box_opens_for_its_receiver_from_its_sender_in_its_session_only() -> N
     for receiver, sender, box in ((2, 0, boxes[1]), (1, 2, boxes[1]), (1, 0, boxes[2]), (1, 0, spoilt)):
         with pytest.raises(Aborted):
             dealing.open_box(everybody[receiver], sender, box, points)
-        assert not dealing.is_dealt(keys[sender], CONTEXT, sender, receiver, dealt.commitments, box)
+        assert not dealing.is_dealt(
+            keys[sender], dealing.keys_seen(CONTEXT, keys), sender, receiver, dealt.commitments, box
+        )
     moved = Secrets(1, b"another", everybody[1].seal, everybody[1].mask, everybody[1].seed, everybody[1].sign)
     with pytest.raises(Aborted):
         dealing.open_box(moved, 0, boxes[1], points)

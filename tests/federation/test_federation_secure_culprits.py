@@ -158,10 +158,16 @@ def other_complaints(federation: Federation, dealers: list[int]) -> Callable[[by
 
     def change(data: bytes) -> bytes:
         liar = federation.clients[LIAR]
-        own = secure_client._own(liar, liar.store.session())
-        return stages.write_map({dealer: dealing.complaint(own, dealer) for dealer in dealers})
+        return stages.write_map({dealer: complaint_of(liar, dealer) for dealer in dealers})
 
     return change
+
+
+def complaint_of(client: Client, dealer: int, **changes: Any) -> bytes:
+    """A client's complaint, whether it has a reason or not."""
+    state = client.store.session()
+    own = replace(secure_client._own(client, state), **changes)
+    return dealing.complaint(own, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
 
 
 def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
@@ -180,7 +186,8 @@ def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
                 sealed = bytes(80)
             if kind == "low order":
                 public = bytes(32)
-            signed = dealing._of_box(own.context, own.client, victim, whole.commitments, public + sealed)
+            seen = dealing.keys_seen(own.context, keys)
+            signed = dealing._of_box(seen, own.client, victim, whole.commitments, public + sealed)
             boxes[victim] = public + sealed + dealing._signed(own, signed)
         return Deal(whole.commitments, boxes), kept
 
@@ -292,7 +299,7 @@ def test_a_false_share_of_a_mask_secret_names_its_holder(holder: int, federation
 
 
 def test_two_false_holders_in_league_cannot_frame_a_third(federation: Federation) -> None:
-    """Two errors that cancel at 0: the secret is right, the polynomial is not; the two are named, the honest are not."""
+    """Two errors that cancel at 0: the secret is right, the polynomial is not; the two are named, nobody else is."""
     errors = {0: 1, 1: 0}
     weights = sharing._weights((0, 1, 2), 0)
     errors[1] = -weights[0] * pow(weights[1], -1, sharing.ORDER)
@@ -406,7 +413,7 @@ def test_without_verification_a_false_deal_releases_a_random_sum(
 def test_without_complaints_bad_boxes_end_the_round_and_nobody_is_named(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(own: Secrets, dealer: int) -> bytes:
+    def none(own: Secrets, seen: bytes, dealer: int) -> bytes:
         raise Aborted("a box that does not open")
 
     monkeypatch.setattr(dealing, "complaint", none)
@@ -476,28 +483,79 @@ def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(fede
     given = dealt(federation)
     for client in federation.clients:
         client.answer(question(client, stages.CHECK, facts=for_check(given, client.number)))
-    one = federation.clients[0]
-    others = {i: secure_client._own(c, c.store.session()) for i, c in enumerate(federation.clients)}
+    one, two, three = (federation.clients[i] for i in (0, 2, 3))
+    context = secure_client._own(one, one.store.session()).context
     forged = {
-        "of nobody": {9: bytes(64)}, "its own": {0: dealing.complaint(others[0], 0)}, "unsigned": {2: bytes(64)},
-        "about another": {2: dealing.complaint(others[2], 1)}, "another's": {2: dealing.complaint(others[3], 0)},
-        "of another session": {2: dealing.complaint(replace(others[2], context=b"then"), 0)},
+        "of nobody": {9: bytes(64)}, "its own": {0: complaint_of(one, 0)}, "unsigned": {2: bytes(64)},
+        "about another": {2: complaint_of(two, 1)}, "another's": {2: complaint_of(three, 0)},
+        "of another session": {2: complaint_of(two, 0, context=b"then")},
     }  # fmt: skip
     for complaints in forged.values():
         refused(one, question(one, stages.ANSWER, facts={"complaints": stages.write_map(complaints)}), "complaint")
-    true = stages.write_map({2: dealing.complaint(others[2], 0)})
+    true = stages.write_map({2: complaint_of(two, 0)})
     shown = stages.read_map(one.answer(question(one, stages.ANSWER, facts={"complaints": true}))["facts"]["keys"])
     assert set(shown) == {2}
     keys, boxes = secure_client._keys(one.store.session()), stages.read_map(given[0]["boxes"])
     points = dealing.points_of(keys[0], given[0]["commitments"], 3)
     for receiver in (1, 2, 3, 4):  # the key opens its own box only
-        cleared = dealing.clears(shown[2], keys[receiver], others[0].context, 0, receiver, boxes[receiver], points)
+        cleared = dealing.clears(shown[2], keys[receiver], context, 0, receiver, boxes[receiver], points)
         assert cleared == (receiver == 2)
     with pytest.raises(RunError, match="step answer after step answer"):
         one.answer(question(one, stages.ANSWER, facts={"complaints": true}))
     for shared in ((1, 2, 3), (0, 1), (0, 1, 9)):
         refused(one, question(one, stages.VECTOR, facts={"shared": set_of(shared)}), "too few")
     one.answer(question(one, stages.VECTOR, facts={"shared": set_of(range(N))}))  # the answer is no end
+
+
+def told_of_different_keys(federation: Federation) -> tuple[Any, bytes]:
+    """A lying server: client 0 is told of five keys and deals for three of them, client 2 is told of three and two.
+
+    Returns what 2 answers to 0's box, or the reason why it does not, and the box.
+    """
+    keys: dict[int, Any] = {}
+    for client in federation.clients:
+        keys |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+    given: dict[int, Any] = {}
+    for i, told in ((0, range(5)), (1, range(3)), (2, range(3))):
+        facts = {"keys": stages.write_keys({other: keys[other] for other in told})}
+        given[i] = federation.clients[i].answer(question(federation.clients[i], stages.SHARES, facts=facts))["facts"]
+    two = federation.clients[2]
+    try:
+        reply = two.answer(question(two, stages.CHECK, facts=for_check(given, 2)))["facts"]["complaints"]
+    except RunError as error:
+        reply = str(error)
+    return reply, stages.read_map(given[0]["boxes"])[2]
+
+
+def test_nobody_complains_about_what_was_dealt_for_other_keys(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With deals that are not bound to everybody's keys an honest receiver would, and a share of 0's be shown."""
+    said, _ = told_of_different_keys(federation)
+    assert "did not sign" in said
+    monkeypatch.setattr(dealing, "keys_seen", lambda context, keys: context)  # the twin
+    said, box = told_of_different_keys(federation)
+    assert set(stages.read_map(said)) == {0}
+    zero, two = federation.clients[0], federation.clients[2]
+    held = zero.store.session()
+    zero.store.keep_session({**held, "stage": stages.CHECK, "shares": {}})
+    complaints = stages.write_map({2: stages.read_map(said)[0]})
+    shown = zero.answer(question(zero, stages.ANSWER, facts={"complaints": complaints}))["facts"]["keys"]
+    once, seal = stages.read_map(shown)[2], secure_client._keys(held)[2].seal
+    context = secure_client._own(two, two.store.session()).context
+    cipher = dealing._cipher(once, seal, context, 0, 2)
+    assert len(cipher.decrypt(bytes(12), box[32:112], box[:32])) == 64  # a true share, in the server's hands
+
+
+def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> None:
+    """It signed two sets for one session, which the server opened twice: only the later one is its own."""
+    one, keys = federation.clients[0], {}
+    first = stages.read_keys(one.answer(question(one, stages.KEYS))["facts"]["keys"])
+    for client in federation.clients:
+        keys |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+    for told in ({**keys, **first}, {i: keys[i] for i in range(1, N)}):
+        refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys(told)}), "other keys of this client")
+    one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys(keys)}))
 
 
 # What is remembered, and what is forgotten.
@@ -550,7 +608,7 @@ def test_one_good_round_ends_the_row(federation: Federation) -> None:
     for number in range(6):
         federation.grid.handlers = whole if number == 2 else {**whole, **silent}
         assert federation.round(number).count == (N if number == 2 else 0)
-    with pytest.raises(RunError, match="round 3: .*round 4: .*round 5: "):
+    with pytest.raises(RunError, match=r"round 3: .*round 4: .*round 5: "):
         federation.round(6)
 
 
