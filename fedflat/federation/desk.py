@@ -36,7 +36,7 @@ class Slip:
 class Desk:
     """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
 
-    blamed: client -> why its own answer to its question was refused, for what no honest client does.
+    blamed: client -> why its own answer to its question was first refused, for what no honest client does.
     """
 
     round: int
@@ -67,7 +67,7 @@ class Desk:
             self.refused[fault.reason] += 1
             slip = self._closed.get(reply.metadata.reply_to_message_id)
             if slip is not None and reply.metadata.src_node_id == slip.node and fault.reason in PROTOCOL_FAULTS:
-                self.blamed[slip.client] = fault.reason
+                self.blamed.setdefault(slip.client, fault.reason)
             return None
 
     def _checked(self, reply: Any) -> tuple[int, Any]:

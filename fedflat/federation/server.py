@@ -27,8 +27,9 @@ from fedflat.engine.heads import Heads
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.claims import deployment_statement
 from fedflat.federation.culprits import Culprits
+from fedflat.federation.noise_shares import ClientShares
 from fedflat.federation.roster import Roster
-from fedflat.federation.secure_rounds import ClientShares, SecureFlower
+from fedflat.federation.secure_rounds import SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Task, check_deployable
 from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals, return_large_blocks

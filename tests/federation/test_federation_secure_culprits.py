@@ -30,8 +30,9 @@ from fedflat.federation import dealing, rejoin, secagg, secure_client, sharing, 
 from fedflat.federation.client import Client
 from fedflat.federation.culprits import Culprits
 from fedflat.federation.dealing import Deal
+from fedflat.federation.noise_shares import ClientsSum
 from fedflat.federation.secagg import Aborted, Secrets
-from fedflat.federation.secure_rounds import ClientsSum, SecureFlower
+from fedflat.federation.secure_rounds import SecureFlower
 from fedflat.federation.server import Settings, serve
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
@@ -384,6 +385,17 @@ def test_two_clients_with_one_key_spoil_nothing(federation: Federation) -> None:
         patch.setattr(Secrets, "fresh", shared)
         assert is_sum_of(federation.round(), list(range(N)))
     assert federation.named() == {}
+
+
+def test_a_second_answer_does_not_hide_that_the_first_was_a_lie(federation: Federation) -> None:
+    lie = instead(federation.clients[LIAR], stages.VECTOR, other_vector(np.ones(3, np.int64)))
+
+    def twice(message: Any) -> Any:
+        return [lie(message), lie(message)] if stages.stage_of(message.content) == stages.VECTOR else lie(message)
+
+    federation.grid.handlers[LIAR] = twice
+    assert is_sum_of(federation.round(), [0, 2, 3, 4])
+    assert federation.named() == {LIAR: "shape"}
 
 
 # The twins: what the verification is for.
