@@ -391,7 +391,8 @@ def test_a_second_answer_does_not_hide_that_the_first_was_a_lie(federation: Fede
     lie = instead(federation.clients[LIAR], stages.VECTOR, other_vector(np.ones(3, np.int64)))
 
     def twice(message: Any) -> Any:
-        return [lie(message), lie(message)] if stages.stage_of(message.content) == stages.VECTOR else lie(message)
+        reply = lie(message)
+        return [reply, reply] if stages.stage_of(message.content) == stages.VECTOR else reply
 
     federation.grid.handlers[LIAR] = twice
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
