@@ -38,7 +38,7 @@ def transcript(
     keys: everybody's public keys with their signatures. shared: U2, who sent shares. survivors: U3.
     """
     told = b"".join(
-        number.to_bytes(8, "big") + public.seal + public.mask + public.sign + _counted(public.signature)
+        number.to_bytes(8, "big") + public.halves + _counted(public.signature)
         for number, public in sorted(keys.items())
     )
     sets = [b"".join(number.to_bytes(8, "big") for number in sorted(found)) for found in (shared, survivors)]

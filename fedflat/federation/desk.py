@@ -34,11 +34,15 @@ class Slip:
 
 @dataclass
 class Desk:
-    """The replies of one round. read: a message's content -> a checked answer with its round and nonce."""
+    """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
+
+    blamed: client -> why its own answer to its question was first refused, for what no honest client does.
+    """
 
     round: int
     read: Callable[[Any], Any]
     refused: Counter[str] = field(default_factory=Counter)
+    blamed: dict[int, str] = field(default_factory=dict)
     _open: dict[str, Slip] = field(default_factory=dict)
     _closed: dict[str, Slip] = field(default_factory=dict)
 
@@ -61,6 +65,9 @@ class Desk:
             return self._checked(reply)
         except Malformed as fault:
             self.refused[fault.reason] += 1
+            slip = self._closed.get(reply.metadata.reply_to_message_id)
+            if slip is not None and reply.metadata.src_node_id == slip.node and fault.reason in PROTOCOL_FAULTS:
+                self.blamed.setdefault(slip.client, fault.reason)
             return None
 
     def _checked(self, reply: Any) -> tuple[int, Any]:

@@ -31,6 +31,10 @@ test = "{test}"
 answer-seconds = 600.0
 start-seconds = 600.0
 wait-for-nodes = {nodes}
+# Secure aggregation: stop after so many charged rounds in a row without a result; ask a client no more that was
+# excluded for a lie so many times.
+abort-limit = 3
+exclusion-limit = 3
 """
 
 APP = '''\

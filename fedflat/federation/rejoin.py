@@ -2,7 +2,8 @@
 
 A SuperNode that ends in order signs off. One that was killed cannot, and Flower refuses a second one under its key
 until two heartbeat intervals (of 30 s, fixed in Flower 1.41) have passed since its last sign of life. This program
-signs off for it, with its own key. Run it before a restart; it does nothing harmful if there is nothing to sign off.
+signs off for it, with its own key, and deletes what a secure aggregation left on its disk. Run it before a restart; it
+does nothing harmful if there is nothing to sign off.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     def work() -> int:
-        node = Store(given.state).node()
+        store = Store(given.state)
+        with store.alone():
+            store.end_session()  # of a secure aggregation that goes on without this client
+        node = store.node()
         if node is None:
             print("this client has never been asked anything: nothing to sign off")
             return 0

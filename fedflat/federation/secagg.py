@@ -1,10 +1,12 @@
 """Secure aggregation: a server learns the sum of whole-number vectors modulo 2^bits, and no single one of them.
 
 The protocol of Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (Figure 4,
-with the underlined parts, against a server that lies), on primitives of the ``cryptography`` library. Five steps:
+with the underlined parts, against a server that lies), on primitives of the ``cryptography`` library; with verifiable
+shares, so that a client that lies is found out, by number, and no other is blamed. The steps:
 
 0. every client makes three key pairs and signs the public halves;
-1. it splits its mask secret and a fresh seed b into shares, one for every client, encrypted to each;
+1. it deals shares of its mask secret and of a fresh seed b, one for every client, encrypted and signed
+   (``fedflat.federation.dealing``); every client checks what it was dealt, and whoever dealt falsely is left out;
 2. it adds PRG(b) and, with each other client, ±PRG(their common secret) to its vector, and sends that;
 3. it signs what it was told so far, and who sent a vector (``fedflat.federation.consistency``);
 4. if enough others signed the same: for clients that sent a vector it gives its shares of b, for those that did not,
@@ -18,26 +20,29 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    ECDH,
+    ECDSA,
+    EllipticCurvePrivateKey,
+    EllipticCurvePublicKey,
+    derive_private_key,
+)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fedflat.core.checks import RunError
 from fedflat.core.discrete import SecureBits
+from fedflat.federation import sharing
+from fedflat.federation.sharing import Point
 
 Vector = NDArray[np.int64]
-PRIME = 2**256 + 297
-"""The smallest prime above 2^256: the field of the shares of 32-byte secrets."""
-SHARE_BYTES = 33
 
 
 class Aborted(RunError):
@@ -46,8 +51,8 @@ class Aborted(RunError):
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """What a client makes known: ``seal`` (others encrypt shares to it) and ``mask`` (X25519), ``sign`` (Ed25519), each
-    32 bytes, and its signature of all three.
+    """What a client makes known: ``seal`` (X25519; others encrypt shares to it), ``mask`` (P-256, compressed; shares of
+    its secret can be verified against it), ``sign`` (Ed25519), and its signature of all three.
     """
 
     seal: bytes
@@ -55,9 +60,19 @@ class PublicKeys:
     sign: bytes
     signature: bytes
 
+    @classmethod
+    def of(cls, halves: bytes, signature: bytes) -> PublicKeys:
+        """From the three keys one after the other."""
+        return cls(halves[:32], halves[32:65], halves[65:], signature)
+
+    @property
+    def halves(self) -> bytes:
+        """The three keys, one after the other."""
+        return self.seal + self.mask + self.sign
+
     def signed(self, context: bytes, client: int) -> bytes:
         """The bytes that are signed."""
-        return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.seal + self.mask + self.sign
+        return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.halves
 
 
 @dataclass(frozen=True)
@@ -81,22 +96,27 @@ class Secrets:
 
     @classmethod
     def fresh(cls, client: int, context: bytes) -> Secrets:
-        """New secrets from the operating system."""
-        return cls(client, context, *(secrets.token_bytes(32) for _ in range(4)))
+        """New secrets from the operating system; mask and seed are scalars of P-256."""
+        mask, seed = (sharing.fresh_scalar().to_bytes(32, "big") for _ in range(2))
+        return cls(client, context, secrets.token_bytes(32), mask, seed, secrets.token_bytes(32))
+
+    @property
+    def halves(self) -> bytes:
+        """The public halves, as ``PublicKeys.halves``."""
+        seal = X25519PrivateKey.from_private_bytes(self.seal).public_key().public_bytes_raw()
+        mask = sharing.public_half(int.from_bytes(self.mask, "big"))
+        return seal + mask + Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
 
     def public(self, key: EllipticCurvePrivateKey) -> PublicKeys:
         """Step 0: the public halves, signed with the key that the roster knows."""
-        seal, mask = (
-            X25519PrivateKey.from_private_bytes(s).public_key().public_bytes_raw() for s in (self.seal, self.mask)
-        )
-        sign = Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
-        bare = PublicKeys(seal, mask, sign, b"")
-        return PublicKeys(seal, mask, sign, key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
+        bare = PublicKeys.of(self.halves, b"")
+        return replace(bare, signature=key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
 
 
 def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePublicKey], context: bytes) -> None:
-    """Raise Aborted unless every client's keys carry its own signature for this session, are points that give a common
-    secret, and no key appears twice.
+    """Raise Aborted unless every client's keys carry its own signature for this session, and give common secrets.
+
+    Two clients in league may show one key: whatever is made with a key is bound to the numbers of its clients too.
     """
     for client, public in keys.items():
         if client not in known:
@@ -105,40 +125,15 @@ def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePubl
             known[client].verify(public.signature, public.signed(context, client), ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise Aborted("keys without their client's signature") from None
-        for key in (public.seal, public.mask):
-            agreed(secrets.token_bytes(32), key, b"trial")
-    if min(len({public.mask for public in keys.values()}), len({public.sign for public in keys.values()})) < len(keys):
-        raise Aborted("one key for two clients")
+        agreed(secrets.token_bytes(32), public.seal, b"trial")
+        _mask_point(public.mask)
 
 
-def split(secret: bytes, threshold: int, holders: Iterable[int]) -> dict[int, int]:
-    """Shamir's shares of a 32-byte secret: any ``threshold`` of them give it, fewer say nothing. Holder -> share."""
-    coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
-
-    def at(x: int) -> int:
-        value = 0
-        for coefficient in reversed(coefficients):
-            value = (value * x + coefficient) % PRIME
-        return value
-
-    return {holder: at(holder + 1) for holder in holders}
-
-
-def combine(shares: Mapping[int, int]) -> bytes:
-    """The secret from shares (holder -> share), by Lagrange's formula at 0; Aborted if they are of no 32-byte
-    secret.
-    """
-    total = 0
-    for holder, share in shares.items():
-        top, bottom = 1, 1
-        for other in shares:
-            if other != holder:
-                top = top * (other + 1) % PRIME
-                bottom = bottom * (other - holder) % PRIME
-        total = (total + share * top * pow(bottom, -1, PRIME)) % PRIME
-    if total >= 2**256:
-        raise Aborted("shares that do not belong together")
-    return total.to_bytes(32, "big")
+def _mask_point(key: bytes) -> EllipticCurvePublicKey:
+    try:
+        return EllipticCurvePublicKey.from_encoded_point(sharing.CURVE, key)
+    except ValueError:
+        raise Aborted("a key that gives no common secret") from None
 
 
 def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
@@ -147,6 +142,10 @@ def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
         common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
         raise Aborted("a key that gives no common secret") from None
+    return _derived(common, purpose)
+
+
+def _derived(common: bytes, purpose: bytes) -> bytes:
     return HKDF(hashes.SHA256(), 32, None, b"fedflat secure aggregation " + purpose).derive(common)
 
 
@@ -154,46 +153,6 @@ def prg(seed: bytes, size: int, bits: int) -> Vector:
     """A mask ``(size,)`` of uniform whole numbers in [0, 2^bits): AES-256-CTR."""
     words = SecureBits(seed, "secure aggregation mask").integers64(size)
     return (words & np.uint64((1 << bits) - 1)).astype(np.int64)
-
-
-def _box(
-    own: Secrets, keys: Mapping[int, PublicKeys], other: int, sender: int, receiver: int
-) -> tuple[Any, bytes, bytes]:
-    """Cipher, nonce and associated data of the box that ``sender`` makes for ``receiver``; each key is used once."""
-    ends = sender.to_bytes(8, "big") + receiver.to_bytes(8, "big")
-    key = agreed(own.seal, keys[other].seal, b"box" + own.context + ends)
-    return ChaCha20Poly1305(key), bytes(12), own.context + ends
-
-
-def seal_shares(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[dict[int, bytes], Shares]:
-    """Step 1: boxes with shares for every other client of ``keys``, and the shares that the client keeps itself.
-
-    A threshold of half the clients or less is refused: one half could be asked for b and the other for the mask secret.
-    """
-    if len(keys) < threshold or own.client not in keys:
-        raise Aborted("too few clients")
-    if 2 * threshold <= len(keys):
-        raise Aborted("a threshold that is no majority")
-    seed, mask = (split(secret, threshold, keys) for secret in (own.seed, own.mask))
-    boxes = {}
-    for other in keys:
-        if other != own.client:
-            cipher, nonce, bound = _box(own, keys, other, own.client, other)
-            text = seed[other].to_bytes(SHARE_BYTES, "big") + mask[other].to_bytes(SHARE_BYTES, "big")
-            boxes[other] = cipher.encrypt(nonce, text, bound)
-    return boxes, Shares(seed[own.client], mask[own.client])
-
-
-def open_box(own: Secrets, keys: Mapping[int, PublicKeys], sender: int, box: bytes) -> Shares:
-    """The shares in a box from another client; Aborted if it is not from that client, for this one, in this session."""
-    cipher, nonce, bound = _box(own, keys, sender, sender, own.client)
-    try:
-        text = cipher.decrypt(nonce, box, bound)
-    except InvalidTag:
-        raise Aborted("a box that does not open") from None
-    if len(text) != 2 * SHARE_BYTES:
-        raise Aborted("a box of another size")
-    return Shares(int.from_bytes(text[:SHARE_BYTES], "big"), int.from_bytes(text[SHARE_BYTES:], "big"))
 
 
 def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], vector: Vector, bits: int) -> Vector:
@@ -208,7 +167,12 @@ def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], 
 
 
 def _pair_mask(secret: bytes, client: int, key: bytes, other: int, context: bytes, size: int, bits: int) -> Vector:
-    mask = prg(agreed(secret, key, b"mask" + context), size, bits)
+    """±PRG of two clients' common secret; bound to both numbers, or a second client with the same key, or with its
+    negative, would cancel the first one's mask.
+    """
+    common = derive_private_key(int.from_bytes(secret, "big"), sharing.CURVE).exchange(ECDH(), _mask_point(key))
+    pair = b"".join(number.to_bytes(8, "big") for number in sorted((client, other)))
+    mask = prg(_derived(common, b"mask" + context + pair), size, bits)
     return mask if client < other else -mask
 
 
@@ -236,18 +200,23 @@ def reveal(own: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> 
 
 @dataclass
 class Collector:
-    """The server's side: what it keeps is one running sum, public keys and shares. Memory O(d + n²)."""
+    """The server's side: what it keeps is one running sum, public keys, commitments and shares. Memory O(d + n²).
+
+    points: client -> commitments to its seed and to its mask secret. false: who gave false shares, by number.
+    """
 
     context: bytes
     size: int
     bits: int
     threshold: int
     keys: dict[int, PublicKeys] = field(default_factory=dict)
+    points: dict[int, tuple[list[Point], list[Point]]] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
     survivors: set[int] = field(default_factory=set)
     signatures: dict[int, bytes] = field(default_factory=dict)
     seeds: dict[int, dict[int, int]] = field(default_factory=dict)
     masks: dict[int, dict[int, int]] = field(default_factory=dict)
+    false: set[int] = field(default_factory=set)
     total: Vector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -273,24 +242,32 @@ class Collector:
         return True
 
     def result(self) -> Vector:
-        """The sum of the survivors' vectors modulo 2^bits ``(d,)``; Aborted if too few gave shares, or false ones.
+        """The sum of the survivors' vectors modulo 2^bits ``(d,)``; Aborted if too few gave true shares.
 
         Nobody sees one vector, so nobody can clip it: clients bound their own, and a hostile one's is anything.
         """
         total = self.total.copy()
         for client in sorted(self.survivors):
-            total -= prg(self._secret(self.seeds.get(client, {})), self.size, self.bits)
+            secret = self._secret(self.points[client][0], self.seeds.get(client, {}))
+            total -= prg(secret, self.size, self.bits)
         for client in sorted(self.shared - self.survivors):
-            secret = self._secret(self.masks.get(client, {}))
-            if X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw() != self.keys[client].mask:
-                raise Aborted("shares of another secret")
+            secret = self._secret(self.points[client][1], self.masks.get(client, {}))
             for other in sorted(self.survivors):  # what the survivors added for it is still in the sum
                 key = self.keys[other].mask
                 total += _pair_mask(secret, client, key, other, self.context, self.size, self.bits)
         return wrap(total, self.bits)
 
-    def _secret(self, shares: Mapping[int, int]) -> bytes:
-        if len(shares) < self.threshold:
-            raise Aborted("too few clients")
-        chosen = sorted(shares)[: self.threshold]
-        return combine({holder: shares[holder] for holder in chosen})
+    def _secret(self, points: list[Point], shares: Mapping[int, int]) -> bytes:
+        """The committed secret. If all shares are of one polynomial with that secret, none is examined further."""
+        self.enough(set(shares))
+        chosen = self._first(shares)
+        whole = all(sharing.value_at(chosen, holder + 1) == share for holder, share in shares.items())
+        if not whole or not sharing.is_share(points[:1], 0, sharing.value_at(chosen, 0)):
+            true = {holder: share for holder, share in shares.items() if sharing.is_share(points, holder, share)}
+            self.false |= set(shares) - set(true)
+            self.enough(set(true))
+            chosen = self._first(true)
+        return sharing.value_at(chosen, 0).to_bytes(32, "big")
+
+    def _first(self, shares: Mapping[int, int]) -> dict[int, int]:
+        return {holder: shares[holder] for holder in sorted(shares)[: self.threshold]}

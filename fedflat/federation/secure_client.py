@@ -1,8 +1,9 @@
-"""The client's side of secure aggregation: five answers a round, its secrets between them on its own disk.
+"""The client's side of secure aggregation: an answer to each step, its secrets between them on its own disk.
 
 A step is answered once, in order, in one session; at most one masked vector leaves a client in a round, so that a
 server that starts a round again learns no second sum of it. The client counts for itself: it reveals shares only for
 sums with at least n_min honest vectors in them, and only after enough others signed that they were told the same.
+A step that it cannot answer, or the server's word that the session is over, deletes the secrets at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
-from fedflat.federation import consistency, secagg, stages
+from fedflat.federation import consistency, dealing, secagg, stages
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.secagg import PublicKeys, Secrets, Shares
 from fedflat.federation.task import Task
@@ -28,7 +29,6 @@ from fedflat.pieces.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
 _SECRETS = ("seal", "mask", "seed", "sign")
-ORDER = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.CONSENT, stages.REVEAL)
 
 
 def threshold_of(plan: Plan, clients: int) -> int:
@@ -75,16 +75,30 @@ def answer_stage(client: Client, content: Any) -> Any:
             nonce_of(facts),
             stages.session_of(facts),
         )
-        if stage not in ORDER:
+        if stage not in _STEPS and stage != stages.END:
             raise Malformed("form")
         _check(client, facts, round)
+        if stage == stages.END:
+            if client.store.session().get("session") != session.hex():
+                client.store.end_session()
+            return stages.write_reply(round, nonce, {})
         state = _opened(client, str(stage), round, session)
-        done, vector = _STEPS[str(stage)](client, content, state)
+        done, vector = _answered(client, content, str(stage), state)
     except Malformed as fault:
         raise Refused(f"the server's message is malformed: {fault.reason}") from fault
     except secagg.Aborted as fault:
         raise Refused(f"secure aggregation: {fault}") from fault
     return stages.write_reply(round, nonce, done, vector)
+
+
+def _answered(client: Client, content: Any, stage: str, state: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
+    """One step's answer. If it fails, the session is over for this client, and so are its secrets."""
+    try:
+        found: tuple[dict[str, bytes], Any] = _STEPS[stage](client, content, state)
+    except BaseException:
+        client.store.end_session()
+        raise
+    return found
 
 
 def _check(client: Client, facts: Any, round: int) -> None:
@@ -106,7 +120,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     state = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise Refused("a step of a session that is not open")
-    if state.get("stage") != ORDER[ORDER.index(stage) - 1]:
+    if state.get("stage") not in stages.BEFORE[stage]:
         raise Refused(f"step {stage} after step {state.get('stage')}")
     if stage == stages.VECTOR and client.store.took_part(round):  # killed after it noted that the vector leaves
         raise Refused(f"this client's vector of round {round} has left already")
@@ -138,29 +152,72 @@ def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> tuple[dic
 def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
     own, keys = _own(client, state), stages.read_keys(content[FACTS].get("keys"))
     secagg.verify(keys, known_keys(client.task), own.context)
+    if client.number not in keys or keys[client.number].halves != own.halves:
+        raise secagg.Aborted("other keys of this client than it gave")
     threshold = threshold_of(client.job.parts.plan, len(keys))
-    boxes, kept = secagg.seal_shares(own, keys, threshold)
+    dealt, kept = dealing.deal(own, keys, threshold)
     held = stages.write_keys(keys).hex()
     client.store.keep_session(
         {**state, "stage": stages.SHARES, "keys": held, "threshold": threshold, "own": [str(kept.seed), str(kept.mask)]}
     )
-    return {"boxes": stages.write_map(boxes)}, None
+    return {"commitments": dealt.commitments, "boxes": stages.write_map(dealt.boxes)}, None
+
+
+def _complain(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+    """Signed complaints about those who dealt this client no true shares.
+
+    A box that its dealer did not sign is the server's doing: no complaint, no further step.
+    """
+    own, keys = _own(client, state), _keys(state)
+    boxes = stages.read_map(content[FACTS].get("boxes"), stages.SIGNED_BOX_BYTES)
+    commitments = stages.read_map(content[FACTS].get("commitments"))
+    if set(commitments) != set(boxes) or not set(boxes) <= set(keys) - {client.number}:
+        raise secagg.Aborted("boxes that cannot be")
+    if len(boxes) + 1 < state["threshold"]:
+        raise secagg.Aborted("too few clients")
+    seen = dealing.keys_seen(own.context, keys)
+    shares, complaints = {client.number: Shares(*(int(text) for text in state["own"]))}, {}
+    for sender, box in boxes.items():
+        told = commitments[sender]
+        if not dealing.is_dealt(keys[sender], seen, sender, client.number, told, box):
+            raise secagg.Aborted("a box that its sender did not sign")
+        try:
+            points = dealing.points_of(keys[sender], told, state["threshold"])
+            shares[sender] = dealing.open_box(own, sender, box, points)
+        except secagg.Aborted:
+            complaints[sender] = dealing.complaint(own, seen, sender)
+    held = {str(i): [str(found.seed), str(found.mask)] for i, found in shares.items()}
+    client.store.keep_session({**state, "stage": stages.CHECK, "shares": held})
+    return {"complaints": stages.write_map(complaints)}, None
+
+
+def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+    """The keys of those boxes that their receivers complain about, with their signatures; of no other."""
+    own, keys = _own(client, state), _keys(state)
+    complaints = stages.read_map(content[FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
+    seen = dealing.keys_seen(own.context, keys)
+    for receiver, signature in complaints.items():
+        if receiver not in keys or receiver == client.number:
+            raise secagg.Aborted("a complaint that cannot be")
+        if not dealing.is_complaint(keys[receiver], seen, receiver, client.number, signature):
+            raise secagg.Aborted("a complaint without its client's signature")
+    client.store.keep_session({**state, "stage": stages.ANSWER})
+    return {"keys": stages.write_map({receiver: dealing.key_of_box(own, receiver) for receiver in complaints})}, None
 
 
 def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], np.ndarray]:
+    """The masked vector, for those that the server still counts: the secrets of all of them can be put together."""
     own, keys = _own(client, state), _keys(state)
-    boxes = stages.read_map(content[FACTS].get("boxes"), stages.BOX_BYTES)
-    if not set(boxes) <= set(keys) - {client.number} or len(boxes) + 1 < state["threshold"]:
-        raise secagg.Aborted("too few clients")
-    shares = {sender: secagg.open_box(own, keys, sender, box) for sender, box in boxes.items()}
-    shares[client.number] = Shares(*(int(text) for text in state["own"]))
+    shared = set(stages.read_map(content[FACTS].get("shared"), 0))
+    if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
+        raise secagg.Aborted("too few clients, or others than dealt true shares")
     ask = read_ask(content, client.job.parts.layout.dimension)
     client.check(ask)
-    held = {str(i): [str(found.seed), str(found.mask)] for i, found in shares.items()}
+    held = {str(i): state["shares"][str(i)] for i in shared}
     vector = _encoded(client, ask.broadcast)
     client.store.note_participation(state["round"])
     client.store.keep_session({**state, "stage": stages.VECTOR, "shares": held})
-    return {}, secagg.masked(own, keys, shares, vector, _mechanism(client).bits)
+    return {}, secagg.masked(own, keys, shared, vector, _mechanism(client).bits)
 
 
 def _mechanism(client: Client) -> DistributedDiscreteGaussian:
@@ -210,6 +267,8 @@ def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[s
 _STEPS: dict[str, Any] = {
     stages.KEYS: _give_keys,
     stages.SHARES: _give_shares,
+    stages.CHECK: _complain,
+    stages.ANSWER: _answer_complaints,
     stages.VECTOR: _give_vector,
     stages.CONSENT: _consent,
     stages.REVEAL: _reveal,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, whole, wrong
 from fedflat.core.rng import fresh_key
 from fedflat.engine import checkpoint, keys
 from fedflat.engine.choose import one_thread
@@ -29,8 +29,10 @@ from fedflat.engine.opening import Opening
 from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.claims import deployment_statement
+from fedflat.federation.culprits import Culprits
+from fedflat.federation.noise_shares import ClientShares
 from fedflat.federation.roster import Roster
-from fedflat.federation.secure_rounds import ClientShares, SecureFlower
+from fedflat.federation.secure_rounds import SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Task, check_deployable
 from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals, return_large_blocks
@@ -49,7 +51,9 @@ ENDED = "ended.json"
 class Settings:
     """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
     wait
-    for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients."""
+    for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients. Under secure
+    aggregation, ``abort_limit``: the run stops after so many charged rounds in a row without a result;
+    ``exclusion_limit``: a client that was excluded so often is asked no more."""
 
     out: Path
     test: Path | None = None
@@ -57,6 +61,12 @@ class Settings:
     nodes: int = 1
     start_seconds: float = 600.0
     poll: float = POLL_SECONDS
+    abort_limit: int = 3
+    exclusion_limit: int = 3
+
+    def __post_init__(self) -> None:
+        whole("abort-limit", self.abort_limit, 1)
+        whole("exclusion-limit", self.exclusion_limit, 1)
 
     @classmethod
     def of(cls, config: Any) -> Settings:
@@ -68,6 +78,8 @@ class Settings:
             float(config.get("answer-seconds", 600.0)),
             int(config.get("wait-for-nodes", 1)),
             float(config.get("start-seconds", 600.0)),
+            abort_limit=config.get("abort-limit", 3),
+            exclusion_limit=config.get("exclusion-limit", 3),
         )
 
 
@@ -99,13 +111,17 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
 
 
 def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusals) -> Flower:
-    """What asks the clients: one exchange a round, or five under secure aggregation."""
+    """What asks the clients: one exchange a round, or the steps of secure aggregation."""
     dimension, seconds = job.parts.layout.dimension, settings.answer_seconds
     common = (grid, task.roster, task.pin, dimension, seconds, counts.note)
     if not isinstance(job.parts.mechanism, ClientShares):
         return Flower(*common, poll=settings.poll)
     mechanism = job.parts.mechanism.inner.mechanism
-    return SecureFlower(*common, poll=settings.poll, task=task, plan=job.parts.plan, mechanism=mechanism)
+    culprits = Culprits(counts.path.with_suffix(".excluded.jsonl"), settings.exclusion_limit, settings.abort_limit)
+    return SecureFlower(
+        *common, poll=settings.poll, task=task, plan=job.parts.plan, mechanism=mechanism, culprits=culprits,
+        left_open=(settings.out / LEDGER).exists(),
+    )  # fmt: skip
 
 
 def _train(job: Job) -> Outcome:

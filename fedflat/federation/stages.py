@@ -1,4 +1,4 @@
-"""What travels in the five steps of secure aggregation: public facts, and maps from client numbers to bytes."""
+"""What travels in the steps of secure aggregation: public facts, and maps from client numbers to bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import numpy as np
 
 from fedflat.core.types import Broadcast
 from fedflat.federation import wire
+from fedflat.federation.dealing import BOX_BYTES, SIGNATURE_BYTES
 from fedflat.federation.desk import Slip
-from fedflat.federation.secagg import SHARE_BYTES, PublicKeys
+from fedflat.federation.secagg import PublicKeys
+from fedflat.federation.sharing import POINT_BYTES, SHARE_BYTES
 from fedflat.federation.wire import FACTS, Malformed, nonce_of, number
 
-KEYS, SHARES, VECTOR, CONSENT, REVEAL = "keys", "shares", "vector", "consent", "reveal"
+KEYS, SHARES, CHECK, ANSWER = "keys", "shares", "check", "answer"
+VECTOR, CONSENT, REVEAL, END = "vector", "consent", "reveal", "end"
+BEFORE = {SHARES: (KEYS,), CHECK: (SHARES,), ANSWER: (CHECK,), VECTOR: (CHECK, ANSWER), CONSENT: (VECTOR,),
+          REVEAL: (CONSENT,)}  # fmt: skip
+"""What a client must have answered last. ANSWER is asked of accused dealers only; END, at any time, makes it forget
+every session but the one that is named."""
 SESSION_BYTES = 16
-KEY_BYTES = 96
-BOX_BYTES = 2 * SHARE_BYTES + 16
+KEY_BYTES = 64 + POINT_BYTES
+SIGNED_BOX_BYTES = BOX_BYTES + SIGNATURE_BYTES
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,10 @@ class StageAnswer:
 
 
 def write_map(values: Mapping[int, bytes]) -> bytes:
-    """Client numbers and values as one byte string: number (8), length (2), value."""
+    """Client numbers and values as one byte string: number (8), length (4), value."""
     parts = []
     for client, value in sorted(values.items()):
-        parts += [client.to_bytes(8, "big"), len(value).to_bytes(2, "big"), value]
+        parts += [client.to_bytes(8, "big"), len(value).to_bytes(4, "big"), value]
     return b"".join(parts)
 
 
@@ -49,18 +56,18 @@ def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
     while place < len(data):
         client, length = (
             int.from_bytes(data[place : place + 8], "big"),
-            int.from_bytes(data[place + 8 : place + 10], "big"),
+            int.from_bytes(data[place + 8 : place + 12], "big"),
         )
-        value = data[place + 10 : place + 10 + length]
+        value = data[place + 12 : place + 12 + length]
         if client <= last or len(value) != length or (size is not None and length != size):
             raise Malformed("form")
-        found[client], last, place = value, client, place + 10 + length
+        found[client], last, place = value, client, place + 12 + length
     return found
 
 
 def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
     """Public keys of clients."""
-    return write_map({client: key.seal + key.mask + key.sign + key.signature for client, key in keys.items()})
+    return write_map({client: key.halves + key.signature for client, key in keys.items()})
 
 
 def read_keys(data: Any) -> dict[int, PublicKeys]:
@@ -68,7 +75,7 @@ def read_keys(data: Any) -> dict[int, PublicKeys]:
     found = read_map(data)
     if any(len(value) <= KEY_BYTES for value in found.values()):
         raise Malformed("form")
-    return {i: PublicKeys(v[:32], v[32:64], v[64:KEY_BYTES], v[KEY_BYTES:]) for i, v in found.items()}
+    return {i: PublicKeys.of(value[:KEY_BYTES], value[KEY_BYTES:]) for i, value in found.items()}
 
 
 def write_numbers(values: Mapping[int, int]) -> bytes:

@@ -122,8 +122,9 @@ class Store:
         return found
 
     def end_session(self) -> None:
-        """Forget a session's secrets."""
-        (self.folder / SESSION).unlink(missing_ok=True)
+        """Forget a session's secrets, also in a file that a kill left half written."""
+        for name in (SESSION, SESSION + ".part"):
+            (self.folder / name).unlink(missing_ok=True)
 
     def node(self) -> int | None:
         """Flower's number of this client's SuperNode, if it was ever asked anything."""

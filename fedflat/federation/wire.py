@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedflat.core.types import Broadcast
 
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 16
 ARRAYS, FACTS = "arrays", "facts"
 NPY = "numpy.ndarray"

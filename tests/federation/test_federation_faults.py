@@ -440,6 +440,8 @@ def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path, m
         """The client in a process of its own that may write no file."""
         from flwr.app import Error, Message
 
+        if message.content["facts"].get("stage") == "end":
+            return None  # nothing is asked with it
         ours, theirs = FORK.Pipe()
 
         def work() -> None:

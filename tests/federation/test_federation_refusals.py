@@ -96,7 +96,7 @@ BAD_CONTENT: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "no facts": ("form", lambda c: RecordDict({"arrays": c["arrays"]})),
     "no arrays": ("form", lambda c: RecordDict({"facts": c["facts"]})),
     "another record": ("form", lambda c: RecordDict({**c, "extra": ConfigRecord({"x": 1})})),
-    "another protocol": ("protocol", lambda c: with_facts(c, protocol=2)),
+    "another protocol": ("protocol", lambda c: with_facts(c, protocol=wire.PROTOCOL + 1)),
     "no nonce": ("form", lambda c: with_facts(c, nonce=None)),
     "short nonce": ("form", lambda c: with_facts(c, nonce=b"x")),
     "nonce as text": ("form", lambda c: with_facts(c, nonce="x" * 16)),

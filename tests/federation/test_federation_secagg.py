@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation import consistency, secagg
+from fedflat.federation import consistency, dealing, secagg, sharing
 from fedflat.federation.secagg import Aborted, Collector, PublicKeys, Secrets, Shares
 
 BITS, SIZE = 16, 300
@@ -38,16 +38,20 @@ def run(
     server.keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
     server.enough(set(server.keys))
     secagg.verify(server.keys, KNOWN, CONTEXT)
-    boxes, held = {}, {}
+    told = dealing.keys_seen(CONTEXT, server.keys)
+    deals, held = {}, {}
     for i, own in everybody.items():
         if i not in no_shares:
-            boxes[i], kept = secagg.seal_shares(own, server.keys, threshold)
+            deals[i], kept = dealing.deal(own, server.keys, threshold)
+            server.points[i] = dealing.points_of(server.keys[i], deals[i].commitments, threshold)
             held[i] = {i: kept}
-    server.shared = set(boxes)
+    server.shared = set(deals)
     server.enough(server.shared)
     for i in server.shared - set(no_vector):
         for j in server.shared - {i}:
-            held[i][j] = secagg.open_box(everybody[i], server.keys, j, boxes[j][i])
+            box = deals[j].boxes[i]
+            assert dealing.is_dealt(server.keys[j], told, j, i, deals[j].commitments, box)
+            held[i][j] = dealing.open_box(everybody[i], j, box, server.points[j])
         server.add(i, secagg.masked(everybody[i], server.keys, server.shared, inputs[i], BITS))
     server.enough(server.survivors)
     seen = consistency.transcript(CONTEXT, server.keys, server.shared, server.survivors)
@@ -94,19 +98,14 @@ def test_two_clients() -> None:
 
 
 def test_shamir_any_threshold_of_shares_and_no_fewer() -> None:
-    secret = bytes(range(32))
-    shares = secagg.split(secret, 3, range(6))
+    secret = int.from_bytes(bytes(range(32)), "big")
+    shares, _ = sharing.split(secret, 3, range(6))
     for chosen in ((0, 1, 2), (5, 3, 1), (0, 2, 4, 5)):
-        assert secagg.combine({i: shares[i] for i in chosen}) == secret
-    tries = []
-    for _ in range(20):
-        fresh = secagg.split(secret, 3, range(6))
-        try:
-            tries.append(secagg.combine({i: fresh[i] for i in (0, 1)}))
-        except Aborted:
-            continue
-    assert secret not in tries
-    assert secagg.combine(secagg.split(b"\xff" * 32, 1, [4])) == b"\xff" * 32
+        assert sharing.value_at({i: shares[i] for i in chosen}, 0) == secret
+        assert sharing.value_at({i: shares[i] for i in chosen}, 4) == shares[3]
+    fresh = [sharing.split(secret, 3, range(6))[0] for _ in range(20)]
+    assert secret not in [sharing.value_at({i: found[i] for i in (0, 1)}, 0) for found in fresh]
+    assert sharing.value_at(sharing.split(sharing.ORDER - 1, 1, [4])[0], 0) == sharing.ORDER - 1
 
 
 def test_a_masked_vector_looks_the_same_whatever_the_input() -> None:
@@ -169,8 +168,9 @@ def test_a_point_of_low_order_is_refused_at_the_door() -> None:
     from cryptography.hazmat.primitives import hashes
 
     whole = Secrets.fresh(0, CONTEXT).public(SIGNERS[0])
-    for low in (bytes(32), b"\x01" + bytes(31)):
-        for seal, mask in ((low, whole.mask), (whole.seal, low)):
+    low, none = (bytes(32), b"\x01" + bytes(31)), (bytes(33), b"\x02" + b"\xff" * 32, b"\x04" + bytes(32))
+    for bad in [*((seal, whole.mask) for seal in low), *((whole.seal, mask) for mask in none)]:
+        for seal, mask in (bad,):
             bare = PublicKeys(seal, mask, whole.sign, b"")
             signed = SIGNERS[0].sign(bare.signed(CONTEXT, 0), ec.ECDSA(hashes.SHA384()))
             with pytest.raises(Aborted, match="no common secret"):
@@ -182,11 +182,13 @@ def test_a_threshold_that_is_no_majority_is_refused() -> None:
     everybody = {i: Secrets.fresh(i, CONTEXT) for i in range(4)}
     keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
     with pytest.raises(Aborted, match="no majority"):
-        secagg.seal_shares(everybody[0], keys, 2)
+        dealing.deal(everybody[0], keys, 2)
     vector = vectors([0])[0]
     sent = secagg.masked(everybody[0], keys, keys, vector, BITS)
-    seed, mask = (secagg.split(secret, 2, keys) for secret in (everybody[0].seed, everybody[0].mask))  # the twin's
-    seeds, masks = secagg.combine({i: seed[i] for i in (0, 1)}), secagg.combine({i: mask[i] for i in (2, 3)})
+    secrets = (int.from_bytes(secret, "big") for secret in (everybody[0].seed, everybody[0].mask))
+    seed, mask = (sharing.split(secret, 2, keys)[0] for secret in secrets)  # the twin's
+    halves = ({i: seed[i] for i in (0, 1)}, {i: mask[i] for i in (2, 3)})
+    seeds, masks = (sharing.value_at(half, 0).to_bytes(32, "big") for half in halves)
     read = sent - secagg.prg(seeds, SIZE, BITS)
     for other in (1, 2, 3):
         read = read - secagg._pair_mask(masks, 0, keys[other].mask, other, CONTEXT, SIZE, BITS)
@@ -196,25 +198,33 @@ def test_a_threshold_that_is_no_majority_is_refused() -> None:
 def test_a_box_opens_for_its_receiver_from_its_sender_in_its_session_only() -> None:
     everybody = {i: Secrets.fresh(i, CONTEXT) for i in range(3)}
     keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
-    boxes, _ = secagg.seal_shares(everybody[0], keys, 2)
-    assert isinstance(secagg.open_box(everybody[1], keys, 0, boxes[1]), Shares)
-    for receiver, sender, box in ((2, 0, boxes[1]), (1, 2, boxes[1]), (1, 0, boxes[2]), (1, 0, boxes[1][:-1] + b"x")):
+    dealt, _ = dealing.deal(everybody[0], keys, 2)
+    boxes, points = dealt.boxes, dealing.points_of(keys[0], dealt.commitments, 2)
+    assert isinstance(dealing.open_box(everybody[1], 0, boxes[1], points), Shares)
+    spoilt = boxes[1][:50] + bytes([boxes[1][50] ^ 1]) + boxes[1][51:]
+    for receiver, sender, box in ((2, 0, boxes[1]), (1, 2, boxes[1]), (1, 0, boxes[2]), (1, 0, spoilt)):
         with pytest.raises(Aborted):
-            secagg.open_box(everybody[receiver], keys, sender, box)
+            dealing.open_box(everybody[receiver], sender, box, points)
+        assert not dealing.is_dealt(
+            keys[sender], dealing.keys_seen(CONTEXT, keys), sender, receiver, dealt.commitments, box
+        )
     moved = Secrets(1, b"another", everybody[1].seal, everybody[1].mask, everybody[1].seed, everybody[1].sign)
     with pytest.raises(Aborted):
-        secagg.open_box(moved, keys, 0, boxes[1])
+        dealing.open_box(moved, 0, boxes[1], points)
 
 
-def test_false_shares_give_no_result_or_a_wrong_one_but_no_input() -> None:
+def test_false_shares_give_no_result_and_name_their_holders() -> None:
     server = Collector(CONTEXT, SIZE, BITS, 2)
     everybody = {i: Secrets.fresh(i, CONTEXT) for i in range(3)}
     server.keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
     server.shared = {0, 1, 2}
+    for i, own in everybody.items():
+        server.points[i] = dealing.points_of(server.keys[i], dealing.deal(own, server.keys, 2)[0].commitments, 2)
     for i in (0, 1):
         server.add(i, secagg.masked(everybody[i], server.keys, server.keys, vectors([i])[i], BITS))
     assert not server.take_shares(0, {0: 1}, {2: 1})
     for holder in (0, 1):
         assert server.take_shares(holder, {0: 1, 1: 2}, {2: 5})
-    with pytest.raises(Aborted, match="another secret"):
+    with pytest.raises(Aborted, match="too few"):
         server.result()
+    assert server.false == {0, 1}

@@ -29,7 +29,7 @@ from fedflat.federation.server import serve
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
-STEPS = (stages.KEYS, stages.SHARES, stages.VECTOR, stages.CONSENT, stages.REVEAL)
+STEPS = (stages.KEYS, stages.SHARES, stages.CHECK, stages.VECTOR, stages.CONSENT, stages.REVEAL)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,8 @@ def silent_from(client: Client, stage: str) -> Callable[[Any], Any]:
     """A client that drops out before a step."""
 
     def handle(message: Any) -> Any:
-        late = STEPS.index(stages.stage_of(message.content)) >= STEPS.index(stage)
+        asked = stages.stage_of(message.content)
+        late = asked in STEPS and STEPS.index(asked) >= STEPS.index(stage)
         return None if late else honest(client)(message)
 
     return handle
@@ -157,19 +158,39 @@ def question(client: Client, /, stage: str, session: bytes = b"s" * 16, round: i
     return stages.write_question(stage, slip, round, session, changes.get("pin", client.task.pin), facts, broadcast)
 
 
-def through_shares(clients: list[Client], session: bytes = b"s" * 16, round: int = 0) -> dict[int, dict[str, bytes]]:
-    """Steps 0 and 1 of all clients; what each is sent in step 2."""
+def through_shares(
+    clients: list[Client], session: bytes = b"s" * 16, round: int = 0, dealt: dict[int, Any] | None = None
+) -> dict[int, dict[str, bytes]]:
+    """The steps of all clients up to the vector; what each is sent for that. dealt: gets what they dealt."""
+    dealt = {} if dealt is None else dealt
     found = {}
     for client in clients:
         found |= stages.read_keys(client.answer(question(client, stages.KEYS, session, round))["facts"]["keys"])
-    held, boxes = {"keys": stages.write_keys(found)}, {}
+    held = {"keys": stages.write_keys(found)}
     for client in clients:
-        reply = client.answer(question(client, stages.SHARES, session, round, facts=held))
-        boxes[client.number] = stages.read_map(reply["facts"]["boxes"])
+        dealt[client.number] = client.answer(question(client, stages.SHARES, session, round, facts=held))["facts"]
+    for to in clients:
+        reply = to.answer(question(to, stages.CHECK, session, round, facts=for_check(dealt, to.number)))
+        assert reply["facts"]["complaints"] == b""
+    return {to.number: {"shared": set_of(found)} for to in clients}
+
+
+def for_check(dealt: dict[int, Any], to: int) -> dict[str, bytes]:
+    """What one client is sent of others' deals."""
+    others = {i: facts for i, facts in dealt.items() if i != to}
     return {
-        to.number: {"boxes": stages.write_map({c: boxes[c][to.number] for c in boxes if c != to.number})}
-        for to in clients
+        "boxes": stages.write_map({i: stages.read_map(facts["boxes"])[to] for i, facts in others.items()}),
+        "commitments": stages.write_map({i: facts["commitments"] for i, facts in others.items()}),
     }
+
+
+def refused(client: Client, content: Any, why: str) -> None:
+    """The client refuses and forgets; then it is put back to where it was."""
+    before = client.store.session()
+    with pytest.raises(Refused, match=why or None):
+        client.answer(content)
+    assert client.store.session() == {}
+    client.store.keep_session(before)
 
 
 def set_of(clients: Iterable[int]) -> bytes:
@@ -182,11 +203,11 @@ def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None
     with pytest.raises(Refused, match="not open"):
         one.answer(question(one, stages.REVEAL))
     facts = through_shares(clients)
-    with pytest.raises(Refused, match="step shares after step shares"):
+    with pytest.raises(Refused, match="step shares after step check"):
         one.answer(question(one, stages.SHARES))
     with pytest.raises(Refused, match="not open"):
         one.answer(question(one, stages.VECTOR, b"t" * 16, facts=facts[0]))
-    with pytest.raises(Refused, match="step consent after step shares"):
+    with pytest.raises(Refused, match="step consent after step check"):
         one.answer(question(one, stages.CONSENT, facts={"survivors": b""}))
     for client in clients[:3]:
         client.answer(question(client, stages.VECTOR, facts=facts[client.number]))
@@ -195,8 +216,7 @@ def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None
     with pytest.raises(Refused, match="step reveal after step vector"):
         one.answer(question(one, stages.REVEAL, facts={"signatures": b""}))
     for few in ((0, 1), (1, 2, 3), (0, 1, 9)):
-        with pytest.raises(Refused, match="survivors that cannot be"):
-            one.answer(question(one, stages.CONSENT, facts={"survivors": set_of(few)}))
+        refused(one, question(one, stages.CONSENT, facts={"survivors": set_of(few)}), "survivors that cannot be")
     signed = {
         client.number: client.answer(question(client, stages.CONSENT, facts={"survivors": set_of((0, 1, 2))}))
         for client in clients[:3]
@@ -250,13 +270,10 @@ def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
             one.answer(question(one, stages.KEYS, **changes))
     own = stages.read_keys(one.answer(question(one, stages.KEYS))["facts"]["keys"])
     servers = secagg.Secrets.fresh(1, b"").public(__import__("test_federation_secagg").SIGNERS[1])
-    with pytest.raises(Refused, match="signature"):
-        one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys({**own, 1: servers})}))
-    with pytest.raises(Refused, match="too few"):
-        one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys(own)}))
+    refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys({**own, 1: servers})}), "signature")
+    refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys(own)}), "too few")
     for bad in (b"", b"x" * 9, stages.write_map({0: b"x" * 64})):
-        with pytest.raises(Refused):
-            one.answer(question(one, stages.SHARES, facts={"keys": bad}))
+        refused(one, question(one, stages.SHARES, facts={"keys": bad}), "")
     plain = small()
     _, others = deployed(tmp_path / "plain", plain)
     with pytest.raises(Refused, match="not distributed"):

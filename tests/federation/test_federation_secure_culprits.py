@@ -1,0 +1,727 @@
+"""Clients that lie in a secure aggregation: each is named, nobody else is, and the others' sum comes out.
+
+The twins are the code without the verification: a false share gives a random sum, and one bad box ends every round.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from flwr.app import Message
+from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
+from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
+
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.types import Broadcast
+from fedflat.engine.heads import Heads
+from fedflat.federation import dealing, rejoin, secagg, secure_client, sharing, stages
+from fedflat.federation.client import Client
+from fedflat.federation.culprits import Culprits
+from fedflat.federation.dealing import Deal
+from fedflat.federation.noise_shares import ClientsSum
+from fedflat.federation.secagg import Aborted, Secrets
+from fedflat.federation.secure_rounds import SecureFlower
+from fedflat.federation.server import Settings, serve
+from fedflat.federation.store import Store
+from fedflat.federation.task import Task
+
+N, LIAR = 5, 1
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Task, list[Client]]]:
+    """Five clients; three are needed at every step. Their training is replaced by vectors that the test knows."""
+    recipe = small(
+        algorithm="ddgauss", rounds=9, data={"clients": N}, cohort={"size": N, "min": 2},
+        privacy={"noise_multiplier": 1.0},
+    )  # fmt: skip
+    task, clients = deployed(tmp_path_factory.mktemp("culprits") / "fed", recipe)
+    _ = [client.job for client in clients]
+
+    def encoded(client: Client, broadcast: Broadcast) -> np.ndarray:
+        return vector_of(client.number, client.job.parts.mechanism.mechanism.padded)  # type: ignore[attr-defined]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secure_client, "_encoded", encoded)
+        yield task, clients
+
+
+def vector_of(client: int, size: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(client)).integers(-50, 50, size)
+
+
+@dataclass
+class Federation:
+    """One server and its clients, with nothing on their disks yet."""
+
+    folder: Path
+    task: Task
+    clients: list[Client]
+    grid: Grid
+    server: SecureFlower
+    refusals: list[Counter[str]] = field(default_factory=list)
+    sums: list[ClientsSum] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, folder: Path, project: tuple[Task, list[Client]], **limits: int) -> Federation:
+        task, made = project
+        clients = [replace(client, store=Store(folder / f"state-{client.number}")) for client in made]
+        for client, whole in zip(clients, made):
+            client.__dict__["job"] = whole.job
+        parts, grid = made[0].job.parts, grid_of(task, clients)
+        refusals: list[Counter[str]] = []
+        server = SecureFlower(
+            grid, task.roster, task.pin, parts.layout.dimension, 0.2, lambda round, found: refusals.append(found),
+            poll=0.01, task=task, plan=parts.plan, mechanism=parts.mechanism.mechanism,  # type: ignore[attr-defined]
+            culprits=Culprits(folder / "run.excluded.jsonl", **limits),
+        )  # fmt: skip
+        return cls(folder, task, clients, grid, server, refusals)
+
+    def round(self, number: int = 0, cohort: range | list[int] = range(N)) -> ClientsSum:
+        """One round's sum; its count is 0 if it was aborted."""
+        job = self.clients[0].job
+        found = ClientsSum(job.parts.layout.dimension, np.zeros(1, dtype=np.int64))
+        broadcast = Broadcast(number, job.first, job.threshold, 1.0)
+        self.server.train(np.array(list(cohort)), broadcast, found, Heads(job.first[:0]))  # type: ignore[arg-type]
+        self.sums.append(found)
+        return found
+
+    def named(self) -> dict[int, str]:
+        """Everybody whom the durable record names, and why."""
+        path = self.server.culprits.path  # type: ignore[union-attr]
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {int(i): why for line in lines for i, why in json.loads(line)["excluded"].items()}
+
+    def secrets(self) -> list[int]:
+        """Clients with anything of a session on their disks."""
+        return [c.number for c in self.clients if any(c.store.folder.glob("session*"))]
+
+
+def is_sum_of(found: ClientsSum, clients: list[int], bits: int = 16) -> bool:
+    wanted = sum(vector_of(i, found.total.size) for i in clients)
+    return found.count == len(clients) and np.array_equal(found.total, secagg.wrap(np.asarray(wanted), bits))
+
+
+@pytest.fixture
+def federation(tmp_path: Path, project: tuple[Task, list[Client]]) -> Federation:
+    return Federation.of(tmp_path, project)
+
+
+def instead(client: Client, stage: str, change: Callable[[Any, Any], Any]) -> Handler:
+    """A client that changes its honest answer to one step. change: message, content of the answer -> content."""
+
+    def handle(message: Any) -> Any:
+        reply = honest(client)(message)
+        if stages.stage_of(message.content) != stage:
+            return reply
+        return Message(change(message, reply.content), reply_to=message)
+
+    return handle
+
+
+def with_facts(**facts: Any) -> Callable[[Any, Any], Any]:
+    """The answer with other facts."""
+
+    def change(message: Any, content: Any) -> Any:
+        for name, value in facts.items():
+            content["facts"][name] = value(content["facts"][name]) if callable(value) else value
+        return content
+
+    return change
+
+
+def other_vector(array: np.ndarray) -> Callable[[Any, Any], Any]:
+    def change(message: Any, content: Any) -> Any:
+        return stages.write_reply(content["facts"]["round"], content["facts"]["nonce"], {}, array)
+
+    return change
+
+
+def other_shares(data: bytes) -> bytes:
+    """Every share of a map, one more than it should be."""
+    return stages.write_numbers({i: share + 1 for i, share in stages.read_numbers(data).items()})
+
+
+def other_complaints(federation: Federation, dealers: list[int]) -> Callable[[bytes], bytes]:
+    """Well signed complaints of the liar about clients that dealt it true shares."""
+
+    def change(data: bytes) -> bytes:
+        liar = federation.clients[LIAR]
+        return stages.write_map({dealer: complaint_of(liar, dealer) for dealer in dealers})
+
+    return change
+
+
+def complaint_of(client: Client, dealer: int, **changes: Any) -> bytes:
+    """A client's complaint, whether it has a reason or not."""
+    state = client.store.session()
+    own = replace(secure_client._own(client, state), **changes)
+    return dealing.complaint(own, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
+
+
+def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
+    """``dealing.deal`` of a client that signs boxes with no true shares in them for some receivers."""
+
+    def deal(own: Secrets, keys: Any, threshold: int) -> Any:
+        whole, kept = TRUE_DEAL(own, keys, threshold)
+        boxes = dict(whole.boxes)
+        for victim in victims:
+            once = dealing.key_of_box(own, victim)
+            public = X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw()
+            cipher = dealing._cipher(once, keys[victim].seal, own.context, own.client, victim)
+            text = b"".join(sharing.fresh_scalar().to_bytes(32, "big") for _ in range(2))
+            sealed = cipher.encrypt(bytes(12), bytes(64) if kind == "zero share" else text, public)
+            if kind == "closed box":
+                sealed = bytes(80)
+            if kind == "low order":
+                public = bytes(32)
+            seen = dealing.keys_seen(own.context, keys)
+            signed = dealing._of_box(seen, own.client, victim, whole.commitments, public + sealed)
+            boxes[victim] = public + sealed + dealing._signed(own, signed)
+        return Deal(whole.commitments, boxes), kept
+
+    return deal
+
+
+TRUE_DEAL = dealing.deal
+
+
+def false_dealer(client: Client, kind: str, victims: list[int]) -> Handler:
+    def handle(message: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dealing, "deal", deal_falsely(kind, victims))
+            return honest(client)(message)
+
+    return handle
+
+
+def no_point(data: bytes) -> bytes:
+    return b"\x02" + b"\xff" * 32 + data[33:]
+
+
+LIES: dict[str, tuple[str, Callable[[Any, Any], Any], str, bool]] = {
+    # what -> step, lie, what it is called, whether the liar's own vector is in the sum all the same
+    "no keys": (stages.KEYS, with_facts(keys=b""), "form", False),
+    "cut keys": (stages.KEYS, with_facts(keys=lambda data: data[:-1]), "form", False),
+    "unsigned keys": (stages.KEYS, with_facts(keys=lambda data: data[:-9] + bytes(9)), "form", False),
+    "no boxes": (stages.SHARES, with_facts(boxes=b""), "form", False),
+    "unsigned boxes": (stages.SHARES, with_facts(boxes=lambda data: data[:-9] + bytes(9)), "false signature", False),
+    "no commitments": (stages.SHARES, with_facts(commitments=b""), "false signature", False),
+    "complaints of another form": (stages.CHECK, with_facts(complaints=b"x"), "form", False),
+    "a complaint about nobody": (stages.CHECK, with_facts(complaints=stages.write_map({9: bytes(64)})), "form", False),
+    "an unsigned complaint": (
+        stages.CHECK, with_facts(complaints=stages.write_map({2: bytes(64)})), "false signature", False),
+    "a float vector": (stages.VECTOR, other_vector(np.ones(512, np.float32)), "dtype", False),
+    "a short vector": (stages.VECTOR, other_vector(np.ones(3, np.int64)), "shape", False),
+    "no consent": (stages.CONSENT, with_facts(signature=b""), "false signature", True),
+    "a false consent": (stages.CONSENT, with_facts(signature=bytes(64)), "false signature", True),
+    "no shares": (stages.REVEAL, with_facts(seeds=b""), "form", True),
+    "huge shares": (stages.REVEAL, with_facts(seeds=lambda data: data[:-32] + b"\xff" * 32),
+                    "false share", True),
+    "false seed shares": (stages.REVEAL, with_facts(seeds=other_shares), "false share", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_liar_is_named_and_the_others_sum_comes_out(what: str, federation: Federation) -> None:
+    stage, lie, why, counted = LIES[what]
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stage, lie)
+    assert is_sum_of(federation.round(), [i for i in range(N) if counted or i != LIAR])
+    assert federation.named() == {LIAR: why}
+    assert federation.secrets() == []
+
+
+@pytest.mark.parametrize("victims", [[0], [0, 2, 3], [0, 2, 3, 4]])
+@pytest.mark.parametrize("kind", ["false share", "zero share", "closed box", "low order"])
+def test_a_false_dealer_is_named_by_its_receivers_complaints(
+    kind: str, victims: list[int], federation: Federation
+) -> None:
+    federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], kind, victims)
+    assert is_sum_of(federation.round(), [0, 2, 3, 4])
+    assert federation.named() == {LIAR: "false deal"}
+
+
+@pytest.mark.parametrize("dealers", [[0], [0, 2, 3, 4]])
+def test_a_false_complaint_is_seen_through(dealers: list[int], federation: Federation) -> None:
+    """The accused show what they dealt to the liar, and stay."""
+    lie = with_facts(complaints=other_complaints(federation, dealers))
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stages.CHECK, lie)
+    assert is_sum_of(federation.round(), [0, 2, 3, 4])
+    assert federation.named() == {LIAR: "false complaint"}
+
+
+def test_false_dealers_that_complain_about_honest_ones(federation: Federation) -> None:
+    """Two in league, a lie in each direction: both are named, and nobody else."""
+    lie = with_facts(complaints=other_complaints(federation, [0, 2]))
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stages.CHECK, lie)
+    federation.grid.handlers[4] = false_dealer(federation.clients[4], "closed box", [0, 1])
+    assert is_sum_of(federation.round(), [0, 2, 3])
+    assert federation.named() == {LIAR: "false complaint", 4: "false deal"}
+
+
+@pytest.mark.parametrize("answer", ["silent", "other", "random"])
+def test_an_accused_dealer_that_does_not_clear_itself_is_out(answer: str, federation: Federation) -> None:
+    """Out for its silence, but not blamed: its line may be dead; blamed for a key that is not the box's."""
+    dealer = false_dealer(federation.clients[LIAR], "false share", [0])
+    lies = {"other": with_facts(keys=b""), "random": with_facts(keys=stages.write_map({0: b"k" * 32}))}
+
+    def handle(message: Any) -> Any:
+        if stages.stage_of(message.content) != stages.ANSWER:
+            return dealer(message)
+        if answer == "silent":
+            return None
+        return instead(federation.clients[LIAR], stages.ANSWER, lies[answer])(message)
+
+    federation.grid.handlers[LIAR] = handle
+    assert is_sum_of(federation.round(), [0, 2, 3, 4])
+    assert federation.named() == {"silent": {}, "other": {LIAR: "form"}, "random": {LIAR: "false deal"}}[answer]
+
+
+@pytest.mark.parametrize("holder", [0, 3])
+def test_a_false_share_of_a_mask_secret_names_its_holder(holder: int, federation: Federation) -> None:
+    """Client 4 drops out before its vector; one of the others gives a false share of its mask secret."""
+    federation.grid.handlers[4] = silent_from(federation.clients[4], stages.VECTOR)
+    lie = with_facts(masks=other_shares)
+    federation.grid.handlers[holder] = instead(federation.clients[holder], stages.REVEAL, lie)
+    assert is_sum_of(federation.round(), [0, 1, 2, 3])
+    assert federation.named() == {holder: "false share"}
+
+
+def test_two_false_holders_in_league_cannot_frame_a_third(federation: Federation) -> None:
+    """Two errors that cancel at 0: the secret is right, the polynomial is not; the two are named, nobody else is."""
+    errors = {0: 1, 1: 0}
+    weights = sharing._weights((0, 1, 2), 0)
+    errors[1] = -weights[0] * pow(weights[1], -1, sharing.ORDER)
+
+    def shifted(by: int) -> Callable[[bytes], bytes]:
+        return lambda data: stages.write_numbers(
+            {i: (share + by) % sharing.ORDER for i, share in stages.read_numbers(data).items()}
+        )
+
+    for liar, by in errors.items():
+        lie = with_facts(seeds=shifted(by))
+        federation.grid.handlers[liar] = instead(federation.clients[liar], stages.REVEAL, lie)
+    assert is_sum_of(federation.round(), [0, 1, 2, 3, 4])
+    assert federation.named() == {0: "false share", 1: "false share"}
+
+
+def test_too_many_false_shares_are_no_sum_and_name_all_of_them(federation: Federation) -> None:
+    for liar in (0, 1, 2):
+        lie = with_facts(seeds=other_shares)
+        federation.grid.handlers[liar] = instead(federation.clients[liar], stages.REVEAL, lie)
+    assert federation.round().count == 0
+    assert federation.named() == dict.fromkeys((0, 1, 2), "false share")
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_silence_is_nobodys_fault(stage: str, federation: Federation) -> None:
+    federation.grid.handlers[LIAR] = silent_from(federation.clients[LIAR], stage)
+    there = [i for i in range(N) if i != LIAR or stage in (stages.CONSENT, stages.REVEAL)]
+    assert is_sum_of(federation.round(), there)
+    assert federation.named() == {} and federation.secrets() == []
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_a_second_answer_is_refused_and_the_first_counts(
+    stage: str, federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    def twice(message: Any) -> Any:
+        reply = honest(federation.clients[LIAR])(message)
+        return [reply, reply] if stages.stage_of(message.content) == stage else reply
+
+    federation.grid.handlers[LIAR] = twice
+    with caplog.at_level(logging.WARNING):
+        assert is_sum_of(federation.round(), list(range(N)))
+    assert federation.refusals[0]["duplicate"] == 1 and federation.named() == {}
+    assert f"second answer of client {LIAR} to step {stage}" in caplog.text
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_an_answer_of_an_earlier_round_is_refused_and_its_sender_named(stage: str, federation: Federation) -> None:
+    kept: list[Any] = []
+
+    def replaying(message: Any) -> Any:
+        reply = honest(federation.clients[LIAR])(message)
+        if stages.stage_of(message.content) == stage:
+            kept.append(reply.content)
+        return Message(kept[0], reply_to=message) if stages.stage_of(message.content) == stage else reply
+
+    federation.grid.handlers[LIAR] = replaying
+    federation.round(0)
+    assert federation.named() == {}
+    there = [i for i in range(N) if i != LIAR or stage in (stages.CONSENT, stages.REVEAL)]
+    assert is_sum_of(federation.round(1), there)
+    assert federation.named() == {LIAR: "late"}
+    kept[0]["facts"]["round"] = 2
+    assert is_sum_of(federation.round(2), there)
+    assert federation.named() == {LIAR: "replayed"}
+
+
+def test_two_clients_with_one_key_spoil_nothing(federation: Federation) -> None:
+    """In league, so each knows the secret: what is made with a key is bound to its client's number too."""
+    shown: list[Secrets] = []
+    fresh = Secrets.fresh
+
+    def shared(client: int, context: bytes) -> Secrets:
+        own = fresh(client, context)
+        if client in (1, 2):
+            shown.append(own)
+            return replace(own, mask=shown[0].mask, sign=shown[0].sign, seal=shown[0].seal)
+        return own
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Secrets, "fresh", shared)
+        assert is_sum_of(federation.round(), list(range(N)))
+    assert federation.named() == {}
+
+
+def test_a_second_answer_does_not_hide_that_the_first_was_a_lie(federation: Federation) -> None:
+    lie = instead(federation.clients[LIAR], stages.VECTOR, other_vector(np.ones(3, np.int64)))
+
+    def twice(message: Any) -> Any:
+        reply = lie(message)
+        return [reply, reply] if stages.stage_of(message.content) == stages.VECTOR else reply
+
+    federation.grid.handlers[LIAR] = twice
+    assert is_sum_of(federation.round(), [0, 2, 3, 4])
+    assert federation.named() == {LIAR: "shape"}
+
+
+# The twins: what the verification is for.
+
+
+def test_without_verification_a_false_share_releases_a_random_sum(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "is_share", lambda points, holder, share: True)
+    lie = with_facts(seeds=other_shares)
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stages.REVEAL, lie)
+    found = federation.round()
+    assert found.count == N and not is_sum_of(found, list(range(N))) and federation.named() == {}
+    centred = ((found.total + (1 << 15)) & 0xFFFF) - (1 << 15)
+    assert np.abs(centred).mean() == pytest.approx(1 << 14, rel=0.15)  # uniform; the true sum is below 250
+
+
+def test_without_verification_a_false_deal_releases_a_random_sum(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "is_share", lambda points, holder, share: True)
+    federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], "false share", [0, 2, 3, 4])
+    found = federation.round()
+    assert found.count == N and not is_sum_of(found, list(range(N))) and federation.named() == {}
+
+
+def test_without_complaints_bad_boxes_end_the_round_and_nobody_is_named(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(own: Secrets, seen: bytes, dealer: int) -> bytes:
+        raise Aborted("a box that does not open")
+
+    monkeypatch.setattr(dealing, "complaint", none)
+    federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], "closed box", [0, 2, 3, 4])
+    assert federation.round().count == 0 and federation.named() == {}
+
+
+def test_a_mask_that_is_not_bound_to_its_pair_is_cancelled_by_the_negative_of_anothers_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A colluder that shows a client's mask key with the other sign has the same common secrets with everybody."""
+    from test_federation_secagg import BITS, CONTEXT, SIGNERS, SIZE, vectors
+
+    everybody = {i: Secrets.fresh(i, CONTEXT) for i in (0, 2)}
+    keys = {i: own.public(SIGNERS[i]) for i, own in everybody.items()}
+    keys[1] = replace(keys[0], mask=bytes([keys[0].mask[0] ^ 1]) + keys[0].mask[1:])
+    lone = replace(everybody[2], client=1)  # stands between 0 and the colluder, which is 2 here
+    keys = {0: keys[0], 1: keys[2], 2: keys[1]}
+    vector = vectors([1])[1]
+
+    def left() -> np.ndarray:
+        sent = secagg.masked(lone, keys, keys, vector, BITS)
+        return secagg.wrap(sent - secagg.prg(lone.seed, SIZE, BITS), BITS)
+
+    assert not np.array_equal(left(), vector)
+    derived = secagg._derived
+    unbound = lambda common, purpose: derived(common, purpose[: len(b"mask" + CONTEXT)])  # noqa: E731
+    monkeypatch.setattr(secagg, "_derived", unbound)
+    assert np.array_equal(left(), vector)  # the twin: its two masks cancel
+
+
+# An active server: what the complaints let it do.
+
+
+def dealt(federation: Federation) -> dict[int, Any]:
+    """All clients after they dealt."""
+    found: dict[int, Any] = {}
+    for client in federation.clients:
+        found |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+    held = {"keys": stages.write_keys(found)}
+    return {c.number: c.answer(question(c, stages.SHARES, facts=held))["facts"] for c in federation.clients}
+
+
+def test_a_box_that_the_server_spoils_is_no_complaint(federation: Federation) -> None:
+    """Nor is one with other commitments, nor another's box: the client stops, and no dealer has to show anything."""
+    given = dealt(federation)
+    one, sent = federation.clients[0], for_check(given, 0)
+    boxes, told = stages.read_map(sent["boxes"]), stages.read_map(sent["commitments"])
+    spoilt = [
+        ({**boxes, 2: bytes(32) + boxes[2][32:]}, told),
+        ({**boxes, 2: boxes[2][:-1] + bytes([boxes[2][-1] ^ 1])}, told),
+        ({**boxes, 2: boxes[3]}, told),
+        ({**boxes, 2: stages.read_map(given[2]["boxes"])[1]}, told),
+        (boxes, {**told, 2: told[3]}),
+    ]
+    for some, points in spoilt:
+        facts = {"boxes": stages.write_map(some), "commitments": stages.write_map(points)}
+        refused(one, question(one, stages.CHECK, facts=facts), "did not sign")
+    for some, points in ((boxes, {}), ({**boxes, 9: boxes[1]}, {**told, 9: told[1]})):
+        facts = {"boxes": stages.write_map(some), "commitments": stages.write_map(points)}
+        refused(one, question(one, stages.CHECK, facts=facts), "boxes that cannot be")
+    facts = {"boxes": stages.write_map({1: boxes[1]}), "commitments": stages.write_map({1: told[1]})}
+    refused(one, question(one, stages.CHECK, facts=facts), "too few")
+
+
+def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(federation: Federation) -> None:
+    given = dealt(federation)
+    for client in federation.clients:
+        client.answer(question(client, stages.CHECK, facts=for_check(given, client.number)))
+    one, two, three = (federation.clients[i] for i in (0, 2, 3))
+    context = secure_client._own(one, one.store.session()).context
+    forged = {
+        "of nobody": {9: bytes(64)}, "its own": {0: complaint_of(one, 0)}, "unsigned": {2: bytes(64)},
+        "about another": {2: complaint_of(two, 1)}, "another's": {2: complaint_of(three, 0)},
+        "of another session": {2: complaint_of(two, 0, context=b"then")},
+    }  # fmt: skip
+    for complaints in forged.values():
+        refused(one, question(one, stages.ANSWER, facts={"complaints": stages.write_map(complaints)}), "complaint")
+    true = stages.write_map({2: complaint_of(two, 0)})
+    shown = stages.read_map(one.answer(question(one, stages.ANSWER, facts={"complaints": true}))["facts"]["keys"])
+    assert set(shown) == {2}
+    keys, boxes = secure_client._keys(one.store.session()), stages.read_map(given[0]["boxes"])
+    points = dealing.points_of(keys[0], given[0]["commitments"], 3)
+    for receiver in (1, 2, 3, 4):  # the key opens its own box only
+        cleared = dealing.clears(shown[2], keys[receiver], context, 0, receiver, boxes[receiver], points)
+        assert cleared == (receiver == 2)
+    with pytest.raises(RunError, match="step answer after step answer"):
+        one.answer(question(one, stages.ANSWER, facts={"complaints": true}))
+    for shared in ((1, 2, 3), (0, 1), (0, 1, 9)):
+        refused(one, question(one, stages.VECTOR, facts={"shared": set_of(shared)}), "too few")
+    one.answer(question(one, stages.VECTOR, facts={"shared": set_of(range(N))}))  # the answer is no end
+
+
+def told_of_different_keys(federation: Federation) -> tuple[Any, bytes]:
+    """A lying server: client 0 is told of five keys and deals for three of them, client 2 is told of three and two.
+
+    Returns what 2 answers to 0's box, or the reason why it does not, and the box.
+    """
+    keys: dict[int, Any] = {}
+    for client in federation.clients:
+        keys |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+    given: dict[int, Any] = {}
+    for i, told in ((0, range(5)), (1, range(3)), (2, range(3))):
+        facts = {"keys": stages.write_keys({other: keys[other] for other in told})}
+        given[i] = federation.clients[i].answer(question(federation.clients[i], stages.SHARES, facts=facts))["facts"]
+    two = federation.clients[2]
+    try:
+        reply = two.answer(question(two, stages.CHECK, facts=for_check(given, 2)))["facts"]["complaints"]
+    except RunError as error:
+        reply = str(error)
+    return reply, stages.read_map(given[0]["boxes"])[2]
+
+
+def test_nobody_complains_about_what_was_dealt_for_other_keys(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With deals that are not bound to everybody's keys an honest receiver would, and a share of 0's be shown."""
+    said, _ = told_of_different_keys(federation)
+    assert "did not sign" in said
+    monkeypatch.setattr(dealing, "keys_seen", lambda context, keys: context)  # the twin
+    said, box = told_of_different_keys(federation)
+    assert set(stages.read_map(said)) == {0}
+    zero, two = federation.clients[0], federation.clients[2]
+    held = zero.store.session()
+    zero.store.keep_session({**held, "stage": stages.CHECK, "shares": {}})
+    complaints = stages.write_map({2: stages.read_map(said)[0]})
+    shown = zero.answer(question(zero, stages.ANSWER, facts={"complaints": complaints}))["facts"]["keys"]
+    once, seal = stages.read_map(shown)[2], secure_client._keys(held)[2].seal
+    context = secure_client._own(two, two.store.session()).context
+    cipher = dealing._cipher(once, seal, context, 0, 2)
+    assert len(cipher.decrypt(bytes(12), box[32:112], box[:32])) == 64  # a true share, in the server's hands
+
+
+def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> None:
+    """It signed two sets for one session, which the server opened twice: only the later one is its own."""
+    one, keys = federation.clients[0], {}
+    first = stages.read_keys(one.answer(question(one, stages.KEYS))["facts"]["keys"])
+    for client in federation.clients:
+        keys |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+    for told in ({**keys, **first}, {i: keys[i] for i in range(1, N)}):
+        refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys(told)}), "other keys of this client")
+    one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys(keys)}))
+
+
+# What is remembered, and what is forgotten.
+
+
+def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_restart(
+    tmp_path: Path, project: tuple[Task, list[Client]], caplog: pytest.LogCaptureFixture
+) -> None:
+    federation = Federation.of(tmp_path, project)
+    liar = false_dealer(federation.clients[LIAR], "false share", [0])
+    asked: list[int] = []
+
+    def counted(message: Any) -> Any:
+        asked.append(message.content["facts"]["round"])
+        return liar(message)
+
+    federation.grid.handlers[LIAR] = counted
+    with caplog.at_level(logging.WARNING):
+        assert all(is_sum_of(federation.round(number), [0, 2, 3, 4]) for number in range(4))
+    assert set(asked) == {0, 1, 2} and f"client {LIAR} is asked no more" in caplog.text
+    assert "client 1 (false deal)" in caplog.text and "client 0" not in caplog.text
+    again = Federation.of(tmp_path, project)
+    again.grid.handlers[LIAR] = counted
+    assert is_sum_of(again.round(4), [0, 2, 3, 4]) and set(asked) == {0, 1, 2}
+    path = again.server.culprits.path  # type: ignore[union-attr]
+    assert path.stat().st_mode & 0o077 == 0 and len(path.read_text().splitlines()) == 3
+    path.write_text(path.read_text() + '{"round": 3, "excl')
+    with pytest.raises(RunError, match="cannot be read"):
+        Culprits(path)
+
+
+def test_the_run_stops_after_three_rounds_in_vain_and_says_what_it_saw(federation: Federation) -> None:
+    for gone in (2, 3):
+        federation.grid.handlers[gone] = silent_from(federation.clients[gone], stages.VECTOR)
+    federation.grid.handlers[LIAR] = instead(
+        federation.clients[LIAR], stages.VECTOR, other_vector(np.ones(3, np.int64))
+    )
+    federation.round(0, cohort=[0])  # a small draw: no client's doing, not counted
+    for number in range(1, 4):
+        assert federation.round(number).count == 0 and federation.secrets() == []
+    before = len(federation.grid.pushed)
+    with pytest.raises(RunError, match=r"3 charged rounds in a row were aborted.*step vector.*client 1 \(shape\)"):
+        federation.round(4)
+    assert len(federation.grid.pushed) == before  # nothing was asked, nothing can be charged
+
+
+def test_one_good_round_ends_the_row(federation: Federation) -> None:
+    whole = dict(federation.grid.handlers)
+    silent = {i: silent_from(federation.clients[i], stages.VECTOR) for i in (1, 2, 3)}
+    for number in range(6):
+        federation.grid.handlers = whole if number == 2 else {**whole, **silent}
+        assert federation.round(number).count == (N if number == 2 else 0)
+    with pytest.raises(RunError, match=r"round 3: .*round 4: .*round 5: "):
+        federation.round(6)
+
+
+def test_the_limits_come_from_the_apps_settings(tmp_path: Path) -> None:
+    given = Settings.of({"out": str(tmp_path), "abort-limit": 5, "exclusion-limit": 1})
+    assert (given.abort_limit, given.exclusion_limit) == (5, 1)
+    for name in ("abort-limit", "exclusion-limit"):
+        for bad in (0, -1, 2.5, True, "3"):
+            with pytest.raises(InputError, match=name):
+                Settings.of({"out": str(tmp_path), name: bad})
+
+
+def test_a_stopped_run_loses_nothing_and_goes_on_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    recipe = small(algorithm="ddgauss", rounds=4, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
+    task, clients = deployed(tmp_path / "fed", recipe)
+    grid = grid_of(task, clients)
+    whole = dict(grid.handlers)
+    for i in (0, 1):
+        grid.handlers[i] = silent_from(clients[i], stages.VECTOR)
+    with pytest.raises(RunError, match="2 charged rounds in a row"):
+        serve(grid, task, settings(tmp_path / "fed", abort_limit=2))
+    lines = (tmp_path / "fed" / "run" / "ledger.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    grid.handlers = whole
+    facts = serve(grid, task, settings(tmp_path / "fed", abort_limit=2))
+    assert facts["rounds"] == 4 and facts["rounds_charged"] == 4
+    shown = [json.loads(line) for line in (tmp_path / "fed" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["aborted"] for row in shown] == [True, True, False, False]
+
+
+def test_what_a_crash_left_goes_when_the_server_starts_again(federation: Federation) -> None:
+    """And not the session that comes next, should the word that ends all others be late."""
+    dealt(federation)
+    (federation.clients[2].store.folder / "session.json.part").write_text("{")
+    assert federation.secrets() == list(range(N))
+    federation.server.left_open = True
+    federation.round(0, cohort=[0])
+    assert federation.secrets() == []
+    one = federation.clients[0]
+    one.answer(question(one, stages.KEYS, round=1))
+    one.answer(question(one, stages.END, round=1))
+    assert federation.secrets() == [0]
+    one.answer(question(one, stages.END, b"t" * 16, round=1))
+    assert federation.secrets() == []
+
+
+def test_what_a_crash_left_goes_before_a_client_starts_again(
+    federation: Federation, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    dealt(federation)
+    store = federation.clients[0].store
+    given = ["--superlink", "127.0.0.1:23001", "--root-certificates", str(tmp_path / "ca.crt"),
+             "--auth-supernode-private-key", str(tmp_path / "auth.key"), "--state", str(store.folder)]  # fmt: skip
+    assert rejoin.main(given) == 0
+    assert federation.secrets() == [1, 2, 3, 4]
+
+
+def test_arithmetic_of_points_is_that_of_the_library() -> None:
+    (one,) = sharing.read_points(sharing.public_half(1))
+    minus = sharing.read_points(sharing.public_half(sharing.ORDER - 1))[0]
+    assert sharing._affine(sharing._add((*one, 1), (*minus, 1))) is None
+    for number in (*range(2, 40), 1000, 65537):
+        wanted = sharing.read_points(sharing.public_half(number))[0]
+        assert sharing._affine(sharing._times(number, (*one, 1))) == wanted
+        assert sharing._affine(sharing._add(sharing._times(number - 1, (*one, 1)), (*one, 1))) == wanted
+    for bad in (b"\x02", bytes(33), b"\x02" + b"\xff" * 32):
+        with pytest.raises(ValueError, match=r"."):
+            sharing.read_points(bad)
+
+
+def test_a_share_is_of_one_holder_one_dealer_and_in_the_field() -> None:
+    shares, told = sharing.split(sharing.fresh_scalar(), 4, range(7))
+    points = sharing.read_points(b"".join(told))
+    for holder, share in shares.items():
+        assert sharing.is_share(points, holder, share)
+        assert not sharing.is_share(points, holder + 1, share)
+        assert not sharing.is_share(points, holder, share + sharing.ORDER)
+        assert not sharing.is_share(points, holder, 0)
+        assert not sharing.is_share(points[:3], holder, share)
+    negative = [(x, sharing.FIELD - y) for x, y in points]
+    assert sharing.is_share(negative, 3, sharing.ORDER - shares[3])
+    assert not sharing.is_share([points[0], (points[0][0], sharing.FIELD - points[0][1])], 0, 5)  # adds up to nothing
+
+
+def test_what_the_commitments_tell_is_known_from_the_public_key_and_fewer_shares() -> None:
+    """The simulator of the proof: from a_0·G and t − 1 shares, the same points, by Lagrange in the exponent."""
+    secret = sharing.fresh_scalar()
+    shares, told = sharing.split(secret, 3, range(5))
+    known = {0: secret, 1: shares[0], 2: shares[1]}  # x -> value; the simulator knows only the point at 0
+
+    def times(number: int, point: tuple[int, int]) -> Any:
+        return sharing._times(number % sharing.ORDER, (*point, 1))
+
+    held = {x: sharing.read_points(sharing.public_half(value))[0] for x, value in known.items()}
+    # a_1 and a_2 of the parabola through (0, s), (1, u), (2, v): (4u − v − 3s)/2 and (v − 2u + s)/2
+    half = pow(2, -1, sharing.ORDER)
+    for place, (s, u, v) in ((1, (-3, 4, -1)), (2, (1, -2, 1))):
+        parts = [times(c * half, held[x]) for c, x in ((s, 0), (u, 1), (v, 2))]
+        total = sharing._add(sharing._add(parts[0], parts[1]), parts[2])
+        assert sharing._affine(total) == sharing.read_points(told[place])[0]
