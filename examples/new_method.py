@@ -5,7 +5,7 @@ Run it: fedflat run quick-start -o algorithm.name=examples/new_method.py:dp_fedp
 
 from dataclasses import dataclass
 
-from fedflat.core.types import Algorithm, GradientFn, LocalView, Phase
+from fedflat import Algorithm, GradientFn, LocalView, Phase
 from fedflat.pieces.gradients import compose, sam
 
 
