@@ -96,7 +96,7 @@ def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int
 
 
 def weakest(plan: Any, entries: Sequence[Mapping[str, Any]]) -> Any:
-    """The plan with the least noise that any event of its ledger says: ε falls in σ, so what it gives bounds events with
+    """The plan with the least noise that any event of its ledger says: ε falls in σ, so it bounds events with
     different multipliers. A run's own lines all have its plan's; the plan itself is returned."""
     said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
     least = min(said, default=math.inf)

@@ -15,6 +15,7 @@ import pytest
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.privacy import statement as module
+from fedflat.privacy.plan import build_plan
 from fedflat.privacy.statement import headline, render_markdown, render_text, rounds_charged, statement, write
 
 
