@@ -53,7 +53,7 @@ class Opening:
 
     run: public random-looking id. secret: keys the digests. attempt: counts fresh keys of this run. digests: of
     ``PARTS``, keyed. recipe_file: SHA-256 of recipe.yaml as written.
-    software: what may change bits.
+    software: what may change bits. key: the public name of the key that is in use, once there is one.
     """
 
     run: str
@@ -62,6 +62,7 @@ class Opening:
     digests: Mapping[str, str | None]
     recipe_file: str
     software: Mapping[str, Any]
+    key: str = ""
     format: int = FORMAT
 
     @classmethod

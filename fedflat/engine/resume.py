@@ -119,11 +119,12 @@ def _choose_key(job: Job, ledger: Ledger, start: int, unsaved: bool) -> None:
     if why:
         keys.forget(opening.run)
     job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why))
+    job.key = _key(job, _root(job))
+    job.opening = replace(job.opening, key=key_name(job.opening, job.key))
     if job.opening != opening:
         job.opening.write(job.folder.path)  # type: ignore[union-attr]
-    job.key = noise_key(_root(job), *job.identity.facts, attempt=job.opening.attempt)
     ledger.describe(job.opening.public)
-    ledger.use_key(key_name(job.opening, job.key))
+    ledger.use_key(job.opening.key)
     _charge(job, ledger, start, "; ".join(why), lost)
     if job.stored:
         mark = keys.Mark(opening.run)
@@ -149,6 +150,14 @@ def _root(job: Job) -> int | bytes:
     return keys.create(name) if found is None else found
 
 
+def _key(job: Job, root: int | bytes) -> bytes:
+    return noise_key(root, *job.identity.facts, attempt=job.opening.attempt)  # type: ignore[union-attr]
+
+
+def _name(job: Job, root: bytes) -> str:
+    return key_name(job.opening, _key(job, root))  # type: ignore[arg-type]
+
+
 def key_name(opening: Opening, key: bytes) -> str:
     """The public name of a key: an HMAC under the run's secret, which tells nothing of what the key was made from."""
     return hmac.new(bytes.fromhex(opening.secret), b"key id" + key, "sha256").hexdigest()[:16]
@@ -164,7 +173,10 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
     if job.stored:
         lost, behind = compare(job.opening.run, entries)  # type: ignore[union-attr]
         why += [behind] if behind else []
-        if entries and start < job.parts.plan.rounds and keys.load(job.opening.run) is None:  # type: ignore[union-attr]
+        held = keys.load(job.opening.run)  # type: ignore[union-attr]
+        if held is not None and job.opening.key not in ("", _name(job, held)):  # type: ignore[union-attr]
+            why.append("the noise key is not the one that the run was drawn with")
+        if held is None and entries and start < job.parts.plan.rounds:
             why.append(GONE)
     if job.identity.method is None and entries:
         why.append("the method or model given in Python cannot be identified, so every start has a key of its own")

@@ -99,6 +99,16 @@ def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int
     return max(whole("rounds_run", rounds_run), len(recorded)) + extra_rounds(entries)
 
 
+def weakest(plan: Any, entries: Sequence[Mapping[str, Any]]) -> Any:
+    """The plan with the least noise that any event of its ledger says: ε falls in σ, so it bounds events with
+    different multipliers. A run's own lines all have its plan's; the plan itself is returned."""
+    said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
+    least = min(said, default=math.inf)
+    if not plan.private or least >= plan.event_multiplier:
+        return plan
+    return dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier * least / plan.event_multiplier)
+
+
 def statement(
     plan: PlanLike,
     *,
@@ -122,7 +132,7 @@ def statement(
     """
     one_of("key_source", key_source, ("seed", "os-entropy"))
     charged = rounds_charged(rounds_run, entries)
-    why = list(reasons)
+    plan, why = weakest(plan, entries), list(reasons)
     guarantees: Sequence[Any] = ()
     if plan.protocol == "published":
         epsilon = proven

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from collections import Counter, defaultdict
@@ -468,3 +469,80 @@ def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path, m
     operator = next((keys.folder().parent / "operator").iterdir())
     assert json.loads(operator.read_text()) == {"round": 0, "failed": 1}
     assert len(read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")) == 1
+
+
+def _goes_on(
+    folder: Path, task: Task, silent: int | None = None, spoil: Callable[[], None] = lambda: None
+) -> int | None:
+    """Serve in a forked process; one client answers with an error."""
+    from flwr.app import Error, Message
+
+    def work() -> None:
+        spoil()
+        grid = watching(folder, task)
+        if silent is not None:
+            grid.handlers[silent] = lambda message: Message(Error(code=0, reason="away"), reply_to=message)
+        serve(grid, task, settings(folder))
+        os._exit(0)
+
+    process = FORK.Process(target=work)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def _restored(folder: Path, task: Task) -> float:
+    """Round 1 is released; run/ is restored from a backup of before; the round is released again without one client.
+
+    Returns the norm of the difference of the two models, in units of the clip over m.
+    """
+    from stand_in import final_shared
+
+    def after_one() -> None:
+        around(checkpoint, "save", after=True, when=0)
+
+    assert _goes_on(folder, task, spoil=after_one) == -signal.SIGKILL
+    shutil.copytree(folder / "run", folder / "backup")
+    assert _goes_on(folder, task, spoil=after_one) == -signal.SIGKILL
+    first = final_shared(folder / "run")
+    shutil.rmtree(folder / "run")
+    shutil.copytree(folder / "backup", folder / "run")
+    assert _goes_on(folder, task, silent=2) == 0
+    state = checkpoint.load_released(folder / "run" / "checkpoints" / "round-000002.safetensors")
+    return float((state.shared - first).norm()) / (0.1 / 4)
+
+
+def test_a_restored_backup_meets_fresh_noise_and_is_charged(federation: tuple[Path, Task]) -> None:
+    """The key remembers how far it was used, whatever happens to the run's folder."""
+    folder, task = federation
+    assert _restored(folder, task) > 5
+    check_books(folder, 1)
+    lines = read_ledger(folder / "run" / "ledger.jsonl")
+    assert [(line["round"], line.get("attempt", 1)) for line in lines] == [(0, 1), (1, 2), (1, 1), (2, 1)]
+    assert "behind the mark" in lines[1]["reason"]
+    assert "behind the mark" in " ".join(json.loads((folder / "run" / "privacy.json").read_text())["reasons"])
+
+
+def test_broken_twin_that_forgets_how_far_the_key_was_used(
+    federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two releases of one round under one noise: their difference is one client's clipped update, and no more."""
+    from fedflat.engine import resume
+
+    folder, task = federation
+    monkeypatch.setattr(resume, "reasons", lambda *where: ([], []))
+    assert _restored(folder, task) <= 1.001
+    with pytest.raises(AssertionError):
+        check_books(folder, 1)
+
+
+def test_a_backup_of_before_a_complete_run_is_charged_too(federation: tuple[Path, Task]) -> None:
+    """The key is gone with the complete run; the mark stays."""
+    folder, task = federation
+    assert serve_in_a_process(folder, task, STAGES["after the checkpoint"]) == -signal.SIGKILL
+    shutil.copytree(folder / "run", folder / "backup")
+    assert serve_in_a_process(folder, task) == 0
+    shutil.rmtree(folder / "run")
+    shutil.copytree(folder / "backup", folder / "run")
+    assert serve_in_a_process(folder, task) == 0
+    check_books(folder, 1)

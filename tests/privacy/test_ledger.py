@@ -12,7 +12,7 @@ import pytest
 
 from fedflat.core.checks import InputError, RunError
 from fedflat.privacy import ledger as module
-from fedflat.privacy.ledger import Ledger, LedgerError, event, read, seal
+from fedflat.privacy.ledger import Ledger, LedgerError, event, extra_rounds, read, run_of, seal
 
 
 def payload(round_index: int, **more: object) -> dict[str, object]:
@@ -363,3 +363,54 @@ def test_a_line_that_lacks_its_newline_on_reading_is_finished_on_opening(path: P
     with Ledger.open(path) as ledger:
         assert ledger.append(payload(3))["line"] == 3
     assert [line["round"] for line in read(path)] == [0, 1, 2, 3]
+
+
+def test_a_line_says_whose_it_is_when_that_changed(path: Path) -> None:
+    copied: list[bytes] = []
+    with Ledger.open(path, key_id="a") as ledger:
+        ledger.describe({"id": "r", "attempt": 1})
+        ledger.copy_to(copied.append)
+        ledger.append(payload(0))
+        ledger.append(payload(1))
+        ledger.describe({"id": "r", "attempt": 2})
+        ledger.append(payload(2))
+        assert ledger.tip(1) == ledger.entries[1]["previous"] and ledger.tip(3) == ledger._tip
+    found = read(path)
+    assert [line.get("run") for line in found] == [{"id": "r", "attempt": 1}, None, {"id": "r", "attempt": 2}]
+    assert b"".join(copied) == path.read_bytes()
+    assert run_of(found) == {"id": "r", "attempt": 2} and run_of([]) is None
+    assert "run" not in event(found[0]) and event(found[0]) == {**payload(0), "key_id": "a"}
+    with Ledger.open(path, key_id="a") as ledger, pytest.raises(InputError, match="names other than"):
+        ledger.append({**payload(3), "run": {}})
+
+
+def test_a_copy_that_cannot_be_written_stops_the_release(path: Path) -> None:
+    def full(line: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Ledger.open(path) as ledger:
+        ledger.copy_to(full)
+        with pytest.raises(RunError, match="was not released"):
+            ledger.append(payload(0))
+
+
+def test_a_lost_event_is_charged_and_the_round_again(path: Path) -> None:
+    with Ledger.open(path, key_id="b") as ledger:
+        ledger.append(payload(0))
+        lost = {**payload(1), "key_id": "a"}
+        assert ledger.charge_lost(lost, "restored")["attempt"] == 2
+        assert ledger.charge_lost(lost, "restored")["attempt"] == 3
+        ledger.append(payload(1))
+    lines = read(path)
+    assert [line["round"] for line in lines] == [0, 1, 1, 1] and extra_rounds(lines) == 2
+
+
+def test_events_are_counted_whatever_they_say_of_themselves() -> None:
+    def line(round: int, **more: object) -> dict[str, object]:
+        return {"round": round, **more}
+
+    assert extra_rounds([]) == 0 and extra_rounds([line(0), line(1)]) == 0
+    assert extra_rounds([line(r) for r in (0, 1, 2) * 3]) == 6
+    assert extra_rounds([line(0), line(1, attempt=2), line(2, attempt=2), line(2)]) == 2
+    assert extra_rounds([line(0, draw=0), line(0, draw=1), line(1, draw=2)]) == 0
+    assert extra_rounds([line(0, draw=0), line(0, draw=1), line(0, draw=1, attempt=2)]) == 1

@@ -15,6 +15,7 @@ import pytest
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.privacy import statement as module
+from fedflat.privacy.plan import build_plan
 from fedflat.privacy.statement import headline, render_markdown, render_text, rounds_charged, statement, write
 
 
@@ -186,6 +187,17 @@ def test_rounds_charged_counts_open_rounds_and_repeated_attempts() -> None:
     found = make(rounds_run=2, entries=lines)
     assert found["rounds"] == 2 and found["rounds_charged"] == 4 and found["epsilon"] == 2.0
     assert any("2 events beyond the rounds run" in reason for reason in found["reasons"])
+
+
+def test_events_with_less_noise_than_the_plans_are_not_stated_with_the_plans() -> None:
+    """Forty-five events, thirty of them drawn with a smaller multiplier: never the ε of fifteen at the larger one."""
+    plan = build_plan(clients=100, cohort_size=10, rounds=15, noise_multiplier=4.0, delta=1e-3)
+    lines = [{**plan.record(r, 1.0), "noise_multiplier": s} for s in (1.0, 1.0, 4.0) for r in range(15)]
+    found = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines)
+    weaker = build_plan(clients=100, cohort_size=10, rounds=45, noise_multiplier=1.0, delta=1e-3)
+    assert found["rounds_charged"] == 45 and found["epsilon"] == pytest.approx(weaker.epsilon(45))
+    alike = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines[30:])
+    assert alike["rounds_charged"] == 15 and alike["epsilon"] == pytest.approx(plan.epsilon(15))
 
 
 def test_what_is_not_covered_follows_from_what_ran() -> None:

@@ -1,0 +1,112 @@
+"""What a method or model given in Python is: equal where it acts equally, different where it does not."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedflat.algorithms import dp_fedsam
+from fedflat.core.identity import identity_of
+
+
+def scaled(factor: float) -> Any:
+    def rule(vector: torch.Tensor) -> torch.Tensor:
+        return vector * factor
+
+    return rule
+
+
+def plus(factor: float) -> Any:
+    def rule(vector: torch.Tensor) -> torch.Tensor:
+        return vector + factor
+
+    return rule
+
+
+def with_default(x: int, y: int = 1) -> int:
+    return x + y
+
+
+class Net(nn.Module):
+    def __init__(self, power: int = 1) -> None:
+        super().__init__()
+        self.power, self.inner = power, nn.Linear(2, 2, bias=False)
+        nn.init.ones_(self.inner.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) ** self.power
+
+
+class Other(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+@dataclass
+class Holder:
+    held: Any
+    own: list[Any] = field(default_factory=list)
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def cyclic() -> list[Any]:
+    made: list[Any] = [1]
+    made.append(made)
+    return made
+
+
+MAKERS: list[Any] = [
+    lambda: 1, lambda: 1.0, lambda: "1", lambda: None, lambda: (1, 2), lambda: [1, 2], lambda: {1, 2},
+    lambda: {"a": 1, "b": 2}, lambda: scaled(1.0), lambda: scaled(2.0), lambda: plus(2.0), lambda: with_default,
+    lambda: functools.partial(with_default, 1), lambda: functools.partial(with_default, 2), lambda: Net(),
+    lambda: Net(2),
+    lambda: Other(), lambda: Net().forward, lambda: Holder(1), lambda: Holder(2), lambda: Holder(scaled(1.0)),
+    lambda: Slotted(1), lambda: Slotted(2), lambda: Slotted, lambda: np.arange(3), lambda: np.arange(3.0),
+    lambda: torch.arange(3.0, dtype=torch.bfloat16), lambda: torch.float32, lambda: len, lambda: np, lambda: cyclic(),
+    lambda: dp_fedsam(0.5), lambda: dp_fedsam(0.4), lambda: Holder, lambda: nn.Linear,
+]  # fmt: skip
+
+
+def test_equal_objects_have_equal_digests_and_no_two_others() -> None:
+    found = [identity_of(make()) for make in MAKERS]
+    assert None not in found and len(set(found)) == len(MAKERS)
+    assert found == [identity_of(make()) for make in MAKERS]
+
+
+def test_a_trained_mode_changes_nothing_and_a_weight_does() -> None:
+    net = Net()
+    assert identity_of(net.eval()) == identity_of(Net())
+    with torch.no_grad():
+        net.inner.weight[0, 0] = 2
+    assert identity_of(net) != identity_of(Net())
+
+
+@pytest.mark.parametrize("value", [iter([1]), np.array([object()]), Holder(iter("a")), (x for x in "a")])
+def test_what_cannot_be_looked_into_is_not_identified(value: Any) -> None:
+    assert identity_of(value) is None
+
+
+def test_the_same_in_another_process() -> None:
+    code = (
+        "from fedflat.core.identity import identity_of\n"
+        "from fedflat.algorithms import dp_fedsam\n"
+        "def rule(x, y=3):\n    return (lambda z: z in {'a', 'b', 'c'})(x)\n"
+        "print(identity_of((dp_fedsam(0.3), rule, {'x', 'y'})))"
+    )
+    runs = [[sys.executable, "-c", code]] * 2
+    found = [subprocess.run(words, capture_output=True, text=True, check=True, env=None).stdout for words in runs]
+    assert found[0] == found[1] and len(found[0].strip()) == 64
