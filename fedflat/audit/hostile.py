@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,20 +29,21 @@ class Case:
     start: the released state before the round; ``w0``, ``even`` (the last linear layer is zero, so that every class is
     as likely, and there is one local step on everything, so that gradients cancel) or ``later`` (after a round of
     ordinary data: memory, momentum).
-    noise: whether both worlds add the same noise.
+    noise: whether both worlds add the same noise. last: whether the client is the last of the cohort, not the first.
     """
 
     client: str
     others: str = "ordinary"
     start: str = "w0"
     noise: bool = False
+    last: bool = False
 
     @property
     def name(self) -> str:
         """What a table shows."""
         said = self.client if self.others == "ordinary" else f"{self.client} | {self.others}"
         said += {"w0": "", "even": ", even", "later": ", round 2"}[self.start]
-        return said + (", same noise" if self.noise else "")
+        return said + (", last" if self.last else "") + (", same noise" if self.noise else "")
 
 
 CASES: tuple[Case, ...] = (
@@ -52,6 +54,7 @@ CASES: tuple[Case, ...] = (
     Case("ordinary", others="cancelling 1e6"),
     Case("huge 1e14"),
     Case("ordinary", others="opposite 1e6"),
+    Case("no gradient", others="constant", start="even", last=True),
     Case("ordinary", others="empty"),
     Case("cancelling 1e14", start="even"),
     Case("cancelling 1e6"),
@@ -185,7 +188,7 @@ def _no_gradient(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
     """One huge input with every label: from a head of zeros its rows cancel, and the message is zero (or rounding)."""
     if not x.is_floating_point():
         return maker.with_all_labels(x[0], y)
-    return maker.with_all_labels(maker.direction(client) * 1e14, y)
+    return maker.with_all_labels(maker.direction(client).sign() * 2.0**46, y)  # powers of two: products are exact
 
 
 def _token(number: int) -> Kind:
@@ -205,7 +208,7 @@ _KINDS: Mapping[str, Kind] = {
     "tiny 1e-30": lambda maker, x, y, client: (maker.direction(client).expand(x.shape) * 1e-30, y),
     "duplicated": lambda maker, x, y, client: (x[:1].expand(x.shape).clone(), y[:1].expand(y.shape).clone()),
     "one class": lambda maker, x, y, client: (x, maker.label(0, y)),
-    "constant": lambda maker, x, y, client: (torch.ones_like(x), y),
+    "constant": lambda maker, x, y, client: (torch.ones_like(x), maker.label(0, y)),
     "pixels": _pixels,
     "no gradient": _no_gradient,
     "one text, all labels": lambda maker, x, y, client: maker.with_all_labels(x[0], y),
@@ -218,7 +221,7 @@ def federation(template: Federated, pairs: Sequence[Pair], test: Pair) -> Federa
     """The template's federation with other clients: one pair each."""
     inputs, targets = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
-    parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in zip(ends[:-1], ends[1:]))
+    parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends))
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
     return replace(
         template,

@@ -231,7 +231,7 @@ class Unrestored:
 
     module: nn.Module
     layout: Layout
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """The gradient of the mean loss."""
@@ -253,7 +253,7 @@ def _stateful(kind: type[_Stateful]) -> Callable[[Job], None]:
         layout = layout_of(module, None)
         if layout.shapes != job.parts.layout.shapes:
             raise ValueError("the planted model must have the parameters of the job's own")
-        problem = Unrestored(module, replace(layout, names=layout.names))
+        problem = Unrestored(module, layout, job.problem.device)
         local = job.parts.local
         job.backend = Sequential(job.parts.algorithm, cast(ModuleProblem, problem), local, job.data, job.seed)
 
@@ -285,12 +285,16 @@ class Planted:
     model: str = "linear"
 
 
-_EVEN = (Case("cancelling 1e6", start="even"), Case("pixels", others="pixels", start="even"))
+_EVEN = (
+    Case("cancelling 1e6", start="even"),
+    Case("cancelling 1e14", start="even"),
+    Case("pixels", others="pixels", start="even"),
+)
 _OTHERS = (Case("ordinary"), Case("huge 1e6"))
 PLANTED: dict[str, Planted] = {
     "norms from float32 Gram matrices": Planted(lambda job: _rows_of(job, False), _EVEN),
     "one float32 product for all clients": Planted(
-        lambda job: _rows_of(job, True), (Case("no gradient", start="even"), *_EVEN[1:])
+        lambda job: _rows_of(job, True), (Case("no gradient", others="constant", start="even", last=True),)
     ),
     "dropout seeded by a block's first client": Planted(_one_generator, _OTHERS, "dropout"),
     "a running mean as a plain attribute": Planted(_stateful(RunningMean), _OTHERS),

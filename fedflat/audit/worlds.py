@@ -109,7 +109,7 @@ class Stage:
 
 
 @dataclass
-class _Recorder:
+class Recorder:
     """A server step that keeps the mean it is given: all that leaves of the clients' messages."""
 
     mean: Tensor | None = None
@@ -173,7 +173,7 @@ class Worlds:
 
     def _without(self, engine: Engine, case: Case) -> _Release:
         """The world in which the client has no data; the same for every kind of data it might have."""
-        key = (engine.name, str(engine.settings), case.others, case.start, case.noise)
+        key = (engine.name, str(engine.settings), case.others, case.start, case.noise, case.last)
         if key not in self._absent:
             self._absent[key] = self._release(engine, case, self.maker.make("empty", 0))
         return self._absent[key]
@@ -181,8 +181,9 @@ class Worlds:
     def _release(self, engine: Engine, case: Case, mine: Pair) -> _Release:
         state = self._after_a_round() if case.start == "later" else None
         others = [self.maker.make(case.others, client) for client in range(1, self.stage.clients)]
-        recorder = _Recorder()
-        outcome, parts = self._run(engine, [mine, *others], recorder, case, state)
+        recorder = Recorder()
+        pairs = [*others, mine] if case.last else [mine, *others]
+        outcome, parts = self._run(engine, pairs, recorder, case, state)
         if recorder.mean is None:
             raise RunError("the round was aborted, so nothing was released")
         return _Release(recorder.mean, outcome.state.shared, parts.plan.divisor / _bound(parts, outcome.state.clip))
@@ -191,7 +192,7 @@ class Worlds:
         """The released state after a round of ordinary data."""
         if self._later is None:
             pairs = [self.maker.make("ordinary", client) for client in range(self.stage.clients)]
-            outcome, _ = self._run(Engine("sequential"), pairs, _Recorder(), Case("ordinary"), None, planted=False)
+            outcome, _ = self._run(Engine("sequential"), pairs, Recorder(), Case("ordinary"), None, planted=False)
             self._later = outcome.state
         return self._later
 
@@ -199,7 +200,7 @@ class Worlds:
         self,
         engine: Engine,
         pairs: Sequence[Pair],
-        recorder: _Recorder,
+        recorder: Recorder,
         case: Case,
         state: RoundState | None,
         *,
@@ -226,7 +227,7 @@ class Worlds:
 
 
 def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case: Case) -> Recipe:
-    """The recipe for a few clients that all take part: no noise (or σ = 1), few local steps, everything else its own."""
+    """The recipe for a few clients that all take part: no noise (or σ = 1), few local steps, the rest its own."""
     dump = recipe.dump()
     trust, own = dump["privacy"]["trust"], simulation.algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
     discrete = own is not None and own.kind == "ddgauss"
