@@ -77,7 +77,8 @@ class Rows:
 
 
 def _norm(vector: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vector, dtype=torch.float64)
+    found: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
+    return found
 
 
 def _gram_norm(u: Tensor, x: Tensor) -> Tensor:
