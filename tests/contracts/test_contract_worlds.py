@@ -16,7 +16,7 @@ from torch import nn
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.audit import planted
-from fedflat.audit.hostile import CASES, Case
+from fedflat.audit.hostile import Case
 from fedflat.audit.movements import INPUTS, PLANTED, SEED_ONLY, audit_planted, planted_stage
 from fedflat.audit.shared_noise import shared_noise
 from fedflat.audit.worlds import SLACK, Engine, Stage, Worlds
