@@ -18,7 +18,7 @@ from fedflat.audit.planted import PLANTED
 from fedflat.audit.result import AuditResult
 from fedflat.audit.shared_noise import shared_noise
 from fedflat.audit.worlds import CLIENTS, SLACK, Engine, Movement, Stage, Worlds
-from fedflat.core.checks import one_of
+from fedflat.core.checks import InputError, one_of
 from fedflat.core.params import layout_of
 from fedflat.core.rng import seeded_torch, simulation_key
 from fedflat.core.types import Algorithm
@@ -72,7 +72,12 @@ def audit_worlds(
         what = f"{method.name}, which is not private" if not method.private else "a published protocol"
         return _nothing(recipe, method, f"{what}: no bound is claimed that a message keeps.")
     data = data_of(recipe, clients, test)
-    module = module_of(recipe, model, data)
+    try:
+        module = module_of(recipe, model, data)
+    except InputError:  # the recipe of such a run names data and a model by default that it did not have
+        if folder is None or model is not None:
+            raise
+        return _nothing(recipe, method, _given(folder))
     note = "" if folder is None else _of_a_run(folder, recipe, method, module, data)
     if note.startswith("audit:"):
         return _nothing(recipe, method, note)
@@ -170,16 +175,20 @@ def _nothing(recipe: Recipe, method: Algorithm, reason: str) -> AuditResult:
     )
 
 
+def _given(folder: Path) -> str:
+    return (
+        f"audit: found {folder}, a run whose model or data were given in Python and are not in its folder; allowed: "
+        "fedflat.audit.audit_run(folder, model=…, clients=…) in Python."
+    )
+
+
 def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: Federated) -> str:
     """What must be said of a run whose data or model were given in Python: its folder holds neither."""
     kept = checkpoint.newest(folder / "checkpoints")
     if kept is None:
         return ""
     if kept[0].shared.numel() != layout_of(module, method.head).dimension:
-        return (
-            f"audit: found {folder}, a run whose model or data were given in Python and are not in its folder; "
-            "allowed: fedflat.audit.audit_run(folder, model=…, clients=…) in Python."
-        )
+        return _given(folder)
     plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
     if kept[2].get("fingerprint") == simulation.prepare(plain, data=data).fingerprint:
         return ""

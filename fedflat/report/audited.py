@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from html import escape
@@ -28,7 +27,7 @@ RULE = (
 def audited_text(audit: Record) -> str:
     """``≥ 1.23`` for a lower bound, ``≈ 1.23`` for an estimate, ``1.000 C`` for a movement, a dash for nothing."""
     if "movement" in _details(audit):
-        return _times(_details(audit)["movement"]) if _details(audit)["movement"] != 0 else "0 C"
+        return "–" if audit.get("runs") == 0 else _times(_details(audit)["movement"])
     bound, estimate = number(audit.get("lower_bound")), number(audit.get("estimate"))
     if bound is not None:
         return f"≥ {tables.epsilon_text(bound)}"
@@ -119,10 +118,10 @@ def _number_text(row: Record, engine: str) -> str:
 
 
 def _times(value: object) -> str:
-    """``1.000 C``; JSON's null is a movement without a number."""
+    """``1.000 C``; JSON's null is no finite number: only one of both worlds came to an end."""
     found = number(value)
-    if found is None or not math.isfinite(found):
-        return "–" if value is None else "∞ C"
+    if found is None:
+        return "∞ C"
     return f"{found:.3f} C" if found < 100 else f"{found:.1e} C"
 
 
