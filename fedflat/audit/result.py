@@ -12,11 +12,12 @@ from typing import Any
 class AuditResult:
     """One audit of one method or run.
 
-    kind: mechanism, defect, canaries or one-run. claimed: ε the accounting claims for what was audited; proven: ε that
-    is proven for it (inf where no bound exists). lower_bound: ε it has at least, except with probability
+    kind: worlds, mechanism, defect, canaries or one-run. claimed: ε the accounting claims for what was audited;
+    proven: ε that is proven for it (inf where no bound exists). lower_bound: ε it has at least, except with probability
     1 − ``confidence``; None for an estimate, which bounds nothing and is in ``estimate``. canary, statistic: those
     that gave the number. runs: releases looked at, per world for a mechanism. violations: of the exact contract 2b
-    (empty: it holds). assumptions: what the number rests on, one sentence each.
+    (empty: it holds), and for worlds every pair further apart than C. details: of worlds, the greatest ``movement``
+    over C, by back end and data in ``table``. assumptions: what the number rests on, one sentence each.
     """
 
     kind: str

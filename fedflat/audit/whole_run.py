@@ -11,6 +11,7 @@ from torch import nn
 
 from fedflat import simulation
 from fedflat.audit.mechanism import RUNS, audit_recipe
+from fedflat.audit.movements import audit_worlds
 from fedflat.audit.one_run import one_run
 from fedflat.audit.one_shot import one_shot
 from fedflat.audit.result import AuditResult
@@ -19,7 +20,7 @@ from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.train import Job
 from fedflat.recipe import Recipe
 
-KINDS = ("mechanism", "canaries", "one-run", "all")
+KINDS = ("quick", "worlds", "mechanism", "canaries", "one-run", "all")
 CANARIES = 500
 AUDIT = "audit.json"
 
@@ -27,25 +28,33 @@ AUDIT = "audit.json"
 def audit_run(
     recipe: Recipe | Mapping[str, Any] | str | Path,
     *,
-    kind: str = "all",
+    kind: str = "quick",
     canaries: int = CANARIES,
     runs: int = RUNS,
     model: nn.Module | None = None,
     clients: Sequence[Any] | None = None,
     test: Any = None,
+    folder: Path | None = None,
 ) -> list[AuditResult]:
     """Audit a recipe (a Recipe, a dict, a packaged name, a path, a run folder).
 
-    kind: ``mechanism`` (its method, one round, the fixed configuration), ``canaries`` (estimate for the whole run),
-    ``one-run`` (lower bound for the whole run), ``all``. The last two train the recipe once each, with ``canaries``
+    kind: ``quick`` (worlds for about 40 s, and mechanism), ``worlds`` (pairs of worlds on every back end, on all data),
+    ``mechanism`` (its method, one round, the fixed configuration), ``canaries`` (estimate for the whole run),
+    ``one-run`` (lower bound for the whole run), ``all``. The two before train the recipe once each, with ``canaries``
     additional clients. runs: of the mechanism audit. model, clients, test: as for ``fedflat.run``.
+    folder: of the run whose recipe it is (a path of a run says so itself).
     Raises InputError for an unknown kind, fewer than 20 canaries, or a method that is not private.
     """
     one_of("--kind", kind, KINDS)
     whole("--canaries", canaries, 20)
     parsed = Recipe.of(recipe)
+    folder = Path(recipe) if isinstance(recipe, (str, Path)) and Path(recipe).is_dir() and clients is None else folder
     found = []
-    if kind in ("mechanism", "all"):
+    if kind in ("quick", "worlds", "all"):
+        found.append(
+            audit_worlds(parsed, thorough=kind != "quick", model=model, clients=clients, test=test, folder=folder)
+        )
+    if kind in ("quick", "mechanism", "all"):
         found.append(audit_recipe(parsed, runs=runs))
     if kind in ("canaries", "all"):
         found.append(one_shot(_job(parsed, model, clients, test), canaries))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
@@ -9,7 +10,9 @@ from fedflat.report import tables
 from fedflat.report.metrics import Record, Run, number
 
 AUDIT = "audit.json"  # written by ``fedflat audit RUN``
+NARROW = 11
 ABOUT = {
+    "worlds": "a few clients, one of them with hostile data or none, on every back end that applies",
     "mechanism": "one round of the method, in the audit's fixed configuration",
     "one-run": "the whole run, trained once more with canary clients",
     "canaries": "the whole run, trained once more with canary clients",
@@ -22,7 +25,9 @@ RULE = (
 
 
 def audited_text(audit: Record) -> str:
-    """``≥ 1.23`` for a lower bound, ``≈ 1.23`` for an estimate, a dash where there is neither."""
+    """``≥ 1.23`` for a lower bound, ``≈ 1.23`` for an estimate, ``1.000 C`` for a movement, a dash for nothing."""
+    if "movement" in _details(audit):
+        return "–" if audit.get("runs") == 0 else _times(_details(audit)["movement"])
     bound, estimate = number(audit.get("lower_bound")), number(audit.get("estimate"))
     if bound is not None:
         return f"≥ {tables.epsilon_text(bound)}"
@@ -43,14 +48,86 @@ def exceeded(audit: Record) -> bool:
 def verdict(audit: Record) -> str:
     """One reading of the numbers, in a few words."""
     bound, proven = number(audit.get("lower_bound")), number(audit.get("proven"))
+    moved = "movement" in _details(audit)
     if audit.get("kind") == "defect":
-        return "found: over the claim" if audit.get("exceeds_claimed") is True else "missed"
+        return "missed" if not seen(audit) else "found: over C" if moved else "found: over the claim"
+    if moved:
+        return "over C" if exceeded(audit) else "not run" if audit.get("runs") == 0 else "within C"
     if exceeded(audit):
         over = bound is not None and proven is not None and bound > proven
         return "over the proven ε" if over else "contract 2b broken"
     if bound is None:
         return "an estimate, no bound"
     return "within the proof" if proven is not None else "nothing is proven"
+
+
+def seen(audit: Record) -> bool:
+    """Whether the audit of a planted defect found it out."""
+    return bool(audit.get("violations")) if "movement" in _details(audit) else audit.get("exceeds_claimed") is True
+
+
+def greatest(run: Run) -> str:
+    """The greatest movement over C of the run's worlds, in a few words; empty where nobody audited them."""
+    found = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
+    if not found:
+        return ""
+    facts = _details(found[-1])
+    return f"{audited_text(found[-1])} at most, {facts.get('back_end')}, {facts.get('data')}"
+
+
+def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
+    """(heads, rows) of a worlds audit: data by back end, each cell a movement over C; both empty for other kinds."""
+    table = _details(audit).get("table")
+    if not isinstance(table, dict) or not table:
+        return [], []
+    engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
+    rows = [[str(data), *(_number_text(row, engine) for engine in engines)] for data, row in table.items()]
+    return ["Data (client | others)", *engines], rows
+
+
+def remarks(audit: Record) -> list[str]:
+    """What a worlds audit did not do, and why, one sentence each."""
+    facts = _details(audit)
+    refused = facts.get("refused")
+    said = [f"{engine}: {reason}" for engine, reason in refused.items()] if isinstance(refused, dict) else []
+    if left := facts.get("left_out"):
+        said.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
+    return said
+
+
+def matrix_text(audit: Record) -> list[str]:
+    """The matrix in at most 80 columns, and the remarks."""
+    heads, rows = matrix(audit)
+    if not heads:
+        return []
+    wide = 78 - (NARROW + 1) * min(len(heads) - 1, 4)
+    lines = []
+    for start in range(1, len(heads), 4):
+        for row in [heads, *rows]:
+            numbers = "".join(f" {cell.replace('vectorized', 'vect.'):>{NARROW}}" for cell in row[start : start + 4])
+            lines.append(f"  {row[0]:{wide}.{wide}}{numbers}".rstrip())
+    for text in remarks(audit):
+        lines += textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent="    ")
+    return ["", *lines, ""]
+
+
+def _number_text(row: Record, engine: str) -> str:
+    if engine not in row:
+        return "–"
+    return _times(row[engine]).removesuffix(" C")
+
+
+def _times(value: object) -> str:
+    """``1.000 C``; JSON's null is no finite number: only one of both worlds came to an end."""
+    found = number(value)
+    if found is None:
+        return "∞ C"
+    return f"{found:.3f} C" if found < 100 else f"{found:.1e} C"
+
+
+def _details(audit: Record) -> Record:
+    found = audit.get("details")
+    return found if isinstance(found, dict) else {}
 
 
 def of_whole_run(run: Run) -> list[Record]:
@@ -86,7 +163,8 @@ def notes_html(audits: Sequence[Record]) -> str:
     for audit in audits:
         kind = str(audit.get("kind"))
         facts = [ABOUT.get(kind, ""), f"canary: {audit.get('canary')}", f"statistic: {audit.get('statistic')}"]
-        lines = [f"Contract 2b broken: {text}" for text in _texts(audit, "violations")] + _texts(audit, "assumptions")
+        broken = "" if "movement" in _details(audit) else "Contract 2b broken: "
+        lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
         listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
         head = f"{kind}, {audit.get('method')}: what it rests on"
         about = escape("; ".join(fact for fact in facts if fact and not fact.endswith(": None")))

@@ -152,6 +152,8 @@ def _epsilon_tile(run: Run) -> str:
         below.append(f"claimed by the formula: {tables.epsilon_text(claimed)}")
     if found := audited.short(run):
         below.append(f"audited: {found}")
+    if found := audited.greatest(run):
+        below.append(f"one client moves the release by {found}")
     if proven is None and claimed is None:
         below.append((metrics.reasons(run) or ["no finite ε is proven"])[0])
     return _tile("Proven ε", tables.epsilon_text(proven), "; ".join(below))
@@ -181,7 +183,12 @@ def _audit(run: Run) -> str:
     if not run.audits:
         return ""
     rows = [audited.cells(audit) for audit in run.audits]
-    return _table("Audits of this run", audited.HEADS, rows) + audited.notes_html(run.audits)
+    tables_of_worlds = ""
+    for audit in run.audits:
+        heads, movements = audited.matrix(audit)
+        if heads:
+            tables_of_worlds += _table("Movement of the release over C, by data and back end", heads, movements)
+    return _table("Audits of this run", audited.HEADS, rows) + tables_of_worlds + audited.notes_html(run.audits)
 
 
 def _recipe(run: Run) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -186,7 +187,7 @@ def test_table_fits_eighty_columns_and_shows_claim_and_proof_together():
         result(lower_bound=1.5), result(violations=("broken",)),
     ])  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("within the proof", "found: over the claim", "an estimate, no bound", "OVER THE PROVEN", "none",
+    for words in ("within the proof", "found: over the claim", "an estimate, no bound", "OVER THE PROVEN ε", "none",
                   "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What canaries rests on"):  # fmt: skip
         assert words in text
 
@@ -222,3 +223,65 @@ def test_command_without_anything_says_what_to_give():
         audit(None)
     with pytest.raises(InputError, match="-o"):
         audit(None, methods="dp-fedavg", override=["rounds=1"])
+
+
+def worlds(**details):
+    facts = {
+        "movement": 1.0, "limit": 1.002, "back_end": "lowrank", "data": "ordinary", "left_out": 3,
+        "refused": {"graphs": "engine.backend: " + "no GPU " * 20},
+        "table": {"ordinary": {"sequential": 1.0, "lowrank": 1.0}, "a very long name | of others": {"lowrank": 3.4e6}},
+    }  # fmt: skip
+    return result(kind="worlds", lower_bound=None, confidence=None, canary="ordinary", details=facts | details)
+
+
+def test_worlds_are_shown_beside_the_epsilons_in_eighty_columns():
+    engines = ("sequential", "vectorized", "vectorized-fp32", "lowrank", "workers", "ray")
+    text = table([worlds(), worlds(table={"ordinary": dict.fromkeys(engines, 1.0)}), worlds(movement=math.inf)])
+    assert max(map(len, text.splitlines())) <= 80
+    for words in (
+        "1.000 C",
+        "within C",
+        "3.4e+06",
+        "3 pairs were left out",
+        "graphs: engine.backend",
+        "vect.-fp32",
+        "∞ C",
+    ):
+        assert words in text
+    assert "confidence" not in text
+
+
+def test_a_movement_over_c_is_said_and_fails():
+    over = dataclasses.replace(worlds(movement=2.7), violations=("lowrank, huge: the release moves by 2.7·C",))
+    assert _failed(over)
+    assert not _failed(worlds())
+    text = table([over])
+    assert "OVER C" in text and "the release moves by 2.7·C" in text
+    planted = result(kind="defect", lower_bound=None, details={"movement": 2.0, "limit": 1.002}, violations=("x",))
+    assert not _failed(planted) and _failed(dataclasses.replace(planted, violations=()))
+    assert "found: over C" in table([planted])
+
+
+def test_worlds_of_a_recipe_and_where_there_are_none(monkeypatch):
+    from fedflat.audit import movements
+
+    monkeypatch.setattr(movements, "SECONDS", 0.0)
+    monkeypatch.setattr(movements, "shared_noise", lambda stage: ())
+    data = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in clients()]
+    found = movements.audit_worlds(recipe(), model=model(), clients=data)
+    assert 0.1 < found.details["movement"] <= 1.002 and found.details["left_out"] > 20
+    assert found.violations == () and found.claimed == found.proven
+    assert json.loads(json.dumps(found.as_dict()))["details"]["table"]["ordinary"]["sequential"] > 0.1
+    none = movements.audit_worlds(recipe(algorithm={"name": "fedavg"}), model=model(), clients=data)
+    assert none.details["movement"] is None and "not private" in none.assumptions[0]
+    assert "not run" in table([none])
+
+
+def test_a_run_of_data_given_in_python_says_so(tmp_path, monkeypatch):
+    from fedflat.audit import movements
+
+    monkeypatch.setattr(movements, "SECONDS", 0.0)
+    monkeypatch.setattr(movements, "shared_noise", lambda stage: ())
+    simulation.run(recipe(rounds=1), model(), clients(), out=tmp_path / "run")
+    (found,) = [r for r in audit_run(tmp_path / "run", runs=200) if r.kind == "worlds"]
+    assert found.runs == 0 and "given in Python" in found.assumptions[0]

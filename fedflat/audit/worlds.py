@@ -1,0 +1,286 @@
+"""Pairs of worlds through the real path: one client's data present or absent, and how far the release moves.
+
+``simulation.prepare`` and ``engine.train.train`` run a recipe's own model, method, clip, server and back ends on a few
+clients, without noise (or with the same noise) and with everybody in the cohort. The released mean may then move by
+C/m at most, whatever finite data the client has: that is what the noise is made for, in the arithmetic that ran.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedflat import simulation
+from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.params import last_linear
+from fedflat.core.types import Algorithm, RoundState, ServerView
+from fedflat.data.clients import Federated
+from fedflat.engine.choose import one_thread
+from fedflat.engine.parts import Parts
+from fedflat.engine.train import Job, Outcome, train
+from fedflat.recipe import Recipe
+
+SLACK = 0.002
+"""What rounding may add to C, relatively."""
+CLIENTS = 6
+STEPS, BATCH = 3, 3
+"""Local steps and batch size, at most: clients have up to four examples, so minibatches are short, and padded."""
+KEY = bytes(range(32))
+HALF_ULP = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A back end as a recipe's ``engine`` section asks for it. most: cases it is tried with (it is slow to start)."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    most: int | None = None
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """Its keys of the ``engine`` section."""
+        return {"backend": self.name, "device": "cpu", "processes": 2, **self.settings}
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How far one pair of worlds is apart, in units of the bound that accounting uses for a message.
+
+    total: m·‖difference‖ of the noiseless means. weights: the same of the released weights, None where the server step
+    is not linear. floor: what the rounding of float32 weights may add to it. stopped: why there is no number.
+    refused: whether the combination was refused beforehand, by one sentence, which is no fault.
+    """
+
+    engine: str
+    case: str
+    total: float = math.nan
+    weights: float | None = None
+    floor: float = 0.0
+    stopped: str = ""
+    refused: bool = False
+
+    @property
+    def value(self) -> float:
+        """The larger of both, the weights' without their rounding; infinite where only one world comes to an end."""
+        if self.stopped:
+            return math.nan if self.refused else math.inf
+        return max(self.total, (self.weights or 0.0) - self.floor)
+
+    @property
+    def over(self) -> bool:
+        """More than a message's bound, rounding included."""
+        return self.value > 1 + SLACK
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What worlds are made of: a recipe, a module and a federation whose examples give shape, classes and values.
+
+    algorithm: instead of the recipe's, for methods under test. change: alters a prepared job before it is run; that is
+    how a defect is planted.
+    """
+
+    recipe: Recipe
+    module: nn.Module
+    template: Federated
+    algorithm: Algorithm | None = None
+    change: Callable[[Job], None] | None = None
+    clients: int = CLIENTS
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases that its examples and its model allow."""
+        found = cases_for(self.template)
+        linear = any(isinstance(layer, nn.Linear) for layer in self.module.modules())
+        return found if linear else tuple(case for case in found if case.start != "even")
+
+    @property
+    def method(self) -> Algorithm:
+        """The algorithm that runs."""
+        return self.algorithm or simulation.algorithm_of(self.recipe)
+
+
+@dataclass
+class Recorder:
+    """A server step that keeps the mean it is given: all that leaves of the clients' messages."""
+
+    mean: Tensor | None = None
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        """No slot."""
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean, as it is."""
+        self.mean = mean.clone()
+        return mean, {}
+
+
+@dataclass(frozen=True)
+class _Continued(Parts):
+    """Parts of a run that goes on from a released state."""
+
+    state: RoundState | None = None
+
+    def first_state(self, shared: Tensor, threshold: float) -> RoundState:
+        """That state."""
+        return super().first_state(shared, threshold) if self.state is None else self.state
+
+
+@dataclass(frozen=True)
+class _Release:
+    """What one world releases. scale: m over the bound of a message."""
+
+    mean: Tensor
+    shared: Tensor
+    scale: float
+
+
+class Worlds:
+    """Runs pairs of worlds of one stage, and keeps what they have in common."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.maker = stage, Maker(stage.template)
+        self._absent: dict[tuple[object, ...], _Release] = {}
+        self._later: RoundState | None = None
+
+    def movement(self, engine: Engine, case: Case) -> Movement:
+        """The pair of worlds of a case, on a back end."""
+        found = Movement(engine.name, case.name)
+        try:
+            absent = self._without(engine, case)
+        except (InputError, RunError) as error:
+            return replace(found, stopped=_sentence(error), refused=True)
+        try:
+            present = self._release(engine, case, self.maker.make(case.client, 0))
+        except (InputError, RunError) as error:
+            return replace(found, stopped=_sentence(error))
+        total = present.scale * _distance(present.mean, absent.mean)
+        if self.stage.recipe.server.optimizer != "sgd" or self.stage.method.kind == "votes":
+            return replace(found, total=total)
+        scale = present.scale / self.stage.recipe.server.lr
+        lengths = sum(float(torch.linalg.vector_norm(r.shared.double())) for r in (present, absent))
+        weights = scale * _distance(present.shared, absent.shared)
+        return replace(found, total=total, weights=weights, floor=scale * HALF_ULP * lengths)
+
+    def _without(self, engine: Engine, case: Case) -> _Release:
+        """The world in which the client has no data; the same for every kind of data it might have."""
+        key = (engine.name, str(engine.settings), case.others, case.start, case.noise, case.last)
+        if key not in self._absent:
+            self._absent[key] = self._release(engine, case, self.maker.make("empty", 0))
+        return self._absent[key]
+
+    def _release(self, engine: Engine, case: Case, mine: Pair) -> _Release:
+        state = self._after_a_round() if case.start == "later" else None
+        others = [self.maker.make(case.others, client) for client in range(1, self.stage.clients)]
+        recorder = Recorder()
+        pairs = [*others, mine] if case.last else [mine, *others]
+        outcome, parts = self._run(engine, pairs, recorder, case, state)
+        if recorder.mean is None:
+            raise RunError("the round was aborted, so nothing was released")
+        return _Release(recorder.mean, outcome.state.shared, parts.plan.divisor / _bound(parts, outcome.state.clip))
+
+    def _after_a_round(self) -> RoundState:
+        """The released state after a round of ordinary data."""
+        if self._later is None:
+            pairs = [self.maker.make("ordinary", client) for client in range(self.stage.clients)]
+            outcome, _ = self._run(Engine("sequential"), pairs, Recorder(), Case("ordinary"), None, planted=False)
+            self._later = outcome.state
+        return self._later
+
+    def _run(
+        self,
+        engine: Engine,
+        pairs: Sequence[Pair],
+        recorder: Recorder,
+        case: Case,
+        state: RoundState | None,
+        *,
+        planted: bool = True,
+    ) -> tuple[Outcome, Parts]:
+        stage = self.stage
+        rounds = 1 if state is None else state.round + 1
+        recipe = world_recipe(stage.recipe, stage.clients, engine, rounds, case)
+        data = federation(stage.template, pairs, self.maker.public())
+        module = headless(stage.module) if case.start == "even" else stage.module
+        job = simulation.prepare(recipe, module, algorithm=stage.algorithm, data=data)
+        job.key = KEY
+        if stage.change is not None and planted:
+            stage.change(job)
+        method = job.parts.algorithm
+        method = replace(method, server=(recorder, *method.server))
+        known = {f.name: getattr(job.parts, f.name) for f in fields(Parts)}
+        job.parts = _Continued(**known | {"algorithm": method}, state=state)
+        try:
+            with one_thread():
+                return train(job), job.parts
+        finally:
+            getattr(job.backend, "close", lambda: None)()
+
+
+def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case: Case) -> Recipe:
+    """The recipe for a few clients that all take part: no noise (or σ = 1), few local steps, the rest its own."""
+    dump = recipe.dump()
+    trust, own = dump["privacy"]["trust"], simulation.algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
+    discrete = own is not None and own.kind == "ddgauss"
+    cohort: dict[str, Any] = {"size": clients}
+    if discrete or trust == "distributed":
+        cohort["min"] = clients - 1
+    if trust == "local":
+        cohort["max_participations"] = rounds
+    nothing = {"epsilon": None, "budget": None, "noise_cohort": None, "protocol": "sound", "published": None}
+    local = dump["local"]
+    steps, batch = min(local["steps"] or STEPS, STEPS), min(local["batch_size"], BATCH)
+    if case.start == "even":
+        steps, batch = 1, 64
+    changes: dict[str, Any] = {
+        "rounds": rounds,
+        "data": dump["data"] | {"clients": None, "client_test_fraction": 0.0},
+        "cohort": cohort,
+        "local": local | {"steps": steps, "epochs": None, "batch_size": batch},
+        "privacy": dump["privacy"] | nothing | {"noise_multiplier": 1.0 if case.noise else 0.0, "delta": 1e-5},
+        "engine": engine.section | {"precision": dump["engine"]["precision"]},
+        "algorithm": _without_public_examples(dump["algorithm"], rounds),
+    }
+    return Recipe.of(dump | changes)
+
+
+def _without_public_examples(options: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """Options of a method without public examples taken from clients: worlds would differ in more than one client."""
+    found = dict(options)
+    if found["name"] in ("ae-dpfl", "ae-fl"):
+        return found | {"public": "test", "queries": rounds * int(found.get("labels_per_draw", 1)), "student_epochs": 1}
+    return found | {"public": None} if "public" in found else found
+
+
+def headless(module: nn.Module) -> nn.Module:
+    """A copy whose last linear layer is zero: every class is as likely, whatever the input."""
+    found = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in found.get_submodule(last_linear(found)).parameters():
+            parameter.zero_()
+    return found
+
+
+def _bound(parts: Parts, threshold: float) -> float:
+    """The L2 norm that accounting takes for the longest message; rounded messages may be a little longer than C."""
+    discrete = getattr(parts.mechanism, "mechanism", None)
+    limit = getattr(discrete, "norm_limit", None)
+    return parts.clip.bound(threshold) if limit is None else math.sqrt(limit) * float(discrete.pitch)  # type: ignore[union-attr]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    found = float(torch.linalg.vector_norm(a.double() - b.double()))
+    return found if math.isfinite(found) else math.inf
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,186 @@
+"""Contract 2, driven through the real path: one client's data, however hostile, moves a release by C at most.
+
+Every method, on every back end, on hostile data; every planted defect must be caught by the same pairs of worlds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_federation import PRIVATE
+from torch import nn
+
+from fedflat.algorithms import ALGORITHMS
+from fedflat.audit import planted
+from fedflat.audit.hostile import Case
+from fedflat.audit.movements import INPUTS, PLANTED, SEED_ONLY, audit_planted, planted_stage
+from fedflat.audit.shared_noise import shared_noise
+from fedflat.audit.worlds import SLACK, Engine, Stage, Worlds
+from fedflat.core.checks import InputError
+from fedflat.core.rng import seeded_torch
+from fedflat.core.types import Algorithm
+from fedflat.data.clients import from_pairs
+from fedflat.recipe import Recipe
+
+EVERY = [*PRIVATE, "ddgauss", "ae-dpfl"]
+SHORT = [
+    Case("ordinary"),
+    Case("cancelling 1e6", start="even"),
+    Case("no gradient", start="even"),
+    Case("no gradient", others="constant", start="even", last=True),
+    Case("pixels", others="pixels", start="even"),
+    Case("ordinary", others="opposite 1e6"),
+    Case("ordinary", others="cancelling 1e6"),
+    Case("huge 1e14"),
+    Case("huge 1e6", start="later"),
+]
+FEW = SHORT[1:6:2] + SHORT[-2:-1]
+"""For each method."""
+MODELS: dict[str, tuple[int, int, Any]] = {
+    "linear 12": (12, 2, lambda: [nn.Linear(12, 2)]),
+    "linear 64": (64, 10, lambda: [nn.Linear(64, 10)]),
+    "relu": (12, 2, lambda: [nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)]),
+    "dropout": (12, 2, lambda: [nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 2)]),
+}
+ENGINES = (
+    Engine("sequential"),
+    Engine("vectorized"),
+    Engine("vectorized", {"block": 2}),
+    Engine("lowrank"),
+)
+
+# Delete these three, and what uses them, once the engine keeps the bound (branches h1, h2 and the noise key).
+KNOWN_ENGINE = pytest.mark.xfail(strict=False, reason="factors in float32; blocks that follow who is in them")
+KNOWN_STATE = pytest.mark.xfail(strict=False, reason="state that no check sees; transforms that see a block")
+KNOWN_KEY = pytest.mark.xfail(strict=False, reason="the noise key is a function of the seed only")
+
+
+def stage(method: str, model: str = "relu", **changes: Any) -> Stage:
+    inputs, classes, layers = MODELS[model]
+    with seeded_torch(0, "worlds"):
+        module = nn.Sequential(nn.Flatten(), *layers())
+        pair = torch.randn(40, inputs), torch.arange(40) % classes
+    recipe = Recipe.of(
+        {
+            "rounds": 1,
+            "algorithm": {"name": method},
+            "cohort": {"size": 6},
+            "local": {"steps": 2, "batch_size": 3, "lr": 0.3},
+            "privacy": {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5},
+        }
+    )
+    return Stage(recipe, module, from_pairs([pair]), **changes)
+
+
+def too_far(of: Stage, engine: Engine, cases: Sequence[Case]) -> list[str]:
+    """The pairs of worlds that are further apart than C; none where the back end refuses the combination."""
+    worlds, found = Worlds(of), []
+    for case in cases:
+        moved = worlds.movement(engine, case)
+        if moved.refused:
+            return []
+        if moved.over:
+            found.append(f"{case.name}: {moved.value:.6g} {moved.stopped}")
+    return found
+
+
+def marked(engine: Engine) -> Any:
+    known = [] if engine.name == "sequential" else [KNOWN_ENGINE]
+    return pytest.param(engine, marks=known, id=f"{engine.name}{engine.settings.get('block', '')}")
+
+
+@pytest.mark.parametrize("engine", [marked(engine) for engine in ENGINES])
+@pytest.mark.parametrize("model", MODELS)
+def test_dp_fedavg_on_every_model(model: str, engine: Engine) -> None:
+    assert too_far(stage("dp-fedavg", model), engine, SHORT) == []
+
+
+@pytest.mark.parametrize("engine", [marked(ENGINES[0]), marked(ENGINES[1]), marked(ENGINES[3])])
+@pytest.mark.parametrize("method", EVERY)
+def test_every_method_on_every_back_end(method: str, engine: Engine) -> None:
+    made = stage(method, "relu" if ALGORITHMS[method]().head is not None else "linear 12")
+    cases = FEW if made.method.head is None else [Case("ordinary"), Case("huge 1e6"), Case("cancelling 1e6")]
+    later = [Case("cancelling 1e6", start="later"), Case("huge 1e6", start="later")] if "pgn" in method else []
+    assert too_far(made, engine, [*cases, *later]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["workers", "ray"])
+def test_processes(name: str) -> None:
+    if name == "ray":
+        pytest.importorskip("ray")
+    assert too_far(stage("dp-fedsam", "linear 12"), Engine(name, {"processes": 1}), SHORT[1:2]) == []
+
+
+def test_the_harness_is_no_formality() -> None:
+    """A client at the clip moves the release by C, not less; the weights agree with the mean."""
+    moved = Worlds(stage("dp-fedavg")).movement(ENGINES[0], Case("ordinary"))
+    assert moved.total == pytest.approx(1, abs=1e-5)
+    assert moved.weights == pytest.approx(1, abs=1e-5 + moved.floor)
+    assert moved.floor < SLACK / 4
+
+
+# ------------------------------------------------------------------------------------------ models that remember
+
+
+MODULES = [planted.RunningMean, planted.CodeBook, planted.InADict, planted.InAList]
+
+
+@KNOWN_STATE
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_a_model_that_remembers_is_refused_or_restored(kind: Any) -> None:
+    made = stage("dp-fedavg", "linear 12")
+    with seeded_torch(0, "worlds"):
+        made = Stage(made.recipe, kind(12, 2), made.template)
+    assert too_far(made, ENGINES[0], [Case("ordinary"), Case("huge 1e6")]) == []
+
+
+@KNOWN_STATE
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[1], ENGINES[3]], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("transform", ["mixes", "remembers", "shortens"])
+def test_a_users_transform_is_refused_or_harmless(transform: str, engine: Engine) -> None:
+    own = {"mixes": planted.mixes, "remembers": planted.Remembers(), "shortens": planted.shortens}[transform]
+    made = stage("dp-fedavg", "linear 12", algorithm=Algorithm("own", transforms=(own,)))
+    assert too_far(made, engine, [Case("ordinary"), Case("huge 1e6")]) == []
+
+
+# ---------------------------------------------------------------------------------------------------- the noise
+
+
+@KNOWN_KEY
+def test_two_runs_share_noise_only_where_recipe_data_and_seed_are_the_same() -> None:
+    assert shared_noise(stage("dp-fedavg", "linear 64")) == ()
+
+
+# --------------------------------------------------------------------------------------------- planted defects
+
+
+@pytest.mark.parametrize("name", [*PLANTED, SEED_ONLY])
+def test_every_planted_defect_is_caught(name: str) -> None:
+    (found,) = audit_planted([name])
+    assert found.violations, found.details
+    assert found.details["movement"] > 1 + SLACK
+
+
+@pytest.mark.parametrize("model", ["linear", "dropout"])
+def test_without_the_defect_the_same_worlds_are_within_c(model: str) -> None:
+    cases = tuple(dict.fromkeys(case for twin in PLANTED.values() if twin.model == model for case in twin.cases))
+    name = next(name for name, twin in PLANTED.items() if twin.model == model)
+    made = planted_stage(name)
+    sound = Stage(made.recipe, made.module, made.template)
+    assert too_far(sound, ENGINES[0], cases) == []
+
+
+def test_an_unknown_defect_is_refused() -> None:
+    with pytest.raises(InputError, match="Did you mean"):
+        audit_planted(["a transform that remember"])
+
+
+def test_sizes_of_the_planted_federation() -> None:
+    made = planted_stage(next(iter(PLANTED)))
+    assert made.template.input_shape == (INPUTS,)
+    assert math.isclose(float(made.recipe.privacy.clip), 0.05)  # type: ignore[arg-type]
