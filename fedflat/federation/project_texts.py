@@ -31,6 +31,9 @@ test = "{test}"
 answer-seconds = 600.0
 start-seconds = 600.0
 wait-for-nodes = {nodes}
+# Log lines: text, or json. Metrics for Prometheus, /ready and /live: "127.0.0.1:9464", or "" for none.
+log = "text"
+metrics = ""
 """
 
 APP = '''\
