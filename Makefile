@@ -30,6 +30,16 @@ docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
 	@echo "site/index.html"
 
+release: $(VENV)/test.stamp $(VENV)/release.stamp
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	$(BIN)/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+	  --output-format JSON --output-file dist/fedflat.cdx.json $(BIN)/python
+	cd dist && sha256sum -- * > SHA256SUMS && cat SHA256SUMS
+
+lock: $(VENV)/release.stamp
+	.ci/lock
+
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("fedflat needs Python 3.11 or newer; found %d.%d. Name one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
@@ -40,7 +50,7 @@ $(VENV)/own.stamp: pyproject.toml constraints.txt constraints-cpu.txt | $(BIN)/p
 	$(PIP) --require-hashes --only-binary :all: --requirement $(VENV)/installer.txt
 	said=$$($(PIP) --require-hashes --no-deps --requirement constraints-cpu.txt 2>&1) || \
 	  case "$$said" in *'No matching distribution'*) echo "torch: the public index's";; *) echo "$$said" >&2; exit 1;; esac
-	$(PIP) --no-index --no-deps --no-build-isolation --editable .
+	PYTHONWARNINGS=ignore $(PIP) --no-index --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/run.stamp: $(VENV)/own.stamp
@@ -54,9 +64,6 @@ $(VENV)/test.stamp: $(VENV)/own.stamp
 $(VENV)/docs.stamp: $(VENV)/own.stamp
 	$(LOCKED) 'fedflat[docs]'
 	touch $@ $(VENV)/run.stamp
-
-lock: $(VENV)/release.stamp
-	.ci/lock
 
 $(VENV)/release.stamp: $(VENV)/own.stamp
 	$(LOCKED) --group release

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from fedflat import __version__
 from fedflat.core.checks import InputError, RunError
 
 app = typer.Typer(
@@ -24,8 +26,23 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"fedflat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 def _assemble() -> None:
-    from fedflat.commands import audit, catalogue, deploy, landscape, privacy, reproduce, training
+    from fedflat.commands import audit, catalogue, deploy, doctor, landscape, privacy, reproduce, training
 
     training.add_to(app)
     privacy.add_to(app)
@@ -34,6 +51,7 @@ def _assemble() -> None:
     landscape.add_to(app)
     reproduce.add_to(app)
     catalogue.add_to(app)
+    doctor.add_to(app)
 
 
 def main() -> None:
@@ -64,7 +82,10 @@ def _usage(error: Exception) -> None:
         sys.exit(getattr(error, "exit_code", 1))
     if message is None:
         raise error
-    _complain(_once(message().replace("\n", " ")), 2)
+    text = _once(message().replace("\n", " "))
+    if not text:  # no command: the help was shown
+        sys.exit(2)
+    _complain(text, 2)
 
 
 def _once(text: str) -> str:

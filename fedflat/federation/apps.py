@@ -39,4 +39,3 @@ def client_app(folder: str | Path) -> Any:
 
     app.train()(answer)
     return app
-

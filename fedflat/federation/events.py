@@ -1,8 +1,8 @@
 """Log lines of the two apps, as text or as JSON: what happened, in which round, and the facts that may be told.
 
-A fact gets into a JSON line, and from there into the metrics (``fedflat.federation.monitor``), only where the code names
-it in ``told``: figures that were released, or that say how the service does. A traceback is reduced to its type and
-place, for an exception's own words may quote data.
+A fact gets into a JSON line, or into the metrics (``fedflat.federation.monitor``), only where the code names it in
+``told``: figures that were released, or that say how the service does. A traceback is reduced to its type and place,
+for an exception's own words may quote data.
 """
 
 from __future__ import annotations

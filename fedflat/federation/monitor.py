@@ -157,4 +157,3 @@ def _handler(page: Callable[[str], tuple[int, str, bytes]]) -> type[BaseHTTPRequ
             """Nothing: who asks for metrics is no event of the run."""
 
     return Handler
-

@@ -46,9 +46,8 @@ ENDED = "ended.json"
 @dataclass(frozen=True)
 class Settings:
     """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
-    wait
-    for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients. metrics: where
-    a page about the server is shown (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
+    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
+    metrics: where a page about the server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
 
     out: Path
     test: Path | None = None

@@ -130,8 +130,6 @@ def test_a_server_is_ready_only_when_its_clients_are_there(tmp_path: Path, addre
     assert asked_while_waiting[:2] == [503, 503] and asked_while_waiting[-1] == 200
 
 
-
-
 @pytest.mark.parametrize("address", ["0.0.0.0:9464", "192.0.2.1:9464", "[::]:9464", "9464", "127.0.0.1:0", "host:1"])
 def test_only_this_machine_is_served_unless_more_is_asked_for(address: str) -> None:
     with pytest.raises(InputError, match=r"^metrics: found "), shown(address, False):
