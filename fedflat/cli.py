@@ -42,7 +42,7 @@ def _options(
 
 
 def _assemble() -> None:
-    from fedflat.commands import audit, catalogue, deploy, doctor, landscape, privacy, reproduce, training
+    from fedflat.commands import audit, catalogue, deploy, doctor, explain, landscape, privacy, reproduce, training
 
     training.add_to(app)
     privacy.add_to(app)
@@ -51,6 +51,7 @@ def _assemble() -> None:
     landscape.add_to(app)
     reproduce.add_to(app)
     catalogue.add_to(app)
+    explain.add_to(app)
     doctor.add_to(app)
 
 
@@ -85,6 +86,12 @@ def _usage(error: Exception) -> None:
     text = _once(message().replace("\n", " "))
     if not text:  # no command: the help was shown
         sys.exit(2)
+    option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    if option:
+        from fedflat.recipe import elsewhere
+
+        hint = elsewhere(option).replace("Did you mean ", " A recipe's key is changed with -o ").replace("?", "=VALUE.")
+        _complain(text + hint, 2)
     _complain(text, 2)
 
 

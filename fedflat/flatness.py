@@ -23,6 +23,7 @@ from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
 from fedflat.engine import checkpoint
 from fedflat.engine.heads import Heads
+from fedflat.engine.opening import OPENING, Opening
 from fedflat.engine.round import broadcast_of
 from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Job
@@ -161,7 +162,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
     found = checkpoint.newest(run.path / "checkpoints")
     if found is None:
         raise wrong(f"run folder {run.path}", "no readable checkpoint in it", "a run that has finished a round")
-    state, heads, facts = found
+    state, heads, _ = found
     here = ["engine.backend=sequential", "engine.device=cpu", "engine.compile=null"]
     recipe = Recipe.of(run.recipe, here, where=str(run.path / "recipe.yaml"))
     job = prepare(recipe)
@@ -170,7 +171,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
         raise wrong(
             f"run folder {run.path}", "weights of another model", "a run whose recipe alone gives its model and data"
         )
-    if facts.get("fingerprint") != job.fingerprint:
+    if not (run.path / OPENING).is_file() or Opening.read(run.path).differing(job.identity):
         notes.append(CHANGED)
     return job, state, heads
 

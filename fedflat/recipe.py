@@ -19,7 +19,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """A part of a recipe: frozen, no unknown keys, no silent conversions of text to numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def _named(value: Any) -> Any:
@@ -31,26 +33,47 @@ class Partition(Section):
     """How examples are given to clients."""
 
     kind: Literal["iid", "dirichlet", "classes", "natural"] = "iid"
+    """iid: shuffled. dirichlet: each class spread with weights from Dirichlet(alpha). classes: per_client classes each.
+    natural: by a column of the data. Change it to the split that your clients really have."""
     alpha: Positive | None = None
+    """Dirichlet concentration of kind dirichlet: 0.1 is very uneven, 0.6 uneven, 10 nearly iid. Example: 0.6"""
     per_client: Annotated[int, Field(ge=1)] | None = None
+    """Classes each client holds, of kind classes. Example: 2"""
     by: str | None = None
+    """Column that names the client, of kind natural. Example: writer_id"""
 
 
 class DataSection(Section):
     """Which examples, and how they are spread over clients."""
 
     dataset: str = "digits"
+    """What is trained on: a name of fedflat list datasets, any hub id, or a file or folder of parquet with the hub's
+    columns (found under FEDFLAT_DATA too). Example: cifar10"""
     partition: Annotated[Partition, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = Partition()
+    """How examples are given to clients. Example: {kind: dirichlet, alpha: 0.6}"""
     clients: Annotated[int, Field(ge=1)] | None = None
+    """M, the number of clients, a public number. None: as many as the natural partition has. More clients buy more
+    privacy for the same noise. Example: 500"""
     client_test_fraction: Share = 0.0
+    """Share of each client's examples held back for personal accuracy; they are never trained on. Needed by personal
+    methods. Example: 0.2"""
     input: str | list[str] | None = None
+    """Column or columns of the inputs. None: the data set's own. Example: image"""
     label: str | None = None
+    """Column of the targets. None: the data set's own. Example: fine_label"""
     test_fraction: Share | None = None
+    """Share of the training data held out as public test data where the data set has no test split. None: 0.2.
+    Example: 0.1"""
     max_examples: Annotated[int, Field(ge=1)] | None = None
+    """Train on at most so many examples, drawn by the seed before the partition; for quick trials. Example: 5000"""
     max_test: Annotated[int, Field(ge=1)] | None = None
+    """Evaluate on at most so many test examples, the first ones. Example: 2000"""
     tokenizer: str | None = None
+    """Folder or hub id of a transformers tokenizer. None: words hashed to numbers. Example: models/roberta-base"""
     max_length: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a text beyond which it is cut. Example: 64"""
     vocabulary: Annotated[int, Field(ge=3)] | None = None
+    """Numbers that words are hashed to, where no tokenizer is named. Example: 5000"""
 
 
 class NamedSection(Section):
@@ -69,108 +92,177 @@ class LocalSection(Section):
     """Local training; ``epochs`` becomes one public step count K = E·⌈n̄/batch⌉ for everybody."""
 
     steps: Annotated[int, Field(ge=1)] | None = None
+    """K, minibatch steps of every client in a round: one public number. None: one pass over the average client. Few
+    steps drown less in noise a round, many move further. Example: 10"""
     epochs: Annotated[int, Field(ge=1)] | None = None
+    """Instead of steps: E passes over the average client, turned into one public K = E·⌈n̄/batch⌉ for everybody.
+    Example: 5"""
     batch_size: Annotated[int, Field(ge=1)] = 50
+    """Examples of a minibatch. With at least a client's number of examples every step is a full-batch step.
+    Example: 50"""
     lr: Positive = 0.1
+    """Learning rate η of round 0. Change it first, together with the clip. Example: 0.1"""
     momentum: Share | None = None
+    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn, which needs it).
+    Example: 0.5"""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Round t uses lr·lr_decay^t. Example: 0.998"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Added to the loss gradient as weight_decay·w, before any mixing. Example: 0.0005"""
     max_grad_norm: Positive | None = None
+    """Each minibatch gradient is scaled down to this L2 norm: a training aid, no privacy. Example: 10"""
 
 
 class CohortSection(Section):
     """Who takes part in a round."""
 
     size: Annotated[float, Field(gt=0)]
+    """m, the expected number of clients in a round, and the public constant that every sum is divided by. Larger
+    cohorts drown less in noise; everybody in every round (size = clients) is often best. Example: 50"""
     sampling: Literal["poisson", "truncated", "fixed"] = "poisson"
+    """poisson: each client by its own secret coin, the tightest ε. truncated: poisson with a largest cohort. fixed:
+    exactly size clients, a much larger ε."""
     max: Annotated[int, Field(ge=1)] | None = None
+    """Largest cohort of sampling truncated. Example: 70"""
     min: Annotated[int, Field(ge=1)] | None = None
+    """n_min of trust distributed: a round with fewer honest shares is aborted and stays charged. None: chosen so that
+    aborts are rare. Example: 40"""
     max_participations: Annotated[int, Field(ge=1)] | None = None
+    """Rounds that a client takes part in at most, of trust local. Example: 30"""
     colluders: Annotated[int, Field(ge=0)] = 0
+    """f: that many clients may tell the server their noise shares (trust distributed). Example: 3"""
 
 
 class ClipSection(Section):
     """A clip other than one constant."""
 
     kind: Literal["constant", "adaptive", "per-tensor", "median"]
+    """constant: one C. adaptive: C follows a private quantile of the update norms. per-tensor: C_j for each tensor,
+    counted as √ΣC_j². median: only in published procedures; it proves nothing."""
     value: Positive | None = None
+    """C of kind constant. Example: 0.3"""
     quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of updates that kind adaptive aims to leave unclipped. Example: 0.5"""
     initial: Positive | None = None
+    """First C of kind adaptive. Example: 0.2"""
     count_noise: Positive | None = None
+    """σ_b, std of the noise on the adaptive clip's count. None: m/20. Example: 5"""
     values: float | list[float] | None = None
+    """Thresholds of kind per-tensor: one number, or one for each shared tensor. Example: 0.1"""
 
 
 class PrivacySection(Section):
-    """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private.
-
-    trust: None is central, and distributed for ddgauss.
-    """
+    """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
 
     clip: float | ClipSection = 1.0
+    """C: the L2 norm that no client's whole update exceeds. Smaller: less noise, more bias. Change it first; a good
+    start lets about half of the updates through. Example: 0.3"""
     noise_multiplier: Annotated[float, Field(ge=0)] | None = None
-    epsilon: Positive | None = None
+    """σ: std of the noise on the sum, over C. Give it, or epsilon. Example: 0.95"""
+    epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Target ε of the whole run; σ is calibrated to it before round 0. Give it, or noise_multiplier. Example: 8"""
     budget: Positive | None = None
+    """The run stops before a round after which ε would exceed this. None: epsilon where it is given. Example: 8"""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """δ, the chance that the guarantee fails. None: 0.1/clients; a larger one warns. Example: 0.0002"""
     trust: Literal["central", "distributed", "local"] | None = None
+    """central: the server is trusted. distributed: clients add noise shares and only their sum is seen. local: the
+    server sees each noised update. None: central, and distributed for ddgauss."""
     protocol: Literal["sound", "published"] = "sound"
+    """sound: the guarantee is true. published: a paper's released procedure, its claimed ε shown beside what is
+    proven."""
     published: Annotated[str | None, BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v)] = None
+    """Which paper's procedure, where a method is in several: 000, 001, 002, 003 or 004. Example: 002"""
     accountant: str = "pld"
+    """How ε is worked out: pld (tight), rdp (looser, simpler) or fft (our own, an independent check)."""
     secure_rng: bool = False
+    """true: noise and cohorts from the operating system's entropy, and noise on an exact grid that withstands
+    floating-point attacks. For models that leave the house."""
     noise_cohort: Positive | None = None
+    """Simulate the noise of a system with this larger cohort. ε proven is that of what ran; the larger system's is
+    shown as simulated. Example: 5000"""
 
 
 class ServerSection(Section):
     """What the server does with the noisy mean."""
 
     optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
+    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate and need a much
+    smaller lr."""
     lr: Positive = 1.0
+    """Server learning rate. Keep 1.0 for sgd; adam and yogi want about 0.01. Example: 1.0"""
     momentum: Share = 0.0
+    """Server momentum of sgd; costs no privacy. Example: 0.9"""
     beta1: Share = 0.9
+    """First moment's decay of adam and yogi. Example: 0.9"""
     beta2: Share = 0.99
+    """Second moment's decay of adam and yogi. Example: 0.99"""
     tau: Positive = 1e-3
+    """Added to the root of the second moment: the larger, the less adaptive. Example: 0.001"""
     weights: Literal["uniform", "samples"] = "uniform"
+    """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
+    sensitivity would follow the data."""
 
 
 class EngineSection(Section):
-    """Where and how it runs; none of it changes what is computed beyond floating-point rounding.
-
-    precision: of the layers' arithmetic; auto is fp32. bf16 holds on every back end but ``lowrank`` and
-    ``vectorized-fp32``, which compute in float32 and are tried by ``backend: auto`` all the same.
-    device: auto takes a GPU where there is one that agrees with the processor. processes: worker processes, threads, or
-    streams of a GPU. compile: the model by torch.compile (None: on a GPU, in long runs, if it is measured faster).
-    """
+    """Where and how it runs; none of it changes what is computed beyond floating-point rounding."""
 
     device: str = "auto"
+    """auto, cpu, cuda or cuda:1. auto takes a GPU where there is one that agrees with the processor. Example: cpu"""
     backend: str = "auto"
+    """auto measures what is fastest here: sequential, workers, vectorized, vectorized-fp32, lowrank, ray; graphs on a
+    GPU. Example: workers"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the layers' arithmetic: auto is fp32. bf16 keeps float32 weights; lowrank and vectorized-fp32 compute in
+    float32 all the same. Example: bf16"""
     block: Annotated[int, Field(ge=1)] | None = None
+    """Clients trained at once by block back ends. None: what memory allows. Example: 32"""
     processes: Annotated[int, Field(ge=1)] | None = None
+    """Worker processes, threads, or streams of a GPU. None: one for each core. Example: 2"""
     compile: bool | None = None
+    """Train the model compiled by torch.compile. None: on a GPU, in long runs, if it is measured faster."""
 
 
 class EvaluationSection(Section):
     """How often, in rounds, models are evaluated; the last round always is."""
 
     every: Annotated[int, Field(ge=1)] = 1
+    """Rounds between evaluations on public test data. Example: 5"""
     personal_every: Annotated[int, Field(ge=1)] | None = None
+    """Rounds between evaluations of personal accuracy. None: about ten times in a run. Example: 10"""
     batch_size: Annotated[int, Field(ge=1)] = 500
+    """Examples evaluated at once. Example: 500"""
 
 
 class Recipe(Section):
     """Everything that defines a run. Load one with ``Recipe.load``, or build it from a dict with ``Recipe.of``."""
 
     name: str = "run"
+    """What the run is called; the folder's name where none is given. Example: mine"""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Drives partition, first weights, batches and public masks, and in a simulation without privacy.secure_rng the
+    noise too: whoever knows it can draw the noise again. Example: 1"""
     rounds: Annotated[int, Field(ge=1)]
+    """T, the number of rounds. More rounds need more noise for the same ε. Example: 60"""
     data: DataSection = DataSection()
+    """Which examples, and how they are spread over clients."""
     model: Annotated[NamedSection, BeforeValidator(_named)] = NamedSection(name="cnn")
+    """A name of fedflat list models with its options, or an import path. Example: {name: mlp, hidden: 32}"""
     algorithm: Annotated[NamedSection, BeforeValidator(_named)]
+    """A name of fedflat list algorithms with its options, or my_file.py:my_method. Example: {name: dp-fedsam, rho:
+    0.05}"""
     local: LocalSection = LocalSection()
+    """Local training, the same public numbers for every client."""
     cohort: CohortSection
+    """Who takes part in a round."""
     privacy: PrivacySection = PrivacySection()
+    """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
     server: ServerSection = ServerSection()
+    """What the server does with the noisy mean."""
     engine: EngineSection = EngineSection()
+    """Where and how it runs; none of it changes what is computed beyond rounding."""
     evaluation: EvaluationSection = EvaluationSection()
+    """How often models are evaluated; the last round always is."""
 
     @classmethod
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -281,7 +373,13 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.tag != "tag:yaml.org,2002:merge" and str(key.value) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
 
     number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
@@ -339,13 +437,19 @@ def _drop_foreign_options(section: str, options: dict[str, Any], name: Any) -> N
 def _sentence(error: ValidationError, where: str) -> InputError:
     """The first mistake of a pydantic error as the one error sentence."""
     mistakes = error.errors()
+    missing = [".".join(map(str, m["loc"])) for m in mistakes if m["type"] == "missing"]
+    if len(missing) == len(mistakes):
+        return wrong(
+            where, f"no {', no '.join(missing)}", "a value for each; for example rounds: 60, cohort: {size: 50}"
+        )
     first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
     path = [str(p) for p in first["loc"] if p not in ("float", "ClipSection", "int", "str")]
     path = [p for p in path if not p.startswith(("function-", "list["))]
     place = f"{where}: {'.'.join(path)}"
     if first["type"] == "extra_forbidden":
         allowed = _fields(path[:-1])
-        return wrong(place, path[-1], ", ".join(allowed), hint=nearest(path[-1], allowed))
+        hint = elsewhere(path[-1]) or nearest(path[-1], allowed)
+        return wrong(place, path[-1], ", ".join(allowed), hint=hint)
     if first["type"] == "missing":
         return wrong(place, "nothing", "a value; the key is required")
     found = first["input"]
@@ -353,6 +457,18 @@ def _sentence(error: ValidationError, where: str) -> InputError:
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, found, ", ".join(choices), hint=nearest(str(found), choices))
     return wrong(place, found, _allowed(first["msg"]))
+
+
+def elsewhere(name: str) -> str:
+    """A sentence naming the keys of that name inside sections, or the empty string."""
+    places = [
+        f"{section}.{name}"
+        for section, info in Recipe.model_fields.items()
+        if isinstance(info.annotation, type)
+        and issubclass(info.annotation, BaseModel)
+        and name in info.annotation.model_fields
+    ]
+    return f"Did you mean {' or '.join(places)}?" if places else ""
 
 
 def _allowed(message: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from fedflat.engine.choose import one_thread
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
 from fedflat.engine.folder import replace as write_whole
+from fedflat.engine.opening import Opening
+from fedflat.engine.resume import software_of
 from fedflat.engine.train import Job, Outcome, Record, final_module, train
 from fedflat.recipe import Recipe
 
@@ -54,6 +57,7 @@ class Result:
 
     model: the module with the final shared weights (a personal head is w^0's). history: one record per round, the keys
     of metrics.jsonl. private_history: the keys of private.jsonl. privacy: the statement. folder: the files', or None.
+    notes: what was found on resuming, a sentence each.
     """
 
     model: nn.Module
@@ -65,6 +69,7 @@ class Result:
     stopped: str
     heads: dict[int, torch.Tensor]
     stages: dict[str, float]
+    notes: tuple[str, ...] = ()
 
 
 def run(
@@ -93,20 +98,22 @@ def run(
     if resume and out is not None:
         parsed = _on_the_same_engine(parsed, Path(out))
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
+    job.stored = parsed.privacy.secure_rng and job.identity.method is not None
     if out is not None:
-        job.folder = _folder(Path(out), resume, parsed, job)
+        (_reopen if resume else _open)(Path(out), parsed, job)
     elif resume:
         raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
-    job.key = _noise_key(parsed, job)
+    elif parsed.privacy.secure_rng:
+        job.key = fresh_key()
     if on_start is not None:
         on_start(job)
     with one_thread():
-        outcome = train(job, resume=resume, on_round=on_round, should_stop=should_stop)
+        outcome = train(job, on_round=on_round, should_stop=should_stop)
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
         write_whole(job.folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
-        if parsed.privacy.secure_rng and outcome.complete:
-            keys.forget(_run_name(job.folder.path))
+        if job.stored and job.opening is not None and outcome.complete:
+            keys.forget(job.opening.run)
     return Result(
         model=final_module(job, outcome),
         history=outcome.history,
@@ -117,6 +124,7 @@ def run(
         stopped=outcome.stopped,
         heads=dict(outcome.heads.kept),
         stages=dict(job.stages),
+        notes=outcome.notes,
     )
 
 
@@ -137,45 +145,35 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
     return recipe.model_copy(update={"engine": engine})
 
 
-def _folder(path: Path, resume: bool, recipe: Recipe, job: Job) -> RunFolder:
-    """A new run folder with its recipe in it, or the folder of the run that is resumed."""
-    from fedflat.engine import checkpoint
+def _open(path: Path, recipe: Recipe, job: Job) -> None:
+    """Give the job a new run folder, with what the run is and its recipe in it, and the key file it needs."""
+    keys.check_outside(path)
+    with RunFolder.create(path) as folder:
+        name = secrets.token_hex(16) if job.stored else None
+        text = resolved(recipe, job, name)
+        root = fresh_key() if job.stored or job.identity.method is None else job.key
+        job.opening = Opening.of(job.identity, root, text, software_of(job), name)
+        if name is not None:
+            keys.create(name)
+        job.opening.write(path)
+        write_whole(path / RECIPE, text)
+    job.folder = replace(folder, run=job.opening.run)
 
-    if not resume:
-        folder = RunFolder.create(path)
-        write_whole(path / RECIPE, resolved(recipe, job))
-        return folder
+
+def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
+    """Give the job the folder of the run that is resumed.
+
+    Raises:
+        InputError: it is no run's, or that of another run; what differs is named.
+    """
     if not (path / RECIPE).is_file():
         raise wrong("--resume", str(path), "the folder of a run (it has a recipe.yaml)")
-    found = checkpoint.newest(path / "checkpoints")
-    if found is not None and found[2].get("fingerprint") != job.fingerprint:
-        raise wrong(
-            "--resume", f"{path}, whose recipe, data or model differ from the checkpoint's", "the run as it was started"
-        )
-    return RunFolder(path)
-
-
-def _noise_key(recipe: Recipe, job: Job) -> bytes:
-    """The key of cohorts and noise: a function of the seed, or with ``secure`` 256 bits kept outside the run's folder.
-
-    A run in memory keeps its key in memory. A resumed run whose key is gone gets a fresh one.
-    """
-    if not recipe.privacy.secure_rng:
-        return job.key
-    if job.folder is None:
-        return fresh_key()
-    keys.check_outside(job.folder.path)
-    name = _run_name(job.folder.path)
-    found = keys.load(name)
-    return keys.create(name) if found is None else found
-
-
-def _run_name(path: Path) -> str:
-    """The random public name of a secure run, from its recipe.yaml."""
-    import yaml
-
-    found = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
-    name = (found.get("versions") or {}).get("run") if isinstance(found, dict) else None
-    if not isinstance(name, str):
-        raise wrong(f"{path / RECIPE}: versions.run", name, "the name that fedflat wrote")
-    return name
+    keys.check_outside(path)
+    job.opening = Opening.read(path)
+    differing = job.opening.differing(job.identity)
+    if differing:
+        found = f"{path}, but another {' and another '.join(differing)} than it was started with"
+        raise wrong("--resume", found, "the run as it was started")
+    if not job.opening.is_recipe((path / RECIPE).read_bytes()):
+        job.say("recipe.yaml is not as it was written; nothing in it that changes what is released differs")
+    job.folder = RunFolder(path, run=job.opening.run)

@@ -180,7 +180,28 @@ def test_list_prints_each_name_with_a_line(fedflat: Any, kind: str) -> None:
     assert said.status == 0 and len(names) >= 2
     for name, about in names.items():
         assert about and name.split()[0] in said.out
+    assert len(said.out.splitlines()) == len(names)  # in a pipe one line each, however long
+
+
+def test_list_alone_lists_everything(fedflat: Any) -> None:
+    said = fedflat("list")
+    assert said.status == 0 and {"algorithms", "datasets", "models", "recipes", "accountants"} <= set(
+        said.out.splitlines()
+    )
+
+
+def test_explain_prints_a_key_and_points_at_the_nearest(fedflat: Any) -> None:
+    said = fedflat("explain", "privacy.clip")
+    assert said.status == 0 and "privacy.clip.quantile" in said.out
     assert max(map(cell_len, said.out.splitlines())) <= 80
+    assert max(map(cell_len, fedflat("explain").out.splitlines())) <= 80
+    said = fedflat("explain", "clip")
+    assert said.status == 2 and "Did you mean privacy.clip?" in said.err
+
+
+def test_an_option_that_is_a_recipe_key_is_pointed_at(fedflat: Any) -> None:
+    said = fedflat("run", "--epsilon", "4")
+    assert said.status == 2 and "-o privacy.epsilon=VALUE" in said.err
 
 
 def test_list_of_something_else_names_the_kinds(fedflat: Any) -> None:

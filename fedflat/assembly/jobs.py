@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,9 +19,10 @@ from fedflat.algorithms import Factory
 from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
-from fedflat.assembly.records import fingerprint, settled
+from fedflat.assembly.records import identity, settled
+from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout, flatten, layout_of
-from fedflat.core.rng import simulation_key
+from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
@@ -65,7 +68,8 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Ingredients:
-    """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data."""
+    """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data.
+    given: the method and the module where they are the user's own code."""
 
     method: Algorithm
     data: Federated
@@ -74,6 +78,14 @@ class _Ingredients:
     module: nn.Module
     layout: Layout
     precision: str
+    given: tuple[Any, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of every example, the public ones too."""
+        more = [] if self.public is None else [self.public.fingerprint()]
+        more += [] if self.queries is None else [str(identity_of(self.queries))]
+        return hashlib.sha256(" ".join([self.data.fingerprint(), *more]).encode()).hexdigest()
 
 
 def _ingredients(
@@ -96,7 +108,9 @@ def _ingredients(
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module = module_of(recipe, model, data)
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
-    return _Ingredients(method, data, queries, public, module, layout_of(module, method.head), precision)
+    own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
+    own += (module,) if model is not None or ":" in recipe.model.name else ()
+    return _Ingredients(method, data, queries, public, module, layout_of(module, method.head), precision, own)
 
 
 def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
@@ -107,6 +121,8 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
     problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn)
+    kept = settled(recipe, parts.plan, parts.local, data.clients)
+    what = identity(kept, made.digest, module, layout, made.given)
     job = Job(
         parts=parts,
         data=data,
@@ -115,11 +131,11 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         first=flatten(module, layout).cpu(),
         threshold=threshold,
         seed=recipe.seed,
-        key=simulation_key(recipe.seed),
+        key=fresh_key() if what.method is None else noise_key(recipe.seed, *what.facts),
         evaluation=Evaluation(
             **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
         ),
-        fingerprint=fingerprint(settled(recipe, parts.plan, parts.local, data.clients), made.data, layout),
+        identity=what,
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))

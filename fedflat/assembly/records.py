@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from fedflat.assembly import noising, published, voting
+from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.types import Local
-from fedflat.data.clients import Federated
+from fedflat.engine.opening import Identity
 from fedflat.engine.train import Job, Outcome
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import rounds_charged, statement
 from fedflat.recipe import ClipSection, Recipe
 
+UNCHANGING = ("engine", "evaluation", "name")
+"""Sections of a recipe that cannot change what is released."""
 
-def fingerprint(recipe: Mapping[str, Any], data: Federated, layout: Layout) -> str:
-    """What must be the same for a resumed run: everything but where it runs. From the settled recipe, so that the
-    folder's own recipe.yaml resumes it."""
-    facts = {**recipe, "engine": None, "data set": data.fingerprint(), "layout": str(layout)}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, given: Sequence[Any]) -> Identity:
+    """What a run is: its settled recipe, its data, the module's weights and layout before round 0, its method.
+
+    data: a digest of all of it. given: code of the user's own (a method, a module), for which the recipe's names do not
+    stand.
+    """
+    kept = {section: values for section, values in recipe.items() if section not in UNCHANGING}
+    return Identity(
+        recipe=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
+        data=data,
+        model=str(identity_of((str(layout), dict(module.named_parameters()), dict(module.named_buffers())))),
+        method=identity_of(tuple(given)) if given else "",
+    )
 
 
 def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str, Any]:
@@ -44,8 +57,8 @@ def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str,
     return dump
 
 
-def resolved(recipe: Recipe, job: Job) -> str:
-    """recipe.yaml of a run: every default resolved, and the versions of what runs it."""
+def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
+    """recipe.yaml of a run: every default resolved, and the versions of what runs it. run: the name of its key file."""
     import yaml
 
     dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
@@ -54,8 +67,7 @@ def resolved(recipe: Recipe, job: Job) -> str:
     dump["engine"] |= {"device": str(job.problem.device), "compile": job.problem.compiled}
     threads = getattr(job.backend, "threads", None)
     dump["engine"] |= {} if threads is None else {"processes": threads}
-    # A secure run's key file is found by a random name, so that a moved folder still resumes.
-    name = {"run": secrets.token_hex(16)} if recipe.privacy.secure_rng else {}
+    name = {} if run is None else {"run": run}
     return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
 
 
@@ -83,6 +95,7 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
         "personal": method.head is not None,
         "finetuned": method.finetune is not None,
         "public_data": job.data.test_inputs is not None,
+        **({"unidentified": True} if job.identity.method is None else {}),
     }
 
 
@@ -100,7 +113,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
         rounds_run=outcome.state.round,
         algorithm=job.parts.algorithm.name,
         facts=facts,
-        key_source="os-entropy" if recipe.privacy.secure_rng else "seed",
+        key_source="os-entropy" if recipe.privacy.secure_rng or job.identity.method is None else "seed",
         entries=outcome.entries,
         **asked,
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 from torch import Tensor
 
 from fedflat.assembly.noising import trust_of
@@ -136,11 +134,9 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
         mechanism=noise,
         optimizer=take,
     )
-    digest = hashlib.sha256(np.ascontiguousarray(queries.cpu().numpy()).tobytes()).hexdigest()
     return replace(
         job,
         parts=voting,
         backend=Voters(job.problem, parts.local, data, job.seed, first, queries, ballot.labels, classes),
         threshold=threshold,
-        fingerprint=hashlib.sha256(f"{job.fingerprint} {digest}".encode()).hexdigest(),
     )

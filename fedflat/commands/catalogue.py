@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,19 +22,31 @@ ABOUT_ACCOUNTANTS = {
 
 
 def list_names(
-    kind: Annotated[str, typer.Argument(help="algorithms, datasets, models, recipes or accountants")] = "",
+    kind: Annotated[
+        str, typer.Argument(help="algorithms, datasets, models, recipes or accountants. Default: all.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """What there is, one line each.
 
     Example: fedflat list algorithms
     """
-    if not kind:
-        raise wrong("list", "nothing", ", ".join(KINDS))
-    one_of("list", kind, KINDS)
-    rows = catalogue(kind)
+    kinds = [str(one_of("list", kind, KINDS))] if kind else list(KINDS)
+    found = {name: catalogue(name) for name in kinds}
     if as_json:
-        print(json.dumps(rows, ensure_ascii=False, indent=2))
+        print(json.dumps(found[kind] if kind else found, ensure_ascii=False, indent=2))
+        return
+    for name, rows in found.items():
+        if not kind:
+            print(("" if name == KINDS[0] else "\n") + name)
+        _print(rows)
+
+
+def _print(rows: dict[str, str]) -> None:
+    """Two columns in a terminal; one line each, unwrapped, in a pipe."""
+    if not sys.stdout.isatty():
+        width = max(map(len, rows), default=0)
+        print("\n".join(f"{name:{width}}  {about}".rstrip() for name, about in rows.items()))
         return
     from rich.console import Console
     from rich.table import Table

@@ -68,15 +68,25 @@ def run(
             progress.round(released, private)
             trackers.round(released, private)
 
+        def begin(job: Any) -> None:
+            progress.start(job)
+            for note in job.notes:
+                _aloud(note)
+            job.tell = _aloud
+
         result = simulation.run(
             parsed,
             out=folder,
             resume=resume is not None,
-            on_start=progress.start,
+            on_start=begin,
             on_round=after,
             should_stop=lambda: bool(asked),
         )
     _finish(result, folder, as_json, profile)
+
+
+def _aloud(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
 def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:

@@ -1,8 +1,8 @@
 """Named random streams: every draw comes from (key, purpose, round, client), never from a global generator.
 
 Two keys exist. The *seed* drives everything public or harmless (partition, initial weights, batches, public
-masks). Cohorts and noise come from the *noise key*: in a simulation it is derived from the seed, with
-``privacy.secure_rng`` and in a deployment it is 256 bits of OS entropy.
+masks). Cohorts and noise come from the *noise key*: it is derived from the seed (with ``privacy.secure_rng`` and in a
+deployment: from 256 bits of OS entropy), the settled recipe, the data, the initial weights and the method.
 """
 
 from __future__ import annotations
@@ -72,9 +72,17 @@ class Streams:
         return name.digest()
 
 
-def simulation_key(seed: int) -> bytes:
-    """The noise key of a simulation: a fixed function of the seed, so that noise is reproducible."""
-    return digest(seed, "noise key of a simulation")
+def noise_key(root: int | bytes, *facts: str, attempt: int = 1) -> bytes:
+    """The key of cohorts and noise: a hash of the root and of everything that makes a run the run it is.
+
+    root: a simulation's seed, or 256 bits of entropy. facts: digests of the settled recipe, data, initial weights and
+    method. So two runs share noise only if they are the same run, and then they release the same; a further attempt
+    at rounds that may have been released already has noise of its own.
+    """
+    start = digest(root, "noise key", attempt)
+    return hashlib.sha256(
+        b"".join(len(part).to_bytes(4, "big") + part for part in (start, *map(str.encode, facts)))
+    ).digest()
 
 
 def fresh_key() -> bytes:

@@ -1,11 +1,19 @@
-"""The files of a run: what was released, what is private to the simulation; append-only or replaced whole."""
+"""The files of a run: what was released, what is private to the simulation; append-only or replaced whole.
+
+Each line of metrics.jsonl and private/private.jsonl has a seal in a file beside it (``metrics.seals``,
+``private/private.seals``): the round, and SHA-256 over the run's id, the file's name and the line's bytes; or the round
+and ``lost`` for a line that was set aside as damaged.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +28,7 @@ METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "privacy.json",
 )
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
+_LOST = "lost"
 
 
 def plain(value: Any) -> Any:
@@ -37,25 +46,45 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. ``deployment`` never writes what is private to a simulation."""
+    """A run's folder. ``deployment`` never writes what is private to a simulation. run: the run's id, in each seal."""
 
     path: Path
     deployment: bool = False
+    run: str = ""
 
     @classmethod
-    def create(cls, path: Path, *, deployment: bool = False) -> RunFolder:
-        """A new folder; one that already holds a run is never overwritten."""
+    @contextlib.contextmanager
+    def create(cls, path: Path, *, deployment: bool = False) -> Iterator[RunFolder]:
+        """A new folder, nobody else's while the block runs, which writes recipe.yaml last; one that already holds a run
+        is never overwritten.
+
+        Raises:
+            InputError: it holds a run, is being made one by another process, or cannot be written.
+        """
+        refused = InputError(
+            f"--out: found {path}, which holds a run; allowed: a new folder, or --resume {path} to go on."
+        )
         try:
-            if (path / METRICS).exists() or (path / LEDGER).exists() or (path / RECIPE).exists():
-                raise InputError(
-                    f"--out: found {path}, which holds a run; allowed: a new folder, or --resume {path} to go on."
-                )
+            if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
+                raise refused
             path.mkdir(parents=True, exist_ok=True)
+            (path / "private").mkdir(mode=0o700, exist_ok=True)
+            claim = os.open(path / "private", os.O_RDONLY)
         except OSError as error:
             raise InputError(
                 f"--out: found {path}, which cannot be created ({error.strerror}); allowed: a folder you may write to."
             ) from error
-        return cls(path, deployment)
+        try:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = any((path / name).exists() for name in (METRICS, LEDGER, RECIPE))
+            except BlockingIOError:
+                taken = True
+            if taken:
+                raise refused
+            yield cls(path, deployment)
+        finally:
+            os.close(claim)
 
     @property
     def checkpoints(self) -> Path:
@@ -71,23 +100,109 @@ class RunFolder:
     def _line(self, name: str, record: Mapping[str, Any]) -> None:
         try:
             (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(record)) + "\n")
+            line = json.dumps(plain(record)) + "\n"
+            self._add(name, line)
+            self._add(seals_of(name), f"{record['round']} {self._seal(name, line)}\n")
         except OSError as error:
             raise RunError(
                 f"{self.path / name}: cannot be written ({error.strerror}); the run stops, resume it later."
             ) from error
 
-    def keep_rounds(self, finished: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Drop metric lines of rounds the checkpoint has not seen (they will run again); return the kept ones."""
-        return self._keep(METRICS, finished), self._keep(PRIVATE, finished)
+    def settle(self) -> None:
+        """Make every line written so far durable."""
+        for name in (METRICS, PRIVATE):
+            for path in (self.path / name, self.path / seals_of(name)):
+                if path.exists():
+                    flush(path)
 
-    def _keep(self, name: str, finished: int) -> list[dict[str, Any]]:
-        path = self.path / name
-        kept = [r for r in read_lines(path) if r["round"] < finished]
-        if path.exists():
-            replace(path, "".join(json.dumps(record) + "\n" for record in kept))
-        return kept
+    def _add(self, name: str, text: str) -> None:
+        mode = 0o600 if name.startswith("private/") else 0o644
+        with open(
+            os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "w", encoding="utf-8"
+        ) as file:
+            file.write(text)
+
+    def _seal(self, name: str, line: str) -> str:
+        return hashlib.sha256(f"{self.run}\n{name}\n{line}".encode()).hexdigest()
+
+    def sealed_rounds(self, name: str) -> set[int]:
+        """Rounds whose line is there as it was written."""
+        lines, sealed = _numbered(self.path / name)[0], _sealed(self.path / seals_of(name))
+        return {round for round, text in lines.items() if sealed.get(round) == self._seal(name, text)}
+
+    def keep_rounds(self, finished: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+        """Drop metric lines of rounds the checkpoint has not seen (they will run again).
+
+        Returns the kept records of both files, and a sentence for each file that is not as it was written: it is set
+        aside (kept as ``NAME.damaged``), and its sound lines go on.
+        """
+        notes: list[str] = []
+        released = self._keep(METRICS, finished, notes)
+        return released, [] if self.deployment else self._keep(PRIVATE, finished, notes), notes
+
+    def _keep(self, name: str, finished: int, notes: list[str]) -> list[dict[str, Any]]:
+        path, seals = self.path / name, self.path / seals_of(name)
+        if not path.exists() and finished == 0:
+            return []
+        (found, strange), sealed = _numbered(path), _sealed(seals)
+        kept = {r: text for r, text in found.items() if r < finished and sealed.get(r) == self._seal(name, text)}
+        lost = {r for r, seal in sealed.items() if seal == _LOST}
+        missing = [r for r in range(finished) if r not in kept and r not in lost]
+        if missing or strange:
+            aside = [set_aside(file).name for file in (path, seals) if file.exists()]
+            gone = f"round {', '.join(map(str, missing[:5]))} lost" if missing else "every round's line is there"
+            notes.append(f"{name} is not as it was written ({gone}); set aside as {' and '.join(aside) or 'nothing'}")
+        lines = {r: f"{r} {self._seal(name, kept[r])}\n" if r in kept else f"{r} {_LOST}\n" for r in range(finished)}
+        private = name.startswith("private/")
+        replace(path, "".join(kept[r] for r in sorted(kept)), mode=0o600 if private else 0o644)
+        replace(seals, "".join(lines.values()), mode=0o600 if private else 0o644)
+        return [json.loads(kept[r]) for r in sorted(kept)]
+
+
+def _numbered(path: Path) -> tuple[dict[int, str], int]:
+    """Lines by their round, as text with its newline, and how many are no record, come twice or out of order. What
+    stands behind the last newline is left out: a kill leaves that, of a round that was open."""
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines: dict[int, str] = {}
+    strange, newest = 0, -1
+    for raw in whole:
+        round = _round(raw)
+        if round is None or round <= newest:
+            strange += 1
+            continue
+        lines[round], newest = raw.decode() + "\n", round
+    return lines, strange
+
+
+def _round(raw: bytes) -> int | None:
+    try:
+        found = json.loads(raw)["round"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
+
+
+def _sealed(path: Path) -> dict[int, str]:
+    """Round -> its newest seal; a line that is none is passed over."""
+    words = (
+        [line.split() for line in path.read_bytes().decode("ascii", "replace").splitlines()] if path.exists() else []
+    )
+    return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdecimal()}
+
+
+def seals_of(name: str) -> str:
+    """The file of seals beside a file of records."""
+    return name.removesuffix(".jsonl") + ".seals"
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged file another name, ``NAME.damaged`` or ``NAME.damaged-2``, …; it is never deleted."""
+    number, aside = 1, path.with_name(path.name + ".damaged")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    os.rename(path, aside)
+    return aside
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -103,10 +218,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def replace(path: Path, text: str) -> None:
+def flush(path: Path) -> None:
+    """Make a file's content, or a folder's names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write a whole file so that a kill leaves the old one or the new one."""
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,7 +1,8 @@
 """Noise keys of `privacy.secure_rng: true`: 256 bits of entropy in a file that is not part of the run's folder.
 
 Whoever has the key can draw a run's noise again and subtract it. So it is readable by its owner only, is never logged
-or written into the run's folder, and is deleted when the run is complete.
+or written into the run's folder, and is deleted when the run is complete. Beside the keys, in ``marks/``, lies what
+each was used for: a second copy of the run's ledger, which a backup of the folder does not bring back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.rng import KEY_BYTES, fresh_key
-from fedflat.privacy.ledger import sync_folder
+from fedflat.privacy.ledger import Entry, LedgerError, scan, sync_folder
 
 
 def folder() -> Path:
@@ -89,3 +90,53 @@ def forget(run: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+class Mark:
+    """How far a run's key was used: the run's ledger lines, each written before its round is released. It stays when
+    the key is deleted, and holds no secret."""
+
+    def __init__(self, run: str) -> None:
+        self.path = path_of(run).parent.parent / "marks" / run
+
+    def entries(self) -> list[Entry] | None:
+        """The events marked; None if there is no mark, or it was damaged (then it is set aside)."""
+        try:
+            return scan(self.path, self.path.read_bytes()).entries
+        except FileNotFoundError:
+            return None
+        except LedgerError:
+            os.replace(self.path, self.path.with_name(self.path.name + ".damaged"))
+            return None
+        except OSError as error:
+            found = f"{self.path}: the mark of the noise key cannot be read ({error.strerror})"
+            raise InputError(f"{found}; allowed: your own file.") from error
+
+    def append(self, line: bytes) -> None:
+        """Add a ledger line, durably. Raises OSError, for which the ledger refuses the release."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        with open(descriptor, "ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def replace(self, lines: bytes) -> None:
+        """Let the mark be these ledger lines.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        part = self.path.with_name(self.path.name + ".part")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.unlink(missing_ok=True)
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise RunError(
+                f"{self.path}: the mark of the noise key cannot be written ({error.strerror}); nothing was released"
+            ) from error

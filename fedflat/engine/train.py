@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +28,12 @@ from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, s
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.folder import LEDGER, RunFolder
 from fedflat.engine.heads import Heads
+from fedflat.engine.opening import Identity, Opening
 from fedflat.engine.parts import Parts, ScaledMechanism
 from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
-from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import Ledger, extra_rounds
 from fedflat.privacy.plan import Plan
 
 Record = dict[str, Any]
@@ -61,7 +62,12 @@ class Evaluation:
 
 @dataclass
 class Job:
-    """Everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder."""
+    """Everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder.
+
+    identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
+    file outside the folder. tell: is given each note at once. A run without a folder is drawn with ``key`` as it is, so
+    a test that needs a key of its own sets it.
+    """
 
     parts: Parts
     data: Federated
@@ -73,7 +79,11 @@ class Job:
     key: bytes = field(repr=False)
     evaluation: Evaluation = Evaluation()
     folder: RunFolder | None = None
-    fingerprint: str = ""
+    identity: Identity = field(default_factory=lambda: Identity(""))
+    opening: Opening | None = None
+    stored: bool = False
+    notes: list[str] = field(default_factory=list)
+    tell: Callable[[str], object] | None = None
     public_update: Callable[[RoundState], Tensor] | None = None
     stages: dict[str, float] = field(default_factory=dict)
     charged_again: int = 0
@@ -82,6 +92,17 @@ class Job:
     def last_round(self) -> int:
         """The number of rounds the plan and its budget allow, rounds charged twice included."""
         return min(self.parts.plan.rounds, self.parts.plan.rounds_within_budget(self.charged_again))
+
+    @property
+    def fingerprint(self) -> str:
+        """One string for everything that makes the run what it is; never written anywhere."""
+        return self.identity.fingerprint
+
+    def say(self, note: str) -> None:
+        """Note what was found on resuming: for ``Outcome.notes``, and at once for whoever listens."""
+        self.notes.append(note)
+        if self.tell is not None:
+            self.tell(note)
 
     @cached_property
     def held(self) -> list[int]:
@@ -106,28 +127,17 @@ class Outcome:
 def train(
     job: Job,
     *,
-    resume: bool = False,
     on_round: Callable[[Record, Record], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Outcome:
-    """Run the rounds that are left; stop before a round that would exceed the budget."""
-    layout, plan = job.parts.layout, job.parts.plan
-    state = job.parts.first_state(job.first[: layout.dimension], job.threshold)
-    heads = Heads(job.first[layout.dimension :].clone())
-    history: list[Record] = []
-    private: list[Record] = []
-    notes: list[str] = []
+    """Run the rounds left from where the job's folder stands; stop before a round that would exceed the budget."""
+    plan = job.parts.plan
     with contextlib.ExitStack() as stack:
         stack.enter_context(exact(job.problem.device))
-        ledger = stack.enter_context(_open_ledger(job))
-        notes += ledger.notes
-        if resume and job.folder is not None:
-            found = checkpoint.newest(job.folder.checkpoints)
-            if found is not None:
-                state, heads = found[0], found[1]
-            history, private = job.folder.keep_rounds(state.round)
-            _charge_open_rounds(ledger, state.round)
-        job.charged_again = sum("attempt" in entry for entry in ledger.entries)
+        ledger, start = stack.enter_context(_opened(job))
+        state, heads, history, private = start.state, start.heads, start.history, start.private
+        job.charged_again = extra_rounds(ledger.entries)
+        vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
         stopped = ""
         saved: Callable[[], object] = _nothing
         stack.callback(lambda: saved())
@@ -142,49 +152,33 @@ def train(
             history.append(released)
             private.append(hidden)
             if job.folder is not None:
-                saved = _save(job, state, heads, released, hidden)
+                saved = _save(job, state, heads, released, hidden, ledger_mark(ledger))
             if on_round is not None:
                 on_round(released, hidden)
         complete = state.round >= job.last_round
-        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(notes), complete)
+        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete)
 
 
-def _charge_open_rounds(ledger: Ledger, start: int) -> None:
-    """Rounds from ``start`` may have been released already, but are drawn again: with the same key that is the same
-    release, with another it is one more, so it is charged once more."""
-    latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries if entry["round"] >= start}
-    if any(name != ledger.key_id for name in latest.values()):
-        reason = "the noise key is gone: the round is drawn again with a fresh key"
-        ledger.charge_again(reason, from_round=start)
-        ledger.notes.append(f"round {start}: {reason}, and charged again")
-
-
-def _open_ledger(job: Job) -> Ledger:
-    """The run's ledger; in memory only when the run writes no files."""
-    name = hashlib.sha256(b"key id" + job.key).hexdigest()[:16]
+@contextlib.contextmanager
+def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
+    """The run's ledger (in memory only when the run writes no files), and where the run goes on."""
     if job.folder is None:
-        return MemoryLedger(name)  # type: ignore[return-value]
-    return Ledger.open(job.folder.path / LEDGER, key_id=name)
+        yield MemoryLedger(), first_start(job)  # type: ignore[misc]
+        return
+    with Ledger.open(job.folder.path / LEDGER) as ledger:
+        yield ledger, take_up(job, ledger)
 
 
 class MemoryLedger:
     """A ledger for runs without a folder: the same lines, kept in memory."""
 
-    def __init__(self, key_id: str) -> None:
+    def __init__(self) -> None:
         self.entries: list[Record] = []
-        self.notes: list[str] = []
-        self._key = key_id
 
     def append(self, payload: Mapping[str, Any]) -> Record:
         """Record one event."""
-        self.entries.append({"line": len(self.entries), **payload, "key_id": self._key})
+        self.entries.append({"line": len(self.entries), **payload})
         return self.entries[-1]
-
-    def __enter__(self) -> MemoryLedger:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
 
 
 def _one_round(
@@ -239,7 +233,9 @@ class _Clock:
         self.last = now
 
 
-def _save(job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record) -> Callable[[], object]:
+def _save(
+    job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record, ledger: Record
+) -> Callable[[], object]:
     """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again.
 
     A thread writes the checkpoint while the next round's clients train; the answer waits for it. In a deployment it is
@@ -247,10 +243,13 @@ def _save(job: Job, state: RoundState, heads: Heads, released: Record, hidden: R
     """
     clock, folder = _Clock(job.stages), job.folder
     folder.append(released, hidden)  # type: ignore[union-attr]
-    kept = Heads(heads.first, dict(heads.kept))
+    kept, layout = Heads(heads.first, dict(heads.kept)), job.parts.layout
+    names = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes)]
+    facts = {"run": folder.run, "ledger": ledger, "tensors": names, "shared_tensors": layout.shared}  # type: ignore[union-attr]
 
     def save() -> object:
-        return checkpoint.save(folder.checkpoints, state, kept, {"fingerprint": job.fingerprint})  # type: ignore[union-attr]
+        folder.settle()  # type: ignore[union-attr]
+        return checkpoint.save(folder.checkpoints, state, kept, facts)  # type: ignore[union-attr]
 
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
         save()

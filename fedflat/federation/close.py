@@ -20,6 +20,7 @@ from fedflat.core.checks import wrong
 from fedflat.engine import keys
 from fedflat.engine.folder import LEDGER, METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.engine.folder import replace as write_whole
+from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome
 from fedflat.federation.claims import deployment_statement
 from fedflat.federation.exits import status_of
@@ -50,6 +51,7 @@ def close(task: Task, out: Path) -> Closed:
     with _only_server(out):
         gone = _deleted_before(out)
         _mark(out, gone)
+        _charge_lost(out)
         outcome = _charge_open_round(job, out, standing(job, out))
         tested = any(row.get("test_accuracy") is not None for row in read_lines(out / METRICS))
         facts = deployment_statement(task, job, outcome, tested=tested)
@@ -70,6 +72,16 @@ def _deleted_before(out: Path) -> bool:
     if (out / ENDED).exists():
         return json.loads((out / ENDED).read_text(encoding="utf-8"))["key_deleted"] is True
     return (out / STATEMENT).exists()
+
+
+def _charge_lost(out: Path) -> None:
+    """Events that only the mark beside the noise key has: the folder is a backup's."""
+    with Ledger.open(out / LEDGER) as ledger:
+        lost, why = compare(_name(out), ledger.entries)
+        for entry in lost:
+            ledger.charge_lost(entry, f"{why}: its line was lost")
+        if lost:
+            keys.Mark(_name(out)).replace(ledger.path.read_bytes())
 
 
 def _charge_open_round(job: Job, out: Path, outcome: Outcome) -> Outcome:

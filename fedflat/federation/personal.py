@@ -63,7 +63,7 @@ def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
 
 def model_of(path: Path) -> tuple[Tensor, int]:
     """The shared part of a released checkpoint, and after how many rounds it was released."""
-    state, _, _ = checkpoint.load(path)
+    state = checkpoint.load_released(path)
     return state.shared, state.round
 
 

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.rng import fresh_key
 from fedflat.engine import checkpoint, keys
 from fedflat.engine.choose import one_thread
 from fedflat.engine.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.heads import Heads
+from fedflat.engine.opening import Opening
+from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.claims import deployment_statement
 from fedflat.federation.events import told
@@ -35,6 +38,7 @@ from fedflat.federation.store import read_examples
 from fedflat.federation.task import Task, check_deployable
 from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Refusals, return_large_blocks
 from fedflat.pieces.ddgauss import SharedDiscreteNoise
+from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.ledger import read as read_ledger
 
 log = logging.getLogger("fedflat.server")
@@ -84,10 +88,10 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     return_large_blocks()
     with shown(settings.metrics, settings.beyond), _only_server(settings.out):
         folder = _folder(task, job, settings.out)
-        job.folder = folder
+        job.folder, job.stored, job.tell = folder, True, log.warning
         outcome = standing(job, folder.path)
-        if not outcome.complete:  # a complete run needs no key and no clients, only its statement
-            job.key = _key(folder)
+        # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
+        if not outcome.complete or compare(folder.run, outcome.entries)[0]:
             counts = Refusals(_operator_file(folder))
             job.backend = _backend(grid, task, job, settings, counts)
             _tell_start(job, outcome)
@@ -97,7 +101,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         facts = deployment_statement(task, job, outcome)
         write_whole(folder.path / STATEMENT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
         if outcome.complete:
-            keys.forget(_name(folder.path))
+            keys.forget(folder.run)
         log.info("run complete: %s", folder.path, extra=told("complete"))
         return facts
 
@@ -118,7 +122,7 @@ def _train(job: Job) -> Outcome:
 
     try:
         with one_thread():
-            return train(job, resume=True, on_round=_announce)
+            return train(job, on_round=_announce)
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"the run stops ({error}); nothing more was released, start it again when it is mended"
@@ -165,29 +169,37 @@ def _only_server(out: Path) -> Iterator[None]:
 
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
-    """The run's folder: new, or the one of the same recipe, data form and model."""
+    """The run's folder: new, or the one of the same recipe, data form and model. The job gets what the run is."""
     import yaml
 
     from fedflat.simulation import settled, versions
 
-    folder = RunFolder(out, deployment=True)
+    keys.check_outside(out)
+    # The public test set may come and go; whose data it is says the roster, not the server.
+    job.identity = replace(job.identity, recipe=task.identity, data="")
     if not (out / RECIPE).exists():
         dump = settled(task.recipe, job.parts.plan, job.parts.local, job.data.clients)
+        name = secrets.token_hex(16)
         marks = {
             **versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting")),
-            "run": secrets.token_hex(16),
+            "run": name,
             "task": task.identity,
         }
         text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
+        job.opening = Opening.of(job.identity, fresh_key(), text, {}, name)
+        job.opening.write(out)
         write_whole(out / RECIPE, text)
-        return folder
+        return RunFolder(out, deployment=True, run=name)
     if _versions(out).get("task") != task.identity:
         raise wrong(
             "out", f"{out}, the folder of another deployment", "a new folder, or the one this task was started in"
         )
     if (out / ENDED).exists():
         raise wrong("out", f"{out}, a run that its operator ended for good", "a new folder")
-    return folder
+    job.opening = Opening.read(out)
+    if job.opening.differing(job.identity):
+        raise wrong("out", f"{out}, the folder of another deployment", "the one this task was started in")
+    return RunFolder(out, deployment=True, run=job.opening.run)
 
 
 def standing(job: Job, out: Path) -> Outcome:
@@ -196,7 +208,7 @@ def standing(job: Job, out: Path) -> Outcome:
     size = job.parts.layout.dimension
     state = job.parts.first_state(job.first[:size], job.threshold) if found is None else found[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
-    plan, again = job.parts.plan, sum("attempt" in entry for entry in entries)
+    plan, again = job.parts.plan, extra_rounds(entries)
     last = min(plan.rounds, plan.rounds_within_budget(again))
     return Outcome(state, Heads(job.first[size:]), [], [], entries, complete=state.round >= last)
 
@@ -212,25 +224,6 @@ def _name(out: Path) -> str:
     return str(_versions(out).get("run", ""))
 
 
-def _key(folder: RunFolder) -> bytes:
-    """The key of cohorts and noise: the stored one while no round is open, otherwise a fresh one.
-
-    A round is open if its ledger line is there and its checkpoint is not. Its release may have been seen, and the
-    clients that answer it again may be others: the same noise on two sums would give their difference away. So the
-    round is drawn again with a fresh key and charged again (``train`` sees that the key's name changed).
-    """
-    keys.check_outside(folder.path)
-    name = _name(folder.path)
-    found = keys.load(name)
-    done = checkpoint.newest(folder.checkpoints)
-    finished = 0 if done is None else done[0].round
-    lines = read_ledger(folder.path / LEDGER) if (folder.path / LEDGER).exists() else []
-    if found is not None and not any(line["round"] >= finished for line in lines):
-        return found
-    keys.forget(name)
-    return keys.create(name)
-
-
 def _operator_file(folder: RunFolder) -> Path:
     """Where counts of missing and refused replies go: beside the noise keys, not in the run's folder."""
     place = keys.folder().parent / "operator"
@@ -238,7 +231,7 @@ def _operator_file(folder: RunFolder) -> Path:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{place}: cannot be made ({error.strerror})") from error
-    return place / f"{_name(folder.path)}.jsonl"
+    return place / f"{folder.run}.jsonl"
 
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:

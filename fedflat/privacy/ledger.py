@@ -2,9 +2,11 @@
 
 An event is on disk *before* its round's model is released; whatever happens afterwards, the ledger shows at least what
 was released. A line is JSON: ``line`` (0, 1, …), the payload, ``previous`` (SHA-256 of the line before, of a fixed
-header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other fields). The chain finds accidents and
-careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its end, goes unseen here
-(``verify.verify_run`` compares with the released metrics for that).
+header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other fields). The first line, and each line
+from which something changed that may change bits, also says whose events these are, under ``run``: format, run id,
+attempt, the recipe's digest, keyed digests of data, model and method, and the software (``engine.opening``). The chain
+finds accidents and careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its
+end, goes unseen here (``engine.resume`` and ``verify.verify_run`` compare with what else a run left).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -27,6 +30,9 @@ HEADER = b"fedflat privacy ledger, version 1"
 CHAIN = ("line", "previous", "checksum")
 # Fields that say why an event was charged, not what it is: two events that differ only here spend the same.
 REASONS = ("attempt", "reason")
+# Says which run drew an event and with what software.
+RUN = "run"
+_NO_EVENT = (*CHAIN, *REASONS, RUN)
 
 Entry = dict[str, Any]
 
@@ -79,8 +85,32 @@ def seal(payload: Mapping[str, Any], line: int, previous: str) -> Entry:
 
 
 def event(entry: Mapping[str, Any]) -> Entry:
-    """What an entry spends: the entry without its chain fields and without the reason it was charged."""
-    return {key: value for key, value in entry.items() if key not in (*CHAIN, *REASONS)}
+    """What an entry spends: the entry without its chain fields, the run's facts and the reason it was charged."""
+    return {key: value for key, value in entry.items() if key not in _NO_EVENT}
+
+
+def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
+    """Rounds charged beyond once each: every further line of a round's draw, and every line that is a new attempt.
+
+    Lines are counted as they stand, whatever they say of themselves: two equal lines of a round are two releases.
+    """
+    lines, attempts = Counter[tuple[Any, Any]](), Counter[tuple[Any, Any]]()
+    for entry in entries:
+        draw = (entry["round"], entry.get("draw"))
+        lines[draw] += 1
+        attempts[draw] += "attempt" in entry
+    most: dict[int, int] = {}
+    for draw, count in lines.items():
+        most[draw[0]] = max(most.get(draw[0], 0), count - 1, attempts[draw])
+    return sum(most.values())
+
+
+def run_of(entries: Iterable[Mapping[str, Any]]) -> Entry | None:
+    """The newest facts of the run that a ledger's lines carry; None for a ledger of before 0.2."""
+    found = None
+    for entry in entries:
+        found = entry.get(RUN, found)
+    return found
 
 
 def _attempt(entry: Mapping[str, Any]) -> int:
@@ -162,6 +192,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _nowhere(line: bytes) -> None:
+    """No second copy is kept."""
+
+
 def _lock(path: Path) -> int:
     """Take the one-writer lock on a side file that names the holder; released by the system if the holder dies."""
     import fcntl  # POSIX only; imported here so that reading a ledger works anywhere
@@ -193,14 +227,28 @@ class Ledger:
         self.notes: list[str] = []
         self._file, self._lock_file = file, lock
         self._tip = found.tip
-        self._key = {} if key_id is None else {"key_id": key_id}
         self._size = 0
-        self._replay = list(self.entries) if self._key else self._open_round()
+        self._run: Entry | None = None
+        self._copy: Callable[[bytes], None] = _nowhere
+        self.use_key(key_id)
 
     @property
     def key_id(self) -> str | None:
         """The public fingerprint of the noise key, or None if it was not given."""
         return self._key.get("key_id")
+
+    def use_key(self, key_id: str | None) -> None:
+        """The public fingerprint of the key that further events are drawn with."""
+        self._key = {} if key_id is None else {"key_id": key_id}
+        self._replay = list(self.entries) if self._key else self._open_round()
+
+    def describe(self, run: Mapping[str, Any]) -> None:
+        """Facts of the run that the next line carries, unless the newest recorded ones are the same."""
+        self._run = plain_json("ledger run", run)
+
+    def copy_to(self, write: Callable[[bytes], None]) -> None:
+        """Hand the bytes of every further line, newline included, to ``write`` too before ``append`` returns."""
+        self._copy = write
 
     def _open_round(self) -> list[Entry]:
         """The events of the last round's latest attempt: all that may be drawn again if the key's name is not known."""
@@ -267,6 +315,10 @@ class Ledger:
         """The rounds that have at least one event."""
         return {entry["round"] for entry in self.entries}
 
+    def tip(self, events: int) -> str:
+        """SHA-256 (hex) that a line after the first ``events`` lines is chained to."""
+        return str(self.entries[events]["previous"]) if events < len(self.entries) else self._tip
+
     def contains(self, payload: Mapping[str, Any]) -> bool:
         """Whether an event with exactly this payload (and this ledger's key) is already recorded."""
         wanted = self._normal(payload)
@@ -275,9 +327,9 @@ class Ledger:
     def _normal(self, payload: Mapping[str, Any]) -> Entry:
         plain: Entry = {**plain_json("ledger event", payload), **self._key}
         whole("ledger event.round", plain.get("round"))
-        taken = [key for key in plain if key in (*CHAIN, *REASONS)]
+        taken = [key for key in plain if key in _NO_EVENT]
         if taken:
-            raise wrong("ledger event", taken[0], f"names other than {', '.join((*CHAIN, *REASONS))}")
+            raise wrong("ledger event", taken[0], f"names other than {', '.join(_NO_EVENT)}")
         return plain
 
     def append(self, payload: Mapping[str, Any]) -> Entry:
@@ -309,12 +361,19 @@ class Ledger:
         self._replay = [entry for entry in self._replay if entry["round"] < start] + spent
         return spent
 
+    def charge_lost(self, entry: Mapping[str, Any], reason: str) -> Entry:
+        """Charge an event whose own line is gone from this file: it was released, and will be drawn once more."""
+        tries = max((_attempt(other) for other in self.entries if _same_draw(other, entry)), default=1)
+        return self._write({**event(entry), "attempt": tries + 1, "reason": reason})
+
     def charge_open(self, payload: Mapping[str, Any], reason: str) -> Entry:
         """Charge an event of a round that is never finished, because what went into it may have been seen already."""
         return self._write({**self._normal(payload), "reason": reason})
 
     def _write(self, payload: Mapping[str, Any]) -> Entry:
         file = self._writable()
+        if self._run is not None and run_of(self.entries) != self._run:
+            payload = {**payload, RUN: self._run}
         entry = seal(payload, len(self.entries), self._tip)
         raw = _dump(entry)
         try:
@@ -323,6 +382,7 @@ class Ledger:
                 raise OSError(0, "another program changed or replaced it")
             _write_all(file, raw + b"\n")
             os.fsync(file)
+            self._copy(raw + b"\n")
         except OSError as error:
             self.close()  # what is on disk is unknown now; opening it again verifies and heals it
             raise RunError(

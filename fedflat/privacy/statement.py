@@ -14,12 +14,13 @@ import math
 import os
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedflat.core.checks import InputError, RunError, one_of, whole
-from fedflat.privacy.ledger import plain_json, sync_folder
+from fedflat.privacy.ledger import extra_rounds, plain_json, sync_folder
 
 SECOND_DELTA = 1e-5
 
@@ -89,10 +90,9 @@ class PlanLike(Protocol):
 
 
 def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int:
-    """Rounds to compose: those run, or recorded although never released, and each repeated attempt once more."""
+    """Rounds to compose: those run, or recorded although never released, and each further event of a round."""
     recorded = {entry["round"] for entry in entries}
-    again = sum(int(entry.get("attempt", 1)) > 1 for entry in entries)
-    return max(whole("rounds_run", rounds_run), len(recorded)) + again
+    return max(whole("rounds_run", rounds_run), len(recorded)) + extra_rounds(entries)
 
 
 def statement(
@@ -131,6 +131,8 @@ def statement(
         epsilon = claimed = proven = max((found.epsilon for found in guarantees), default=math.inf)
         why += refused
     why += _reasons(plan, epsilon, charged - rounds_run)
+    again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
+    why += [f"Charged again ({count} events): {reason}." for reason, count in again.items()]
     found = {
         "algorithm": algorithm,
         "protocol": plan.protocol,
@@ -221,6 +223,11 @@ def _second(plan: Any, charged: int) -> float | None:
 def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
     if key_source == "seed":
         return "simulation: noise reproducible from the seed"
+    if facts.get("unidentified"):
+        return (
+            "256 bits of operating-system entropy at every start, never stored: the method or model given in Python "
+            "cannot be identified, so the run cannot be reproduced"
+        )
     return "256 bits of operating-system entropy, kept outside the run folder and deleted at its end"
 
 
@@ -240,7 +247,10 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         "Groups of clients: k clients that belong to one person are protected only by group privacy.",
     ]
     if key_source == "seed":
-        found.append("simulation: noise reproducible from the seed, so whoever knows the seed can remove it.")
+        found.append(
+            "simulation: noise reproducible from the seed, so whoever knows the seed can remove it; a seed protects "
+            "only while it is secret and cannot be guessed."
+        )
     if facts.get("simulation", True):
         found.append(
             "private/private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."

@@ -191,14 +191,17 @@ def _killing(call: Any, after: bool, count: int) -> Any:
     return killed
 
 
+WRITE_LINE = RunFolder._line
+
+
 def _torn_line(folder: RunFolder, name: str, record: Any, count: list[int]) -> None:
     count[0] += 1
-    text = json.dumps({"round": record["round"]})
-    (folder.path / name).parent.mkdir(exist_ok=True)
+    if count[0] < 5:
+        WRITE_LINE(folder, name, record)
+        return
     with (folder.path / name).open("a") as file:
-        file.write(text[:-4] if count[0] == 5 else json.dumps(plain(record)) + "\n")
-    if count[0] == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
+        file.write(json.dumps(plain(record))[:-4])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _in_the_child(point: str, folder: Path) -> None:
@@ -209,7 +212,7 @@ def _in_the_child(point: str, folder: Path) -> None:
         "between the metric files": (RunFolder, "_line", _killing(RunFolder._line, True, 5)),
         "inside a metric line": (RunFolder, "_line", lambda f, name, record: _torn_line(f, name, record, count)),
         "before the checkpoint": (checkpoint, "save", _killing(checkpoint.save, False, 3)),
-        "before the checkpoint has its name": (checkpoint.os, "replace", _killing(os.replace, False, 4)),
+        "before the checkpoint has its name": (checkpoint.os, "replace", _killing(os.replace, False, 5)),
         "after the checkpoint": (checkpoint, "save", _killing(checkpoint.save, True, 3)),
     }
     setattr(*patches[point])

@@ -122,7 +122,15 @@ def test_streams_are_uniform_and_uncorrelated() -> None:
 def test_keys() -> None:
     assert len(rng.fresh_key()) == rng.KEY_BYTES
     assert rng.fresh_key() != rng.fresh_key()
-    assert rng.simulation_key(1) == rng.simulation_key(1) != rng.simulation_key(2)
+    key = rng.noise_key(1, "recipe", "data")
+    assert key == rng.noise_key(1, "recipe", "data") and len(key) == rng.KEY_BYTES
+    others = [rng.noise_key(2, "recipe", "data"), rng.noise_key(1, "recipe", "other")]
+    others += [
+        rng.noise_key(1, "recipeda", "ta"),
+        rng.noise_key(1, "recipe", "data", attempt=2),
+        rng.noise_key(key, "recipe", "data"),
+    ]
+    assert len({key, *others}) == 6
 
 
 def test_torchs_generator_is_put_back() -> None:

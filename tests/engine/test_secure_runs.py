@@ -75,6 +75,10 @@ def key_files(state: Path) -> list[Path]:
     return sorted((state / "fedflat" / "keys").glob("*"))
 
 
+def mark_files(state: Path) -> list[Path]:
+    return sorted((state / "fedflat" / "marks").glob("*"))
+
+
 def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
     folder, twin = tmp_path / "run", tmp_path / "twin"
     assert start(tmp_path, folder, kill_at=2) == -signal.SIGKILL
@@ -82,13 +86,18 @@ def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
     assert key.stat().st_mode & 0o777 == 0o600 and key.parent.stat().st_mode & 0o077 == 0
     secret = key.read_bytes()
     assert len(secret) == 32
-    # The run that was never killed: the same folder as it was started, the same key.
-    (tmp_path / "twin").mkdir()
-    (twin / "recipe.yaml").write_bytes((folder / "recipe.yaml").read_bytes())
+    # The run that was never killed: the same folder as it was started, the same key, and nothing it was used for.
+    (twin / "private").mkdir(parents=True)
+    for name in ("recipe.yaml", "private/run.json"):
+        (twin / name).write_bytes((folder / name).read_bytes())
+    (mark,) = mark_files(state_home)
+    used = mark.read_bytes()
+    mark.unlink()
     assert start(tmp_path, twin, resume=True) == 0
     assert not key_files(state_home), "the key is deleted at the end"
     key.write_bytes(secret)
     key.chmod(0o600)
+    mark.write_bytes(used)
     assert start(tmp_path, folder, resume=True) == 0
     assert not key_files(state_home)
     assert released(folder) == released(twin) and len(released(folder)) == ROUNDS
@@ -221,10 +230,11 @@ def test_key_files(state_home, tmp_path, monkeypatch):
     assert keys.folder() == Path.home() / ".local" / "state" / "fedflat" / "keys"
 
 
-def test_a_folder_that_lost_its_name_is_refused(tmp_path):
+def test_a_folder_that_lost_its_name_finds_its_key_all_the_same(tmp_path, state_home):
     folder = tmp_path / "run"
     simulation.run(RECIPE, out=folder, should_stop=lambda: True)
     text = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(text[: text.index("  run: ")])
-    with pytest.raises(InputError, match=r"versions\.run: found None"):
-        simulation.run(Recipe.load(folder), out=folder, resume=True)
+    found = simulation.run(Recipe.load(folder), out=folder, resume=True)
+    assert any("recipe.yaml is not as it was written" in note for note in found.notes)
+    assert len(found.history) == ROUNDS and not key_files(state_home)

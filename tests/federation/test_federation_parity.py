@@ -15,8 +15,7 @@ pytest.importorskip("flwr")
 from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
 from fedflat import simulation
-from fedflat.core.rng import simulation_key
-from fedflat.federation import server
+from fedflat.engine import resume
 from fedflat.federation.server import serve
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -72,15 +71,13 @@ def test_with_noise_the_same_key_draws_the_same(
     """Cohorts and noise come from the same streams of the key, and the ledger has the same events."""
     recipe = small(**{"cohort": {"size": 2}, "privacy": {"noise_multiplier": 1.0}, "rounds": 3, **changes})
     task, clients = deployed(tmp_path / "fed", recipe)
-    key = simulation_key(recipe.seed)
-    monkeypatch.setattr(server, "_key", lambda folder: key)
-    monkeypatch.setattr(simulation, "_noise_key", lambda recipe, job: key)
+    monkeypatch.setattr(resume, "noise_key", lambda *facts, attempt: bytes(32))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
     simulation.run(task.recipe, out=tmp_path / "sim")
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     lines = [read_ledger(folder / "ledger.jsonl") for folder in (tmp_path / "fed" / "run", tmp_path / "sim")]
-    chain = ("previous", "checksum", "key_id")
+    chain = ("previous", "checksum", "key_id", "run")
     plain = [[{k: v for k, v in line.items() if k not in chain} for line in found] for found in lines]
     assert plain[0] == plain[1] and len(plain[0]) == 3
     facts = json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())

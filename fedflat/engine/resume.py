@@ -1,0 +1,216 @@
+"""Going on with a run: what its folder proves, which key its next rounds are drawn with, what is charged again.
+
+A round that may have been released is drawn again with the same key only where that provably gives the same bits: the
+same run (``opening``), the same software, the same clients' answers, and a key whose use is known. Otherwise it is one
+release more: a fresh key, and one more charge.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedflat.core.checks import wrong
+from fedflat.core.rng import fresh_key, noise_key
+from fedflat.core.types import RoundState
+from fedflat.engine import checkpoint, keys
+from fedflat.engine.folder import METRICS, set_aside
+from fedflat.engine.heads import Heads
+from fedflat.engine.opening import Opening, software
+from fedflat.privacy.ledger import Entry, Ledger, run_of
+
+if TYPE_CHECKING:
+    from fedflat.engine.train import Job
+
+Record = dict[str, Any]
+GONE = "the noise key is gone"
+_PLANNED = ("mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta")
+"""Fields of a ledger line that the plan fixes for the whole run."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on."""
+
+    state: RoundState
+    heads: Heads
+    history: list[Record]
+    private: list[Record]
+
+
+def first_start(job: Job) -> Start:
+    """Before round 0."""
+    size = job.parts.layout.dimension
+    state = job.parts.first_state(job.first[:size], job.threshold)
+    return Start(state, Heads(job.first[size:].clone()), [], [])
+
+
+def take_up(job: Job, ledger: Ledger) -> Start:
+    """The state to go on from, with ``job.key`` chosen and everything charged that may be released twice.
+
+    Raises:
+        InputError: the ledger is another run's or another plan's, or lacks events that the run's other files prove.
+    """
+    if job.folder is None or job.opening is None:
+        raise TypeError("a run without a folder has nothing to take up")
+    for note in ledger.notes:
+        job.say(note)
+    _check_ledger(job, ledger)
+    named = [checkpoint.round_of(path) for path in job.folder.checkpoints.glob("round-*")]
+    found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
+    start = first_start(job)
+    state, heads, facts = (start.state, start.heads, {}) if found is None else found
+    _check_events(job, ledger, max([state.round, *named]), facts.get("ledger"))
+    history, private, damage = job.folder.keep_rounds(state.round)
+    for note in damage:
+        job.say(note)
+    _choose_key(job, ledger, state.round, found is None)
+    return Start(state, heads, history, private)
+
+
+def _aside(path: Path, why: str) -> str:
+    halves = [half for half in (path, checkpoint.private_half(path)) if half.exists()]
+    names = " and ".join(set_aside(half).name for half in halves)
+    return f"{why.partition(';')[0]}; set aside as {names}, the run goes on from the checkpoint before it"
+
+
+def _check_ledger(job: Job, ledger: Ledger) -> None:
+    """Refuse a ledger that is not this run's, or whose events are not this plan's."""
+    if not ledger.entries:
+        return
+    path, opening, carried = ledger.path, job.opening, run_of(ledger.entries)
+    if carried is None:
+        hint = "It can be verified and reported, not resumed."
+        raise wrong(str(path), "a ledger of fedflat 0.1", "the ledger of the run in this folder", hint=hint)
+    if {name: carried.get(name) for name in ("id", *opening.digests)} != {"id": opening.run, **opening.digests}:  # type: ignore[union-attr]
+        raise wrong(str(path), "the ledger of another run", "that of the run in this folder")
+    planned = job.parts.plan.record(0, job.threshold)
+    for entry in ledger.entries:
+        for name in _PLANNED:
+            if entry.get(name) != planned[name]:
+                where = f"{path} line {entry['line']}: {name}"
+                raise wrong(where, entry.get(name), f"{planned[name]}, as the run's recipe has")
+
+
+def _check_events(job: Job, ledger: Ledger, rounds: int, mark: Record | None) -> None:
+    """Refuse a ledger that has fewer events than checkpoints and metrics prove."""
+    if not job.parts.plan.private:
+        return
+    released = job.folder.sealed_rounds(METRICS) | set(range(rounds))  # type: ignore[union-attr]
+    missing = sorted(released - ledger.rounds_recorded())
+    allowed = "the ledger as it was written"
+    if missing:
+        raise wrong(str(ledger.path), f"no line for round {missing[0]}, which was released", allowed)
+    if mark is not None and (mark["events"] > len(ledger.entries) or ledger.tip(mark["events"]) != mark["tip"]):
+        raise wrong(str(ledger.path), "other events than those the newest checkpoint was made after", allowed)
+
+
+def _choose_key(job: Job, ledger: Ledger, start: int, unsaved: bool) -> None:
+    """Set ``job.key``; where it must be a fresh one, charge what may have been released with another."""
+    opening: Opening = job.opening  # type: ignore[assignment]
+    why, lost = reasons(job, ledger, start, unsaved)
+    here = software_of(job)
+    if opening.software != here:
+        changed = [name for name in here if here[name] != opening.software.get(name)]
+        job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
+    if why:
+        keys.forget(opening.run)
+    job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why))
+    if job.opening != opening:
+        job.opening.write(job.folder.path)  # type: ignore[union-attr]
+    job.key = noise_key(_root(job), *job.identity.facts, attempt=job.opening.attempt)
+    ledger.describe(job.opening.public)
+    ledger.use_key(key_name(job.opening, job.key))
+    _charge(job, ledger, start, "; ".join(why), lost)
+    if job.stored:
+        mark = keys.Mark(opening.run)
+        mark.replace(ledger.path.read_bytes() if ledger.entries else b"")
+        ledger.copy_to(mark.append)
+
+
+def software_of(job: Job) -> Record:
+    """What may change bits, of this job on this machine; nothing in a deployment, whose open rounds always get a fresh
+    key."""
+    if job.folder is not None and job.folder.deployment:
+        return {}
+    return software(job.backend, str(job.problem.device), job.problem.compiled)
+
+
+def _root(job: Job) -> int | bytes:
+    if job.identity.method is None:
+        return fresh_key()
+    if not job.stored:
+        return job.seed
+    name = job.opening.run  # type: ignore[union-attr]
+    found = keys.load(name)
+    return keys.create(name) if found is None else found
+
+
+def key_name(opening: Opening, key: bytes) -> str:
+    """The public name of a key: an HMAC under the run's secret, which tells nothing of what the key was made from."""
+    return hmac.new(bytes.fromhex(opening.secret), b"key id" + key, "sha256").hexdigest()[:16]
+
+
+def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[str], list[Entry]]:
+    """Why rounds from ``start`` on need a fresh key (none: the same key gives the same bits), and events that the
+    ledger here has lost. unsaved: there is no checkpoint."""
+    why: list[str] = []
+    lost: list[Entry] = []
+    entries = ledger.entries
+    opened = any(entry["round"] >= start for entry in entries)
+    if job.stored:
+        lost, behind = compare(job.opening.run, entries)  # type: ignore[union-attr]
+        why += [behind] if behind else []
+        if entries and start < job.parts.plan.rounds and keys.load(job.opening.run) is None:  # type: ignore[union-attr]
+            why.append(GONE)
+    if job.identity.method is None and entries:
+        why.append("the method or model given in Python cannot be identified, so every start has a key of its own")
+    if opened and job.folder.deployment:  # type: ignore[union-attr]
+        why.append("other clients may answer the open round")
+    if opened and job.opening.software != software_of(job):  # type: ignore[union-attr]
+        why.append("the software or the engine differs")
+    if unsaved and any(entry["round"] > 0 for entry in entries):
+        why.append("no checkpoint is left, so the run starts again from round 0")
+    return why, lost
+
+
+def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
+    """The events that the mark beside the noise key has and these do not, and why the key may not be used on (or "").
+
+    The mark may lack the events of one round: the newest, whose release waits for the mark.
+    """
+    marked = keys.Mark(run).entries()
+    if marked is None:
+        return [], "the mark beside the noise key is gone or damaged" if entries else ""
+    same = 0
+    for ours, theirs in zip(entries, marked):
+        if ours["checksum"] != theirs["checksum"]:
+            break
+        same += 1
+    if len(marked) > same:
+        return marked[same:], "the folder is behind the mark beside the noise key (was a backup restored?)"
+    ahead = {entry["round"] for entry in entries[same:]}
+    return [], "the folder is ahead of the mark beside the noise key" if len(ahead) > 1 else ""
+
+
+def _charge(job: Job, ledger: Ledger, start: int, why: str, lost: Sequence[Entry]) -> None:
+    latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries if entry["round"] >= start}
+    again: list[Entry] = []
+    if any(name != ledger.key_id for name in latest.values()):
+        reason = f"{why or GONE}: drawn again with a fresh key"
+        again = ledger.charge_again(reason, from_round=start)
+    again += [ledger.charge_lost(entry, f"{why}: its line was lost") for entry in lost]
+    rounds = sorted({entry["round"] for entry in again})
+    if rounds:
+        shown = f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"
+        job.say(f"{shown}: {why or GONE}; {len(again)} events charged again, and a fresh key from round {start} on")
+    elif why:
+        job.say(f"{why}: a fresh key from round {start} on")
+
+
+def ledger_mark(ledger: Any) -> Record:
+    """How far the ledger is, for a checkpoint."""
+    return {"events": len(ledger.entries), "tip": ledger.tip(len(ledger.entries))}
