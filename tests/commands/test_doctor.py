@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,7 +120,8 @@ def test_the_version_is_fast(said: Any) -> None:
     assert said("--version") == (0, f"fedflat {fedflat.__version__}\n")
     code = "import sys; from fedflat import cli; sys.argv[1:] = ['--version']\ntry: cli.main()\nexcept SystemExit: pass"
     code += "\nprint([m for m in ('torch', 'scipy', 'numpy') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(fedflat.__file__).parents[1])}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert found.stdout.splitlines()[1:] == ["[]"]
 
 
