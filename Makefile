@@ -61,6 +61,11 @@ $(VENV)/test.stamp: $(VENV)/own.stamp
 	$(LOCKED) 'fedflat[dev,language,federation,scale]'
 	touch $@ $(VENV)/run.stamp
 
+# For deploy/Containerfile.
+$(VENV)/federation.stamp: $(VENV)/own.stamp
+	$(LOCKED) 'fedflat[federation]'
+	touch $@ $(VENV)/run.stamp
+
 $(VENV)/docs.stamp: $(VENV)/own.stamp
 	$(LOCKED) 'fedflat[docs]'
 	touch $@ $(VENV)/run.stamp
