@@ -2,14 +2,18 @@
 # make test  the whole test suite
 # make check linters and types
 # make docs  the documentation as a site, in site/
+# make release  wheel, source, software bill of materials and checksums, in dist/
+# make lock  constraints.txt anew: pins and hashes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Every file that is installed has a hash in constraints.txt; no package is built here but fedflat itself.
+LOCKED := $(PIP) --require-hashes --only-binary :all: --constraint constraints.txt
 
 METHODS := fedavg dp-fedavg dp-fedsam dp-fedpgn dp-fedpgn-ls
 
-.PHONY: run test check docs clean
+.PHONY: run test check docs lock release clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/fedflat compare $(addprefix quick-start-,$(METHODS)) --seeds 3 --out runs/quick-start
@@ -26,21 +30,49 @@ docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
 	@echo "site/index.html"
 
+release: $(VENV)/test.stamp $(VENV)/release.stamp
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	$(BIN)/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+	  --output-format JSON --output-file dist/fedflat.cdx.json $(BIN)/python
+	cd dist && sha256sum -- * > SHA256SUMS && cat SHA256SUMS
+
+lock: $(VENV)/release.stamp
+	.ci/lock
+
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("fedflat needs Python 3.11 or newer; found %d.%d. Name one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable .
+# A directory has no hash: fedflat itself goes in first, alone, and what it needs then as a requirement of an installed package.
+$(VENV)/own.stamp: pyproject.toml constraints.txt constraints-cpu.txt | $(BIN)/python
+	sed -n '/^\(pip\|setuptools\)==/,/[^\]$$/p' constraints.txt > $(VENV)/installer.txt
+	$(PIP) --require-hashes --only-binary :all: --requirement $(VENV)/installer.txt
+	said=$$($(PIP) --require-hashes --no-deps --requirement constraints-cpu.txt 2>&1) || \
+	  case "$$said" in *'No matching distribution'*) echo "torch: the public index's";; *) echo "$$said" >&2; exit 1;; esac
+	PYTHONWARNINGS=ignore $(PIP) --no-index --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[dev,language,federation,scale]'
+$(VENV)/run.stamp: $(VENV)/own.stamp
+	$(LOCKED) fedflat
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/own.stamp
+	$(LOCKED) 'fedflat[dev,language,federation,scale]'
 	touch $@ $(VENV)/run.stamp
 
-$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[docs]'
+# For deploy/Containerfile.
+$(VENV)/federation.stamp: $(VENV)/own.stamp
+	$(LOCKED) 'fedflat[federation]'
 	touch $@ $(VENV)/run.stamp
+
+$(VENV)/docs.stamp: $(VENV)/own.stamp
+	$(LOCKED) 'fedflat[docs]'
+	touch $@ $(VENV)/run.stamp
+
+$(VENV)/release.stamp: $(VENV)/own.stamp
+	$(LOCKED) --group release
+	touch $@
 
 clean:
-	rm -rf $(VENV) runs build site *.egg-info
+	rm -rf $(VENV) runs build dist site *.egg-info

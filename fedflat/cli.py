@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from fedflat import __version__
 from fedflat.core.checks import InputError, RunError
 
 app = typer.Typer(
@@ -24,11 +26,27 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"fedflat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 def _assemble() -> None:
     from fedflat.commands import (
         audit,
         catalogue,
         deploy,
+        doctor,
         explain,
         export,
         landscape,
@@ -48,6 +66,7 @@ def _assemble() -> None:
     explain.add_to(app)
     export.add_to(app)
     verify.add_to(app)
+    doctor.add_to(app)
 
 
 def main() -> None:
@@ -78,13 +97,16 @@ def _usage(error: Exception) -> None:
         sys.exit(getattr(error, "exit_code", 1))
     if message is None:
         raise error
+    text = _once(message().replace("\n", " "))
+    if not text:  # no command: the help was shown
+        sys.exit(2)
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if option:
         from fedflat.recipe import elsewhere
 
         hint = elsewhere(option).replace("Did you mean ", " A recipe's key is changed with -o ").replace("?", "=VALUE.")
-        _complain(_once(message().replace("\n", " ")) + hint, 2)
-    _complain(_once(message().replace("\n", " ")), 2)
+        _complain(text + hint, 2)
+    _complain(text, 2)
 
 
 def _once(text: str) -> str:

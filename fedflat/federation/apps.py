@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ def server_app(folder: str | Path) -> Any:
     app = ServerApp()
 
     def main(grid: Any, context: Any) -> None:
+        from fedflat.federation.events import log_to_stderr
         from fedflat.federation.server import Settings, serve
         from fedflat.federation.task import Task
 
-        _log_to_stderr()
+        log_to_stderr(str(context.run_config.get("log", "text")))
         serve(grid, Task.read(Path(folder)), Settings.of(context.run_config))
 
     app.main()(main)
@@ -32,19 +32,10 @@ def client_app(folder: str | Path) -> Any:
 
     def answer(message: Any, context: Any) -> Any:
         from fedflat.federation.client import reply_to
+        from fedflat.federation.events import log_to_stderr
 
-        _log_to_stderr()
+        log_to_stderr(str(context.node_config.get("log", "text")))
         return reply_to(message, context.node_config, Path(folder))
 
     app.train()(answer)
     return app
-
-
-def _log_to_stderr() -> None:
-    """fedflat's own log lines, once, where Flower shows an app's output."""
-    logger = logging.getLogger("fedflat")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)

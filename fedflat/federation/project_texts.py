@@ -35,6 +35,9 @@ wait-for-nodes = {nodes}
 # excluded for a lie so many times.
 abort-limit = 3
 exclusion-limit = 3
+# Log lines: text, or json. Metrics for Prometheus, /ready and /live: "127.0.0.1:9464", or "" for none.
+log = "text"
+metrics = ""
 """
 
 APP = '''\

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -31,6 +32,8 @@ from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.claims import deployment_statement
 from fedflat.federation.culprits import Culprits
 from fedflat.federation.noise_shares import ClientShares
+from fedflat.federation.events import told
+from fedflat.federation.monitor import shown
 from fedflat.federation.roster import Roster
 from fedflat.federation.secure_rounds import SecureFlower
 from fedflat.federation.store import read_examples
@@ -50,10 +53,12 @@ ENDED = "ended.json"
 @dataclass(frozen=True)
 class Settings:
     """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
-    wait
-    for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients. Under secure
-    aggregation, ``abort_limit``: the run stops after so many charged rounds in a row without a result;
-    ``exclusion_limit``: a client that was excluded so often is asked no more."""
+    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients. Under
+    secure aggregation, ``abort_limit``: the run stops after so many charged rounds in a row without a result;
+    ``exclusion_limit``: a client that was excluded so often is asked no more. metrics: where a page about the server is
+    (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
+    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
+    metrics: where a page about the server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
 
     out: Path
     test: Path | None = None
@@ -63,6 +68,8 @@ class Settings:
     poll: float = POLL_SECONDS
     abort_limit: int = 3
     exclusion_limit: int = 3
+    metrics: str = ""
+    beyond: bool = False
 
     def __post_init__(self) -> None:
         whole("abort-limit", self.abort_limit, 1)
@@ -80,6 +87,8 @@ class Settings:
             float(config.get("start-seconds", 600.0)),
             abort_limit=config.get("abort-limit", 3),
             exclusion_limit=config.get("exclusion-limit", 3),
+            metrics=str(config.get("metrics", "")),
+            beyond=config.get("metrics-beyond-this-machine", False) is True,
         )
 
 
@@ -92,7 +101,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     """
     job = job_of(task, settings)
     return_large_blocks()
-    with _only_server(settings.out):
+    with shown(settings.metrics, settings.beyond), _only_server(settings.out):
         folder = _folder(task, job, settings.out)
         job.folder, job.stored, job.tell = folder, True, log.warning
         outcome = standing(job, folder.path)
@@ -100,13 +109,15 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
             counts = Refusals(_operator_file(folder))
             job.backend = _backend(grid, task, job, settings, counts)
+            _tell_start(job, outcome)
             _wait_for_nodes(grid, task.roster, settings)
+            log.info("clients enough are connected", extra=told("ready"))
             outcome = _train(job)
         facts = deployment_statement(task, job, outcome)
         write_statement(folder.path / STATEMENT, facts)
         if outcome.complete:
             keys.forget(folder.run)
-        log.info("run complete: %s", folder.path)
+        log.info("run complete: %s", folder.path, extra=told("complete"))
         return facts
 
 
@@ -252,7 +263,18 @@ def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
         time.sleep(settings.poll)
 
 
+def _tell_start(job: Job, outcome: Outcome) -> None:
+    """One log line of what is to be done, and what was done before."""
+    plan, done = job.parts.plan, outcome.state.round
+    charged = done + sum("attempt" in entry for entry in outcome.entries)
+    spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
+    facts = {"finished": done, "rounds": plan.rounds, "epsilon": spent, "budget": plan.budget, "delta": plan.delta}
+    log.info("rounds %d to %d", done, plan.rounds - 1, extra=told("start", **facts))
+
+
 def _announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
     """One log line of a round, of what was released anyway."""
-    shown = {name: released.get(name) for name in ("epsilon", "test_accuracy", "seconds")}
-    log.info("round %d: %s", released["round"], json.dumps(plain(shown)))
+    number = released["round"]
+    figures = {name: released.get(name) for name in ("epsilon", "test_accuracy", "seconds")}
+    more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}
+    log.info("round %d: %s", number, json.dumps(plain(figures)), extra=told("round", **more, **figures))

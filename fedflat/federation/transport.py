@@ -30,6 +30,7 @@ from fedflat.engine.folder import plain
 from fedflat.engine.heads import Heads
 from fedflat.federation import wire
 from fedflat.federation.desk import Desk, Slip, loggable
+from fedflat.federation.events import told
 from fedflat.federation.roster import Roster
 from fedflat.pieces.clipping import whole_vector
 
@@ -104,6 +105,7 @@ class Flower:
 
     def _ask(self, desk: Desk, clients: list[int], content: Callable[[Slip], Any]) -> None:
         connected = self.roster.connected(self.grid.get_nodes())
+        log.debug("%d clients are connected", len(connected), extra=told("connected", connected=len(connected)))
         asked = [client for client in clients if client in connected]
         desk.refused["missing"] += len(clients) - len(asked)
         for start in range(0, len(asked), AT_ONCE):
@@ -183,4 +185,5 @@ class Refusals:
             file.write(json.dumps(plain({"round": round, **{k: v for k, v in counts.items() if v}})) + "\n")
         shown = loggable(counts)
         if shown:
-            log.warning("round %d: refused %s", round, ", ".join(f"{v} ({k})" for k, v in shown.items()))
+            words = ", ".join(f"{v} ({k})" for k, v in shown.items())
+            log.warning("round %d: refused %s", round, words, extra=told("refused", round=round, counts=shown))

@@ -1,0 +1,214 @@
+"""What a server shows of itself: metrics that tell nothing of a cohort, readiness, and structured log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("flwr")
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+from stand_in import Grid, deployed, grid_of, honest, settings, small
+
+from fedflat.core.checks import InputError, RunError
+from fedflat.federation import server
+from fedflat.federation.desk import DATA_FAULTS, PROTOCOL_FAULTS
+from fedflat.federation.events import JsonLines, log_to_stderr, told
+from fedflat.federation.monitor import Monitor, shown
+
+SHOWN = {
+    "fedflat_rounds_finished", "fedflat_rounds_planned", "fedflat_epsilon", "fedflat_epsilon_budget", "fedflat_delta",
+    "fedflat_round_seconds", "fedflat_connected_clients", "fedflat_seconds_since_round", "fedflat_ready",
+    "fedflat_aborted_rounds", "fedflat_refused_replies",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def asked(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urlopen(f"http://{address}/{path}", timeout=5) as page:
+            return page.status, page.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def samples(text: str) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            found[one.name + "".join(one.labels.values())] = one.value
+    return found
+
+
+def during(monkeypatch: pytest.MonkeyPatch, address: str, paths: tuple[str, ...]) -> list[dict[str, tuple[int, str]]]:
+    """What the pages say after each round."""
+    seen: list[dict[str, tuple[int, str]]] = []
+    known = server._announce
+
+    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+        known(released, hidden)
+        seen.append({path: asked(address, path) for path in paths})
+
+    monkeypatch.setattr(server, "_announce", announce)
+    return seen
+
+
+def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same pages whether clients answer or not, but for the seconds: nobody learns who or how many took part."""
+    pages = []
+    for answer in (True, False):
+        folder = tmp_path / str(answer)
+        task, clients = deployed(folder, small(cohort={"size": 2}, privacy={"noise_multiplier": 1.0}))
+        grid = grid_of(task, clients) if answer else Grid(task, dict.fromkeys(range(4), lambda message: None))
+        seen = during(monkeypatch, address, ("metrics", "ready", "live", "elsewhere"))
+        facts = server.serve(grid, task, settings(folder, metrics=address))
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+        assert [page["ready"][0] for page in seen] == [200, 200] and seen[0]["live"][0] == 200
+        assert seen[0]["elsewhere"][0] == 404
+        found = [samples(page["metrics"][1]) for page in seen]
+        assert [one["fedflat_rounds_finished"] for one in found] == [1, 2] and found[0]["fedflat_rounds_planned"] == 2
+        assert found[-1]["fedflat_epsilon"] == pytest.approx(facts["epsilon"], rel=1e-12)
+        pages.append([{k: v for k, v in one.items() if "seconds" not in k and "_created" not in k} for one in found])
+        with pytest.raises(URLError):
+            asked(address, "live")
+    assert str(pages[0]) == str(pages[1])
+    families = {family.name for family in text_string_to_metric_families(seen[0]["metrics"][1])}
+    assert {name.removesuffix("_created") for name in families} == SHOWN
+
+
+def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from fedflat.federation.transport import Refusals
+
+    monitor = Monitor()
+    logger = logging.getLogger("fedflat.server")
+    logger.addHandler(monitor)
+    try:
+        counts = Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3))
+        Refusals(tmp_path / "operator.jsonl").note(0, counts)
+    finally:
+        logger.removeHandler(monitor)
+    text = monitor.page("/metrics")[2].decode()
+    kinds = {k.removeprefix("fedflat_refused_replies_total") for k in samples(text) if "replies_total" in k}
+    assert kinds == set(PROTOCOL_FAULTS)
+
+
+def test_a_server_is_ready_only_when_its_clients_are_there(tmp_path: Path, address: str) -> None:
+    task, clients = deployed(tmp_path, small())
+    asked_while_waiting: list[int] = []
+
+    class Waiting(Grid):
+        def get_nodes(self) -> list[Any]:
+            asked_while_waiting.append(asked(address, "ready")[0])
+            self.connected = set(range(4)) if len(asked_while_waiting) > 1 else set()
+            return super().get_nodes()
+
+    grid = Waiting(task, {client.number: honest(client) for client in clients})
+    server.serve(grid, task, settings(tmp_path, metrics=address, nodes=4, start_seconds=20.0))
+    assert asked_while_waiting[:2] == [503, 503] and asked_while_waiting[-1] == 200
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:9464", "192.0.2.1:9464", "[::]:9464", "9464", "127.0.0.1:0", "host:1"])
+def test_only_this_machine_is_served_unless_more_is_asked_for(address: str) -> None:
+    with pytest.raises(InputError, match=r"^metrics: found "), shown(address, False):
+        pass
+
+
+def test_beyond_this_machine_when_asked_for(address: str) -> None:
+    port = address.rpartition(":")[2]
+    with shown(f"0.0.0.0:{port}", True):
+        assert asked(address, "ready")[0] == 503
+        with pytest.raises(RunError, match="cannot be served"), shown(address, False):
+            pass
+
+
+def test_nothing_is_served_by_default(tmp_path: Path) -> None:
+    assert settings(tmp_path).metrics == "" and not settings(tmp_path).beyond
+    before = logging.getLogger("fedflat.server").handlers[:]
+    with shown("", False):
+        assert logging.getLogger("fedflat.server").handlers == before
+
+
+def lines_of(logger: logging.Logger) -> tuple[logging.Handler, list[dict[str, Any]]]:
+    lines: list[dict[str, Any]] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(JsonLines().format(record)))
+
+    handler = Kept(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return handler, lines
+
+
+def test_the_servers_log_as_json(tmp_path: Path) -> None:
+    """Events with their round; no count of clients or replies, no norm, no key."""
+    logger = logging.getLogger("fedflat.server")
+    handler, lines = lines_of(logger)
+    try:
+        task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [line["event"] for line in lines] == ["start", "ready", "round", "round", "complete"]
+    assert [line["round"] for line in lines if line["event"] == "round"] == [0, 1]
+    assert all(line["level"] == "info" and line["time"].endswith("+00:00") for line in lines)
+    told_of = set().union(*lines)
+    assert told_of == {
+        "time", "level", "logger", "event", "message", "finished", "rounds", "epsilon", "budget", "delta", "round",
+        "aborted", "test_accuracy", "seconds",
+    }  # fmt: skip
+
+
+def test_a_traceback_in_json_has_no_words_of_the_exception() -> None:
+    logger = logging.getLogger("fedflat.client")
+    handler, lines = lines_of(logger)
+    try:
+        raise ValueError("example 17 of the patient")
+    except ValueError:
+        logger.exception("local training failed")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert lines[0]["error"] == "ValueError" and "patient" not in json.dumps(lines)
+    assert lines[0]["at"][0].startswith("test_federation_monitor.py:")
+
+
+def test_the_form_of_the_log_is_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="log: found xml"):
+        log_to_stderr("xml")
+    logger, before = logging.getLogger("fedflat"), logging.getLogger("fedflat").handlers[:]
+    try:
+        logger.handlers[:] = []
+        log_to_stderr("json")
+        log_to_stderr("json")
+        logging.getLogger("fedflat.server").info("here", extra=told("round", round=3, epsilon=float("inf")))
+    finally:
+        logger.handlers[:] = before
+        logger.setLevel(logging.NOTSET)
+    line = json.loads(capsys.readouterr().err)
+    assert line["event"] == "round" and line["round"] == 3 and line["epsilon"] is None

@@ -1,0 +1,58 @@
+"""An older copy of a run's folder put back: what was released since is not forgotten, and no noise is drawn twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from stand_in import deployed, final_shared, grid_of, settings, small
+
+from fedflat.federation import server
+from fedflat.privacy.ledger import read as read_ledger
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_restored_backup_is_charged_for_what_was_released_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """A backup after round 0 of 3 is put back when the run has ended, or stopped after round 1."""
+    task, clients = deployed(tmp_path, small(rounds=3, privacy={"noise_multiplier": 1.0}))
+    run, backup = tmp_path / "run", tmp_path / "backup"
+    known = server._announce
+
+    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+        known(released, hidden)
+        if released["round"] == 0:
+            shutil.copytree(run, backup)
+        if released["round"] == 1 and not ended:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_announce", announce)
+        try:
+            first = server.serve(grid_of(task, clients), task, settings(tmp_path))["epsilon"]
+        except KeyboardInterrupt:
+            first = None
+    assert (first is None) is not ended
+    gone, before = read_ledger(run / "ledger.jsonl"), final_shared(run)
+    shutil.rmtree(run)
+    shutil.copytree(backup, run)
+    assert len(read_ledger(run / "ledger.jsonl")) < len(gone)
+    facts = server.serve(grid_of(task, clients), task, settings(tmp_path))
+    # Every round since the backup was released twice, with two noises: each is charged twice.
+    again = len(gone) - 1
+    assert facts["rounds"] == 3 and facts["rounds_charged"] == 3 + again
+    assert len(read_ledger(run / "ledger.jsonl")) == 3 + again
+    if first is not None:
+        assert facts["epsilon"] > first
+        assert not (final_shared(run) == before).all()
