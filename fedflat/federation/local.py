@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,12 +20,14 @@ from pathlib import Path
 from types import TracebackType
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation.project import PACKAGE, client_folder, environment, superlink_command, supernode_command
+from fedflat.federation.exits import status_of
+from fedflat.federation.processes import dies_with, end, end_with_an_exit, private
+from fedflat.federation.project import DOORS, PACKAGE, client_folder, environment, superlink_command, supernode_command
 from fedflat.federation.rejoin import sign_off
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 
-PATIENCE = 120.0
+PATIENCE, GRACE = 120.0, 8.0
 
 
 @dataclass
@@ -38,20 +39,16 @@ class Federation:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.project / "flower" / "config.toml"
-        if not config.is_file():
+        if not (self.project / DOORS).is_file():
             raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
-        import tomllib
+        from fedflat.federation.superlink import Doors
 
-        address = tomllib.loads(config.read_text(encoding="utf-8"))["superlink"]["fedflat"]["address"]
-        self.host, port = str(address).rsplit(":", 1)
-        self.port = int(port)
+        self.host, self.port = Doors.read(self.project).listen
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
 
     def __enter__(self) -> Federation:
-        self.logs.mkdir(exist_ok=True)
-        (self.project / "server").mkdir(exist_ok=True)
+        self.logs.mkdir(mode=0o700, exist_ok=True)
         return self
 
     def __exit__(
@@ -60,15 +57,14 @@ class Federation:
         self.stop()
 
     def start(self, clients: Sequence[int] | None = None) -> None:
-        """SuperLink, registration of every client in the roster, SuperNodes of ``clients`` (default: all)."""
+        """SuperLink and the SuperNodes of ``clients`` (default: all)."""
         self.start_superlink()
-        self.register()
         for client in range(self.task.form.clients) if clients is None else clients:
             self.start_node(client)
 
     def start_superlink(self) -> None:
         """Start the SuperLink and wait until it listens."""
-        self._spawn("superlink", superlink_command(self.project, self.host, self.port))
+        self._spawn("superlink", superlink_command(self.project))
         until = time.monotonic() + self.patience
         while time.monotonic() < until:
             if self.processes["superlink"].poll() is not None:
@@ -77,25 +73,6 @@ class Federation:
                 return
             time.sleep(0.2)
         raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
-
-    def register(self) -> None:
-        """Register every client's public key with the SuperLink's Control API (what ``flwr supernode register``
-        does).
-        """
-        with _flower_home(self.project):
-            from flwr.cli.flower_config import read_superlink_connection
-            from flwr.cli.supernode.register import try_load_public_key
-            from flwr.cli.utils import init_http_client_from_connection
-            from flwr.proto.control_pb2 import RegisterNodeRequest
-
-            client = init_http_client_from_connection(read_superlink_connection("fedflat"))
-            try:
-                for number in range(self.task.form.clients):
-                    key = try_load_public_key(client_folder(self.project, number) / "auth.pub")
-                    with suppress(Exception):  # registered before: the SuperLink keeps its nodes on disk
-                        client.RegisterNode(request=RegisterNodeRequest(public_key=key, name=f"client-{number}"))
-            finally:
-                client.close()
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""
@@ -113,10 +90,7 @@ class Federation:
 
     def kill(self, name: str) -> None:
         """SIGKILL a process and everything it started."""
-        process = self.processes.pop(name)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end([self.processes.pop(name).pid], 0)
 
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""
@@ -171,14 +145,8 @@ class Federation:
 
     def stop(self) -> None:
         """Stop every process started here: asked first, then killed."""
-        for process in self.processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        until = time.monotonic() + 5
-        for name in list(self.processes):
-            with suppress(subprocess.TimeoutExpired):
-                self.processes[name].wait(timeout=max(0.1, until - time.monotonic()))
-            self.kill(name)
+        end([process.pid for process in self.processes.values()], GRACE)
+        self.processes.clear()
 
     def _environment(self) -> dict[str, str]:
         here = str(Path(__file__).resolve().parents[2])
@@ -193,9 +161,15 @@ class Federation:
         }
 
     def _spawn(self, name: str, command: list[str]) -> None:
+        own = os.getpid()
+
+        def born() -> None:
+            private()
+            dies_with(own)
+
         with (self.logs / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [_program(command[0]), *command[1:]],
+                [_program(command[0]), *command[1:]], preexec_fn=born,
                 stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
             )  # fmt: skip
 
@@ -228,7 +202,13 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m fedflat.federation.local PROJECT", file=sys.stderr)
         return 2
-    with Federation(Path(arguments[0])) as federation:
+    private()
+    end_with_an_exit()
+    return status_of(lambda: _whole_run(Path(arguments[0])))
+
+
+def _whole_run(project: Path) -> int:
+    with Federation(project) as federation:
         federation.start()
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)

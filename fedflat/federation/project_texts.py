@@ -33,6 +33,14 @@ start-seconds = 600.0
 wait-for-nodes = {nodes}
 """
 
+ADDRESSES = """\
+# What the network sees: SuperNodes' messages and nothing else. 0.0.0.0 for every address of this machine.
+listen = "{listen}"
+# Orders (flwr run, stop, ls, log) and the ServerApp. This machine alone; anything else is refused at the start.
+# flower/config.toml and flower/credentials.yaml name the same address.
+control = "{control}"
+"""
+
 APP = '''\
 """The {side}'s app: everything is in fedflat.federation."""
 

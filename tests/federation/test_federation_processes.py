@@ -22,7 +22,7 @@ from stand_in import final_shared, small
 
 from fedflat import simulation
 from fedflat.federation.local import Federation
-from fedflat.federation.project import write_project
+from fedflat.federation.project import node_port, write_project
 from fedflat.federation.server import _name
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -56,15 +56,16 @@ def wait_for(path: Path, seconds: float) -> None:
     assert path.exists()
 
 
-def programs(name: str, port: int) -> list[int]:
-    """Flower's short-lived app processes that report to a port of this machine, by the name of their program."""
+def programs(name: str, word: object) -> list[int]:
+    """The worker's forked processes that run an app, by the name that ps shows and a word of their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            running = entry.name.isdigit() and (entry / "comm").read_text().strip() == name
+            words = (entry / "cmdline").read_bytes().split(b"\0") if running else []
         except OSError:
             continue
-        if any(word.endswith(name.encode()) for word in words) and f"127.0.0.1:{port}".encode() in words:
+        if str(word).encode() in words:
             found.append(int(entry.name))
     return found
 
@@ -93,13 +94,13 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         check_numbers(federation, tmp_path)
         first = federation.run(config=f'out="{run}" answer-seconds=25.0')
         until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and not programs("flwr-clientapp", federation.port + 2):
+        while time.monotonic() < until and not programs("flwr-clientapp", node_port(federation.port, 1)):
             time.sleep(0.05)
         federation.kill("client-1")
         second = federation.run(config=f'out="{run}" wait-for-nodes=1')  # while the first waits for client 1
         assert federation.wait(second, PATIENCE) == "finished:failed"
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
-        for process in programs("flwr-serverapp", federation.port):
+        for process in programs("flwr-serverapp", federation.project.absolute()):
             os.kill(process, signal.SIGKILL)
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
