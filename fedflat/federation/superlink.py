@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +138,8 @@ def _run(app: Any, doors: Doors, own: Path, public: Path) -> None:
     network = server(fleet_only(app), doors.listen, public, lifespan="off")
 
     def open_to_the_network() -> None:
+        while not (control.started or control.should_exit):
+            time.sleep(0.05)
         try:
             network.run()
         finally:

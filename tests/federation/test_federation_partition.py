@@ -27,7 +27,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.engine import checkpoint
 from fedflat.federation.local import Federation
-from fedflat.federation.project import write_project
+from fedflat.federation.project import node_port, write_project
 from fedflat.privacy.ledger import read as read_ledger
 
 PATIENCE, CLIENTS, ROUNDS, ANSWER_SECONDS = 240.0, 2, 3, 20.0

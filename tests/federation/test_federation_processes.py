@@ -18,15 +18,19 @@ pytest.importorskip("flwr")
 if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).parent / "flower-superlink").exists():  # type: ignore[attr-defined]
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
-from stand_in import final_shared, small
+from stand_in import client_at, final_shared, small
 
 from fedflat import simulation
+from fedflat.core.types import Broadcast
 from fedflat.federation.local import Federation
-from fedflat.federation.project import node_port, write_project
+from fedflat.federation.project import PACKAGE, node_port, write_project
 from fedflat.federation.server import _name
+from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
 PATIENCE = 240.0
+WINDOW = 160
+"""Bytes from the end of an update (weights of the last layer) that are looked for in files."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +71,25 @@ def programs(name: str, word: object) -> list[int]:
             continue
         if str(word).encode() in words:
             found.append(int(entry.name))
+    return found
+
+
+def files_with(folder: Path, needle: bytes) -> list[Path]:
+    """Every file under a folder that holds these bytes."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and needle in path.read_bytes()]
+
+
+def first_updates(fed: Path) -> list[Any]:
+    """What each client sends in round 0 under central trust: float32, clipped, without noise."""
+    copy = fed.with_name("copy")
+    shutil.copytree(fed, copy)
+    task, found = Task.read(fed / "app" / PACKAGE), []
+    for number in range(task.form.clients):
+        client = client_at(copy, task, number)
+        job = client.job
+        broadcast = Broadcast(0, job.first[: job.parts.layout.dimension], job.threshold, 1.0)
+        found.append(client.update(broadcast)[0].numpy())
+    shutil.rmtree(copy)
     return found
 
 
