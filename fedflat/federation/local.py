@@ -13,16 +13,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation.exits import status_of
 from fedflat.federation.processes import dies_with, end, end_with_an_exit, private
-from fedflat.federation.project import DOORS, PACKAGE, client_folder, environment, superlink_command, supernode_command
+from fedflat.federation.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, client_folder, environment, superlink_command, supernode_command
 from fedflat.federation.rejoin import sign_off
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
@@ -41,9 +42,11 @@ class Federation:
     def __post_init__(self) -> None:
         if not (self.project / DOORS).is_file():
             raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
-        from fedflat.federation.superlink import Doors
+        from fedflat.federation.superlink import Doors, shown
 
-        self.host, self.port = Doors.read(self.project).listen
+        doors = Doors.read(self.project)
+        self.host, self.port = doors.listen
+        self.control = shown(doors.control)
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
 
@@ -121,17 +124,23 @@ class Federation:
 
     def status(self, run: int) -> str:
         """Flower's status of a run, like ``finished:completed``."""
-        with _flower_home(self.project):
-            from flwr.cli.flower_config import read_superlink_connection
-            from flwr.cli.utils import init_http_client_from_connection
-            from flwr.proto.control_pb2 import ListRunsRequest
+        from flwr.proto.control_pb2 import ListRunsRequest
 
-            client = init_http_client_from_connection(read_superlink_connection("fedflat"))
-            try:
-                found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
-            finally:
-                client.close()
+        with redirect_stdout(io.StringIO()), self._control() as client:
+            found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
         return f"{found.status}:{found.sub_status}" if found.sub_status else str(found.status)
+
+    def _control(self) -> Any:
+        """Flower's client of the Control interface, with this project's address and token (not with FLWR_HOME's)."""
+        from flwr.cli.auth_plugin import OidcCliPlugin
+        from flwr.cli.typing import SuperLinkConnection
+        from flwr.cli.utils import init_http_client_from_connection
+        from flwr.supercore.credential_store import FileCredentialStore
+
+        connection = SuperLinkConnection("fedflat", self.control, str((self.project / CONTROL_CERTIFICATE).absolute()))
+        sender = OidcCliPlugin(self.control)
+        sender.store = FileCredentialStore(self.project / "flower" / "credentials.yaml")
+        return init_http_client_from_connection(connection, sender)
 
     def wait(self, run: int, seconds: float) -> str:
         """Wait until a run is finished; returns its last status."""
@@ -178,23 +187,6 @@ def _program(name: str) -> str:
     """A Flower program beside this Python, or on the path."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
-
-
-@contextmanager
-def _flower_home(project: Path) -> Iterator[None]:
-    """Flower's client code reads its connection from FLWR_HOME."""
-    names = environment(project)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def main(arguments: Sequence[str]) -> int:

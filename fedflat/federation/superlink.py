@@ -73,7 +73,7 @@ def serve(project: Path) -> int:
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
     shutil.rmtree(own, ignore_errors=True)
     write_authority_and_server(own, [doors.control[0]])  # new at each start: for this machine, for this process
-    runtime = Runtime(_shown(doors.control), own / "ca.crt", secrets.token_bytes(32))
+    runtime = Runtime(shown(doors.control), own / "ca.crt", secrets.token_bytes(32))
     start_worker(runtime, "flwr-serverapp", server_work((project / "app").absolute()))
     app = _application(doors, own, lock, runtime.secret)
     _register(app, roster)
@@ -81,7 +81,8 @@ def serve(project: Path) -> int:
     return 0
 
 
-def _shown(address: tuple[str, int]) -> str:
+def shown(address: tuple[str, int]) -> str:
+    """An address as Flower takes it."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

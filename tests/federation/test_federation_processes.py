@@ -7,7 +7,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ WINDOW = 160
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
 
 def free_port() -> int:
@@ -111,7 +116,10 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     trains, a second server is refused, the server is killed, the client is back, and a third server goes on to the
     end."""
     run = tmp_path / "fed" / "faults"
-    with made(tmp_path / "fed", 2, algorithm="dp2-fedsam") as federation:
+    federation = made(tmp_path / "fed", 2, algorithm="dp2-fedsam")
+    sent = [update.tobytes()[-WINDOW:] for update in first_updates(tmp_path / "fed")]
+    began = time.time()
+    with federation:
         federation.start()
         assert federation.wait(federation.run(), PATIENCE) == "finished:completed", logs(federation)
         check_numbers(federation, tmp_path)
@@ -125,12 +133,16 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
         for process in programs("flwr-serverapp", federation.project.absolute()):
             os.kill(process, signal.SIGKILL)
+        assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # killed, and in mid-round
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
         federation.end(first)
         federation.restart_node(1)  # Flower alone would refuse it for up to a minute after its death
         third = federation.run(config=f'out="{run}" answer-seconds=25.0 wait-for-nodes=2')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
+    assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # what clients sent is nowhere
+    open_to_others = [path for path in (tmp_path / "fed").rglob("*") if path.stat().st_mode & 0o077]
+    assert [path for path in open_to_others if path.stat().st_mtime > began] == []
     operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{_name(run)}.jsonl"
     counts = [json.loads(line) for line in operator.read_text().splitlines()]
     assert counts == [{"round": 0, "missing": 1}, {"round": 1}]  # in round 1 it took part again
@@ -138,3 +150,48 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     assert charged == [0, 1]
     facts = json.loads((run / "privacy.json").read_text())
     assert facts["rounds"] == facts["rounds_charged"] == 2
+
+
+def of(folder: Path) -> dict[int, str]:
+    """Every process whose surroundings name this folder, but this one."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "comm").read_text().strip()
+    found.pop(os.getpid(), None)
+    return found
+
+
+def until_none(folder: Path, seconds: float) -> dict[int, str]:
+    """What is left of a folder's processes after at most so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and of(folder):
+        time.sleep(0.1)
+    return of(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
+def test_a_closed_terminal_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
+    """`python -m fedflat.federation.local`: SIGHUP in a round ends everything in order; the second launcher, which
+    goes on from there, is killed, and everything ends by itself."""
+    fed = tmp_path / "fed"
+    recipe = small(rounds=4, data={"clients": 2}, cohort={"size": 2})
+    write_project(recipe, fed, port=free_port())
+
+    def launched() -> subprocess.Popen[bytes]:
+        surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "fedflat.federation.local", str(fed)]
+        return subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    for number, checkpoint, status in ((signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGKILL, 2, -signal.SIGKILL)):
+        launcher = launched()
+        wait_for(fed / "run" / "checkpoints" / f"round-{checkpoint:06d}.safetensors", PATIENCE)
+        assert {"flwr-serverapp"} <= set(of(tmp_path).values())
+        launcher.send_signal(number)
+        assert launcher.wait(30) == status
+        assert until_none(tmp_path, 15) == {}
+        assert not (fed / "run" / "privacy.json").exists()
+    charged = [entry["round"] for entry in read_ledger(fed / "run" / "ledger.jsonl")]
+    assert {0, 1} <= set(charged) <= {0, 1, 2} and len(charged) <= 5
