@@ -23,7 +23,15 @@ from typing import Any
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation.exits import status_of
 from fedflat.federation.processes import dies_with, end, end_with_an_exit, private
-from fedflat.federation.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, client_folder, environment, superlink_command, supernode_command
+from fedflat.federation.project import (
+    CONTROL_CERTIFICATE,
+    DOORS,
+    PACKAGE,
+    client_folder,
+    environment,
+    superlink_command,
+    supernode_command,
+)
 from fedflat.federation.rejoin import sign_off
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
@@ -88,7 +96,8 @@ class Federation:
         node = Store(own / "state").node()
         if node is not None:
             certificates = self.project / "certificates" / "ca.crt"
-            sign_off(f"{self.host}:{self.port}", certificates, own / "auth.key", node)
+            with suppress(RunError):  # a SuperLink that was started again knows nothing to sign off
+                sign_off(f"{self.host}:{self.port}", certificates, own / "auth.key", node)
         self.start_node(client)
 
     def kill(self, name: str) -> None:
@@ -176,7 +185,8 @@ class Federation:
             private()
             dies_with(own)
 
-        with (self.logs / f"{name}.log").open("ab") as log:
+        file = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(file, "ab") as log:
             self.processes[name] = subprocess.Popen(
                 [_program(command[0]), *command[1:]], preexec_fn=born,
                 stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,

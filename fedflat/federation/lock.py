@@ -17,12 +17,9 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedflat.core.checks import InputError, wrong
-
-if TYPE_CHECKING:
-    from flwr.superlink.auth_plugin import ControlAuthnPlugin
 
 LOCK = "operator.sha256"
 FLEET = "/v1/fleet/"
@@ -77,28 +74,32 @@ def loopback_of(where: str, text: Any) -> tuple[str, int]:
     return host, port
 
 
-def operator_only(lock: bytes) -> ControlAuthnPlugin:
-    """Flower's plugin for the Control interface: one account, one token; everybody else is refused."""
-    from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_FLWR_AID
-    from flwr.supercore.auth.typing import AccountInfo
-    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+class OperatorOnly:
+    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else."""
 
-    class OperatorOnly(NoOpControlAuthnPlugin):
-        def validate_tokens_in_metadata(
-            self, metadata: Sequence[tuple[str, str | bytes]]
-        ) -> tuple[bool, AccountInfo | None]:
-            given = dict(metadata).get(ACCESS_TOKEN_KEY, "")
-            token = given if isinstance(given, bytes) else given.encode()
-            if not hmac.compare_digest(hashlib.sha256(token).digest(), lock):
-                return False, None
-            return True, AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name="operator")
+    def __init__(self, lock: bytes) -> None:
+        self.lock = lock
 
-        def refresh_tokens(
-            self, metadata: Sequence[tuple[str, str | bytes]]
-        ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-            return None, None
+    def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, Any]:
+        """Whether the request carries the token, and the account if so."""
+        from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_FLWR_AID
+        from flwr.supercore.auth.typing import AccountInfo
 
-    return OperatorOnly()
+        given = dict(metadata).get(ACCESS_TOKEN_KEY, "")
+        token = given if isinstance(given, bytes) else given.encode()
+        if not hmac.compare_digest(hashlib.sha256(token).digest(), self.lock):
+            return False, None
+        return True, AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name="operator")
+
+    def get_login_details(self) -> None:
+        """Nobody logs in: the token is a file."""
+
+    def get_auth_tokens(self, device_code: str) -> None:
+        """No token is given to anybody."""
+
+    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
+        """None is renewed either."""
+        return None, None
 
 
 def fleet_only(app: Any) -> Callable[[Any, Any, Any], Awaitable[None]]:

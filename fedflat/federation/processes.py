@@ -1,4 +1,4 @@
-"""How the long-running programs of a federation behave as processes: private files, gentle ends, nothing left behind."""
+"""The long-running programs of a federation as processes: private files, orderly ends, nothing left behind."""
 
 from __future__ import annotations
 

@@ -207,8 +207,15 @@ def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
 
 
 def _shell(command: list[str], root: str) -> str:
-    """A command as one would type it in the project's folder."""
-    return " ".join(f"'{word}'" if " " in word else word.replace(root + "/", "") for word in command)
+    """A command as one would type it in the project's folder, a flag to a line, less than 80 columns wide."""
+    shown, line = [], ""
+    for word in (word.replace(root + "/", "").replace(root, ".") for word in command):
+        text = f"'{word}'".replace('" ', '"\n        ') if " " in word else word
+        if word.startswith("--"):
+            shown.append(line)
+            line = "   "
+        line = f"{line} {text}".lstrip() if not shown else f"{line} {text}"
+    return " \\\n    ".join([*shown, line])
 
 
 def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int) -> str:

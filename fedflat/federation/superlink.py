@@ -23,7 +23,7 @@ from typing import Any
 from fedflat.core.checks import InputError, wrong
 from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.exits import status_of
-from fedflat.federation.lock import LOCK, address_of, fleet_only, loopback_of, operator_only, read_lock
+from fedflat.federation.lock import LOCK, OperatorOnly, address_of, fleet_only, loopback_of, read_lock
 from fedflat.federation.processes import hang_up_is_an_end, private
 from fedflat.federation.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, environment
 from fedflat.federation.roster import Roster
@@ -70,6 +70,8 @@ def serve(project: Path) -> int:
     private()
     hang_up_is_an_end()
     os.environ.update(environment(project))
+    for door in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):  # Flower's former ones
+        os.environ.pop(door, None)
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
     shutil.rmtree(own, ignore_errors=True)
     write_authority_and_server(own, [doors.control[0]])  # new at each start: for this machine, for this process
@@ -99,9 +101,7 @@ def _application(doors: Doors, own: Path, lock: bytes, secret: bytes) -> Any:
         "--enable-supernode-auth", "--disable-runtime-dependency-installation", "--isolation", "process",
     ]  # fmt: skip
     config = _parse_superlink_lifespan_config()
-    return create_app(
-        replace(config, authn_plugin=operator_only(lock), superexec_auth_secret=secret), SuperLinkLifespan
-    )
+    return create_app(replace(config, authn_plugin=OperatorOnly(lock), superexec_auth_secret=secret), SuperLinkLifespan)
 
 
 def _register(app: Any, roster: Roster) -> None:

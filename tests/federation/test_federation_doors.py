@@ -203,7 +203,9 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
     assert [path.parent.name for path in files_with(place / "fed", STOLEN.tobytes()[:400])] != []
 
 
-def test_a_wrong_address_or_lock_is_refused_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_address_or_lock_is_refused_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fed = tmp_path / "fed"
     write_project(small(), fed, port=8443)
     doors, secret = fed / "server" / "superlink.toml", fed / "server" / lock.LOCK
@@ -333,14 +335,15 @@ def test_one_token_and_no_other(tmp_path: Path) -> None:
     def lets_in(plugin: Any, given: Iterable[tuple[str, str | bytes]]) -> bool:
         return bool(plugin.validate_tokens_in_metadata(list(given))[0])
 
-    ours = lock.operator_only(lock.read_lock(path))
+    ours = lock.OperatorOnly(lock.read_lock(path))
     assert lets_in(ours, [(name, token)]) and lets_in(ours, [(name, token.encode())])
     wrong: list[Any] = [[], [(name, "")], [(name, token[:-1])], [(name, path.read_text().strip())], [("x", token)]]
     assert not any(lets_in(ours, given) for given in wrong)
     assert ours.refresh_tokens([]) == (None, None)
+    assert ours.get_login_details() is None and ours.get_auth_tokens("x") is None
     assert all(lets_in(NoOpControlAuthnPlugin(), given) for given in wrong)  # the twin: what Flower does by itself
     lock.write_lock(path, credentials, "127.0.0.1:1")  # another one: the old is worth nothing
-    assert not lets_in(lock.operator_only(lock.read_lock(path)), [(name, token)])
+    assert not lets_in(lock.OperatorOnly(lock.read_lock(path)), [(name, token)])
 
 
 def test_the_search_finds_an_answer_in_a_database_and_none_in_memory(tmp_path: Path) -> None:
@@ -349,8 +352,8 @@ def test_the_search_finds_an_answer_in_a_database_and_none_in_memory(tmp_path: P
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
     from flwr.supercore.object_store import ObjectStoreFactory
 
-    task, _ = deployed(tmp_path / "fed", small())
-    update = first_updates(tmp_path / "fed")[0]
+    deployed(tmp_path / "fed", small())
+    update = first_updates(tmp_path / "fed")[1][0]
     answer = write_answer(Answer(0, b"0" * 16, update, 0))
     for database, found in ((FLWR_IN_MEMORY_DB_NAME, False), (str(tmp_path / "links.db"), True)):
         store = ObjectStoreFactory(database).store()
@@ -359,3 +362,16 @@ def test_the_search_finds_an_answer_in_a_database_and_none_in_memory(tmp_path: P
             store.put(name, part.deflate())
         store.delete(answer.object_id)  # what Flower does when the ServerApp has it
         assert bool(files_with(tmp_path, update.tobytes()[-WINDOW:])) is found
+
+
+def test_the_readme_s_commands_fit_a_terminal_and_are_the_real_ones(tmp_path: Path) -> None:
+    import shlex
+
+    task, _ = deployed(tmp_path / "fed", small())
+    text = (tmp_path / "fed" / "README.md").read_text()
+    shown = [block for block in text.split("\n\n") if block.startswith("    ")]
+    assert max(len(line) for block in shown for line in block.splitlines()) <= 80
+    typed = [shlex.split(block) for block in shown]
+    real = supernode_command(tmp_path / "fed", 0, "127.0.0.1", 8443, task.pin)
+    assert [" ".join(word.split()) for word in typed[3]] == [w.replace(f"{tmp_path}/fed/", "") for w in real]
+    assert typed[2] == ["python", "-m", "fedflat.federation.superlink", "."]

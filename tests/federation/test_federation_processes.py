@@ -25,6 +25,7 @@ from stand_in import client_at, final_shared, small
 
 from fedflat import simulation
 from fedflat.core.types import Broadcast
+from fedflat.engine import checkpoint
 from fedflat.federation.local import Federation
 from fedflat.federation.project import PACKAGE, node_port, write_project
 from fedflat.federation.server import _name
@@ -84,8 +85,8 @@ def files_with(folder: Path, needle: bytes) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and needle in path.read_bytes()]
 
 
-def first_updates(fed: Path) -> list[Any]:
-    """What each client sends in round 0 under central trust: float32, clipped, without noise."""
+def first_updates(fed: Path) -> tuple[torch.Tensor, list[Any]]:
+    """w before round 0, and what each client sends then under central trust: float32, clipped, without noise."""
     copy = fed.with_name("copy")
     shutil.copytree(fed, copy)
     task, found = Task.read(fed / "app" / PACKAGE), []
@@ -95,7 +96,7 @@ def first_updates(fed: Path) -> list[Any]:
         broadcast = Broadcast(0, job.first[: job.parts.layout.dimension], job.threshold, 1.0)
         found.append(client.update(broadcast)[0].numpy())
     shutil.rmtree(copy)
-    return found
+    return broadcast.shared, found
 
 
 def check_numbers(federation: Federation, folder: Path) -> None:
@@ -117,7 +118,8 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     end."""
     run = tmp_path / "fed" / "faults"
     federation = made(tmp_path / "fed", 2, algorithm="dp2-fedsam")
-    sent = [update.tobytes()[-WINDOW:] for update in first_updates(tmp_path / "fed")]
+    before, updates = first_updates(tmp_path / "fed")
+    sent = [update.tobytes()[-WINDOW:] for update in updates]
     began = time.time()
     with federation:
         federation.start()
@@ -133,6 +135,8 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
         for process in programs("flwr-serverapp", federation.project.absolute()):
             os.kill(process, signal.SIGKILL)
+        moved = checkpoint.load(run / "checkpoints" / "round-000001.safetensors")[0].shared - before
+        torch.testing.assert_close(2 * moved, torch.from_numpy(updates[0]), rtol=1e-4, atol=1e-6)  # client 0's alone
         assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # killed, and in mid-round
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
@@ -185,9 +189,9 @@ def test_a_closed_terminal_and_a_killed_launcher_leave_nothing(tmp_path: Path) -
         command = [sys.executable, "-m", "fedflat.federation.local", str(fed)]
         return subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
 
-    for number, checkpoint, status in ((signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGKILL, 2, -signal.SIGKILL)):
+    for number, finished, status in ((signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGKILL, 2, -signal.SIGKILL)):
         launcher = launched()
-        wait_for(fed / "run" / "checkpoints" / f"round-{checkpoint:06d}.safetensors", PATIENCE)
+        wait_for(fed / "run" / "checkpoints" / f"round-{finished:06d}.safetensors", PATIENCE)
         assert {"flwr-serverapp"} <= set(of(tmp_path).values())
         launcher.send_signal(number)
         assert launcher.wait(30) == status
