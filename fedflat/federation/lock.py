@@ -15,11 +15,13 @@ import ipaddress
 import json
 import os
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, wrong
+from fedflat.federation.exits import status_of
 
 LOCK = "operator.sha256"
 FLEET = "/v1/fleet/"
@@ -113,3 +115,24 @@ def fleet_only(app: Any) -> Callable[[Any, Any, Any], Awaitable[None]]:
             await send({"type": "http.response.body", "body": b""})
 
     return door
+
+
+def main(arguments: Sequence[str]) -> int:
+    """A new token for a project; the old one is good until the SuperLink is started again."""
+    if len(arguments) != 1:
+        print("usage: python -m fedflat.federation.lock PROJECT", file=sys.stderr)
+        return 2
+    from fedflat.federation.superlink import Doors, shown
+
+    def work() -> int:
+        project = Path(arguments[0])
+        credentials = project / "flower" / "credentials.yaml"
+        write_lock(project / "server" / LOCK, credentials, shown(Doors.read(project).control))
+        print(f"{credentials}: a new operator's token; start the SuperLink again")
+        return 0
+
+    return status_of(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,8 @@ from contextlib import suppress
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_LIBC = ctypes.CDLL(None)
+"""Loaded here and not between fork and exec."""
 
 
 def private() -> None:
@@ -39,7 +41,7 @@ def end_with_an_exit() -> None:
 def dies_with(parent: int, number: int = signal.SIGTERM) -> None:
     """Ask the kernel (Linux) for a signal when the parent is gone, however it went; exit if it has gone already."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -47,7 +49,7 @@ def dies_with(parent: int, number: int = signal.SIGTERM) -> None:
 def named(name: str) -> None:
     """The name that ``ps`` and ``top`` show (Linux, 15 characters)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def end(groups: Iterable[int], seconds: float) -> None:

@@ -236,7 +236,10 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
         assert str(secret) in said()
     secret.unlink()
     assert "found no lock" in said()
-    assert superlink.main([]) == 2
+    assert superlink.main([]) == 2 and lock.main([]) == 2 and lock.main([str(tmp_path)]) == 2
+    doors.write_text(good)
+    assert lock.main([str(fed)]) == 0 and len(lock.read_lock(secret)) == 32  # a new token mends it
+    assert "127.0.0.1:8444.oidc-access-token" in (fed / "flower" / "credentials.yaml").read_text()
 
 
 def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
