@@ -11,11 +11,13 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.exits import status_of
 from fedflat.federation.processes import hang_up_is_an_end, private
@@ -27,7 +29,11 @@ HERE = "127.0.0.1"
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Run the SuperNode until it is told to end; InputError for files that are missing or open to others."""
+    """Run the SuperNode until it is told to end.
+
+    Raises:
+        InputError: files that are missing or open to others. RunError: the SuperLink does not know the node any more.
+    """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
     Task.read(app)
     if not authority.is_file():
@@ -47,7 +53,9 @@ def serve(given: argparse.Namespace) -> int:
     runtime = Runtime(f"{HERE}:{given.port}", own / "ca.crt", secrets.token_bytes(32))
     start_worker(runtime, "flwr-clientapp", client_work(app))
     _be_the_supernode(given, key, own, runtime.secret)
-    return 0
+    with suppress(SystemExit):
+        signal.raise_signal(signal.SIGTERM)  # Flower came back from a lost connection, but its own port is still open
+    raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
 
 
 def _be_the_supernode(given: argparse.Namespace, key: Path, own: Path, secret: bytes) -> None:

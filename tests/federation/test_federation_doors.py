@@ -374,7 +374,7 @@ def test_the_readme_s_commands_fit_a_terminal_and_are_the_real_ones(tmp_path: Pa
     text = (tmp_path / "fed" / "README.md").read_text()
     shown = [block for block in text.split("\n\n") if block.startswith("    ")]
     assert max(len(line) for block in shown for line in block.splitlines()) <= 80
-    typed = [shlex.split(block) for block in shown]
+    typed = [shlex.split(block.replace("\\\n", " ")) for block in shown]
     real = supernode_command(tmp_path / "fed", 0, "127.0.0.1", 8443, task.pin)
     assert [" ".join(word.split()) for word in typed[3]] == [w.replace(f"{tmp_path}/fed/", "") for w in real]
     assert typed[2] == ["python", "-m", "fedflat.federation.superlink", "."]
