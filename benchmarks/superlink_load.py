@@ -126,7 +126,6 @@ def measure(clients: int, dimension: int, place: Path) -> None:
     stop = context.Event()
     with federation:
         federation.start_superlink()
-        federation.register()
         real = dimension_of(federation)
         address, certificates = f"{federation.host}:{federation.port}", str(folder / "certificates" / "ca.crt")
         others = context.Process(target=crowd, args=(range(clients), folder, address, certificates, real, stop))
@@ -161,7 +160,6 @@ def report(
 ) -> None:  # fmt: skip
     """One paragraph."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    database = sum(path.stat().st_size for path in (folder / "server").glob("superlink.db*")) / 2**20
     asked = clients * ROUNDS
     print(f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update), {ROUNDS} round: {status}")
     seconds = ", ".join(f"{row['seconds']:.1f} s" for row in rows)
@@ -169,9 +167,7 @@ def report(
     print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that ask every {POLL:g} s for work")
     work = paid[0] - idle[0]
     print(f"SuperLink: {work:.1f} s of CPU in the run, {1000 * (work - share * wall) / asked:.0f} ms for each answer")
-    print(
-        f"SuperLink: peak {paid[1]:.0f} MiB ({idle[1]:.0f} MiB before the run), database {database:.0f} MiB afterwards"
-    )
+    print(f"SuperLink: peak {paid[1]:.0f} MiB ({idle[1]:.0f} MiB before the run)")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ def deploy(
         list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
     ] = None,
     host: Annotated[str, typer.Option(help="Name or address under which clients reach the SuperLink.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The SuperLink's port.")] = 8443,
+    port: Annotated[
+        int,
+        typer.Option(min=1, max=65534, help="The SuperLink's port; orders come through the next one, on 127.0.0.1."),
+    ] = 8443,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Make a Flower project of a recipe: app, test certificates, one folder for each client, README with every command.
@@ -44,6 +47,7 @@ def deploy(
     print(f"{made.folder}: a Flower project for {made.clients} clients, {shown} for the whole run.")
     print(f"Try it here: python -m fedflat.federation.local {made.folder}")
     print(f"Every command: {made.folder / 'README.md'}")
+    print(f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -9,24 +9,34 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation.project import PACKAGE, client_folder, environment, superlink_command, supernode_command
+from fedflat.federation.exits import status_of
+from fedflat.federation.processes import dies_with, end, end_with_an_exit, private
+from fedflat.federation.project import (
+    CONTROL_CERTIFICATE,
+    DOORS,
+    PACKAGE,
+    client_folder,
+    environment,
+    superlink_command,
+    supernode_command,
+)
 from fedflat.federation.rejoin import sign_off
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 
-PATIENCE = 120.0
+PATIENCE, GRACE = 120.0, 8.0
 
 
 @dataclass
@@ -38,20 +48,18 @@ class Federation:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.project / "flower" / "config.toml"
-        if not config.is_file():
+        if not (self.project / DOORS).is_file():
             raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
-        import tomllib
+        from fedflat.federation.superlink import Doors, shown
 
-        address = tomllib.loads(config.read_text(encoding="utf-8"))["superlink"]["fedflat"]["address"]
-        self.host, port = str(address).rsplit(":", 1)
-        self.port = int(port)
+        doors = Doors.read(self.project)
+        self.host, self.port = doors.listen
+        self.control = shown(doors.control)
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
 
     def __enter__(self) -> Federation:
-        self.logs.mkdir(exist_ok=True)
-        (self.project / "server").mkdir(exist_ok=True)
+        self.logs.mkdir(mode=0o700, exist_ok=True)
         return self
 
     def __exit__(
@@ -60,15 +68,14 @@ class Federation:
         self.stop()
 
     def start(self, clients: Sequence[int] | None = None) -> None:
-        """SuperLink, registration of every client in the roster, SuperNodes of ``clients`` (default: all)."""
+        """SuperLink and the SuperNodes of ``clients`` (default: all)."""
         self.start_superlink()
-        self.register()
         for client in range(self.task.form.clients) if clients is None else clients:
             self.start_node(client)
 
     def start_superlink(self) -> None:
         """Start the SuperLink and wait until it listens."""
-        self._spawn("superlink", superlink_command(self.project, self.host, self.port))
+        self._spawn("superlink", superlink_command(self.project))
         until = time.monotonic() + self.patience
         while time.monotonic() < until:
             if self.processes["superlink"].poll() is not None:
@@ -77,25 +84,6 @@ class Federation:
                 return
             time.sleep(0.2)
         raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
-
-    def register(self) -> None:
-        """Register every client's public key with the SuperLink's Control API (what ``flwr supernode register``
-        does).
-        """
-        with _flower_home(self.project):
-            from flwr.cli.flower_config import read_superlink_connection
-            from flwr.cli.supernode.register import try_load_public_key
-            from flwr.cli.utils import init_http_client_from_connection
-            from flwr.proto.control_pb2 import RegisterNodeRequest
-
-            client = init_http_client_from_connection(read_superlink_connection("fedflat"))
-            try:
-                for number in range(self.task.form.clients):
-                    key = try_load_public_key(client_folder(self.project, number) / "auth.pub")
-                    with suppress(Exception):  # registered before: the SuperLink keeps its nodes on disk
-                        client.RegisterNode(request=RegisterNodeRequest(public_key=key, name=f"client-{number}"))
-            finally:
-                client.close()
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""
@@ -108,15 +96,13 @@ class Federation:
         node = Store(own / "state").node()
         if node is not None:
             certificates = self.project / "certificates" / "ca.crt"
-            sign_off(f"{self.host}:{self.port}", certificates, own / "auth.key", node)
+            with suppress(RunError):  # a SuperLink that was started again knows nothing to sign off
+                sign_off(f"{self.host}:{self.port}", certificates, own / "auth.key", node)
         self.start_node(client)
 
     def kill(self, name: str) -> None:
         """SIGKILL a process and everything it started."""
-        process = self.processes.pop(name)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end([self.processes.pop(name).pid], 0)
 
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""
@@ -147,17 +133,23 @@ class Federation:
 
     def status(self, run: int) -> str:
         """Flower's status of a run, like ``finished:completed``."""
-        with _flower_home(self.project):
-            from flwr.cli.flower_config import read_superlink_connection
-            from flwr.cli.utils import init_http_client_from_connection
-            from flwr.proto.control_pb2 import ListRunsRequest
+        from flwr.proto.control_pb2 import ListRunsRequest
 
-            client = init_http_client_from_connection(read_superlink_connection("fedflat"))
-            try:
-                found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
-            finally:
-                client.close()
+        with redirect_stdout(io.StringIO()), self._control() as client:
+            found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
         return f"{found.status}:{found.sub_status}" if found.sub_status else str(found.status)
+
+    def _control(self) -> Any:
+        """Flower's client of the Control interface, with this project's address and token (not with FLWR_HOME's)."""
+        from flwr.cli.auth_plugin import OidcCliPlugin
+        from flwr.cli.typing import SuperLinkConnection
+        from flwr.cli.utils import init_http_client_from_connection
+        from flwr.supercore.credential_store import FileCredentialStore
+
+        connection = SuperLinkConnection("fedflat", self.control, str((self.project / CONTROL_CERTIFICATE).absolute()))
+        sender = OidcCliPlugin(self.control)
+        sender.store = FileCredentialStore(self.project / "flower" / "credentials.yaml")
+        return init_http_client_from_connection(connection, sender)
 
     def wait(self, run: int, seconds: float) -> str:
         """Wait until a run is finished; returns its last status."""
@@ -171,14 +163,8 @@ class Federation:
 
     def stop(self) -> None:
         """Stop every process started here: asked first, then killed."""
-        for process in self.processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        until = time.monotonic() + 5
-        for name in list(self.processes):
-            with suppress(subprocess.TimeoutExpired):
-                self.processes[name].wait(timeout=max(0.1, until - time.monotonic()))
-            self.kill(name)
+        end([process.pid for process in self.processes.values()], GRACE)
+        self.processes.clear()
 
     def _environment(self) -> dict[str, str]:
         here = str(Path(__file__).resolve().parents[2])
@@ -193,9 +179,16 @@ class Federation:
         }
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        with (self.logs / f"{name}.log").open("ab") as log:
+        own = os.getpid()
+
+        def born() -> None:
+            private()
+            dies_with(own)
+
+        file = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(file, "ab") as log:
             self.processes[name] = subprocess.Popen(
-                [_program(command[0]), *command[1:]],
+                [_program(command[0]), *command[1:]], preexec_fn=born,
                 stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
             )  # fmt: skip
 
@@ -206,29 +199,18 @@ def _program(name: str) -> str:
     return str(beside) if beside.exists() else name
 
 
-@contextmanager
-def _flower_home(project: Path) -> Iterator[None]:
-    """Flower's client code reads its connection from FLWR_HOME."""
-    names = environment(project)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run a project on this machine; exit status 0 if the run completed."""
     if len(arguments) != 1:
         print("usage: python -m fedflat.federation.local PROJECT", file=sys.stderr)
         return 2
-    with Federation(Path(arguments[0])) as federation:
+    private()
+    end_with_an_exit()
+    return status_of(lambda: _whole_run(Path(arguments[0])))
+
+
+def _whole_run(project: Path) -> int:
+    with Federation(project) as federation:
         federation.start()
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)

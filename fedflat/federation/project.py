@@ -16,7 +16,8 @@ from fedflat.core.checks import InputError, wrong
 from fedflat.data.clients import Federated
 from fedflat.engine.train import Job
 from fedflat.federation.certificates import write_authority_and_server, write_client_keys
-from fedflat.federation.project_texts import APP, PYPROJECT, README
+from fedflat.federation.lock import LOCK, write_lock
+from fedflat.federation.project_texts import ADDRESSES, APP, PYPROJECT, README
 from fedflat.federation.roster import Roster
 from fedflat.federation.store import write_examples
 from fedflat.federation.task import RECIPE, Form, Task, check_deployable
@@ -25,6 +26,9 @@ from fedflat.recipe import Recipe
 PACKAGE = "fedflat_app"
 PORT = 8443
 DATA, HELD = "data.safetensors", "held.safetensors"
+DOORS, CONTROL_CERTIFICATE = "server/superlink.toml", "flower/control/ca.crt"
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+"""No telemetry, no look for updates."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,12 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     (app / RECIPE).write_text(_recipe_text(recipe, job), encoding="utf-8")
     Task(recipe, Form.of(data), Roster(tuple(keys)), "").write(app)
     test = None
+    (out / "server").mkdir(mode=0o700)
     if data.test_inputs is not None and data.test_targets is not None:
         test = (out / "server" / "test.safetensors").absolute()
-        test.parent.mkdir()
         write_examples(test, data.test_inputs, data.test_targets)
     _write_app(out, app, data.clients, test)
-    _write_flower_config(out, f"{host}:{port}")
+    _write_doors(out, f"{host}:{port}", f"127.0.0.1:{port + 1}")
     pin = Task.read(app).pin
     (out / "README.md").write_text(_readme(recipe, out, job, pin, host, port), encoding="utf-8")
 
@@ -153,48 +157,43 @@ def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
         (app / f"{side}_app.py").write_text(APP.format(side=side, title=side.capitalize()), encoding="utf-8")
 
 
-def _write_flower_config(out: Path, address: str) -> None:
-    """Where ``flwr`` finds the SuperLink (FLWR_HOME)."""
-    (out / "flower").mkdir()
-    certificate = (out / "certificates" / "ca.crt").absolute()
-    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{address}"\n'
-    text += f'root-certificates = "{certificate}"\n'
+def _write_doors(out: Path, listen: str, control: str) -> None:
+    """The SuperLink's two addresses, its lock, and where ``flwr`` finds it and the operator's token (FLWR_HOME)."""
+    (out / "flower").mkdir(mode=0o700)
+    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{control}"\n'
+    text += f'root-certificates = "{(out / CONTROL_CERTIFICATE).absolute()}"\n'
     (out / "flower" / "config.toml").write_text(text, encoding="utf-8")
+    (out / DOORS).write_text(ADDRESSES.format(listen=listen, control=control), encoding="utf-8")
+    write_lock(out / "server" / LOCK, out / "flower" / "credentials.yaml", control)
 
 
 def environment(out: Path) -> dict[str, str]:
     """What Flower's programs are started with: this project's connection, no telemetry, no look for updates."""
-    return {
-        "FLWR_HOME": str((out / "flower").absolute()),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-    }
+    return {"FLWR_HOME": str((out / "flower").absolute()), **QUIET}
 
 
-def superlink_command(out: Path, host: str, port: int) -> list[str]:
-    """The SuperLink: TLS, only registered SuperNodes, nothing installed on the fly, state on disk."""
-    held = (out / "certificates").absolute()
-    return [
-        "flower-superlink", "--host", host, "--port", str(port),
-        "--ssl-ca-certfile", f"{held}/ca.crt",
-        "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
-        "--enable-supernode-auth", "--disable-runtime-dependency-installation",
-        "--database", str((out / "server" / "superlink.db").absolute()),
-    ]  # fmt: skip
+def superlink_command(out: Path) -> list[str]:
+    """The SuperLink: TLS, the roster's SuperNodes only, orders from this machine with the token, state in memory."""
+    return ["python", "-m", "fedflat.federation.superlink", str(out.absolute())]
 
 
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
-    """The SuperNode of one client: TLS to the SuperLink, its own key, data and state."""
+    """The SuperNode of one client: TLS to the SuperLink, its own key, data, state and copy of the app."""
     held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
     config = f'client={client} data="{own}/{DATA}" state="{own}/state" key="{own}/auth.key" pin="{pin}"'
     if (own / HELD).exists():
         config += f' held="{own}/{HELD}"'
     return [
-        "flower-supernode", "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
-        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(port + 1 + client), "--node-config", config,
-        "--ssl-ca-certfile", f"{held}/ca.crt",
-        "--ssl-certfile", f"{held}/server.crt", "--ssl-keyfile", f"{held}/server.key",
+        "python", "-m", "fedflat.federation.supernode", "--app", str((out / "app" / PACKAGE).absolute()),
+        "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
+        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(node_port(port, client)),
+        "--node-config", config,
     ]  # fmt: skip
+
+
+def node_port(port: int, client: int) -> int:
+    """A port on 127.0.0.1 for each client of a test on one machine, after the SuperLink's two."""
+    return port + 2 + client
 
 
 def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
@@ -208,8 +207,15 @@ def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
 
 
 def _shell(command: list[str], root: str) -> str:
-    """A command as one would type it in the project's folder."""
-    return " ".join(f"'{word}'" if " " in word else word.replace(root + "/", "") for word in command)
+    """A command as one would type it in the project's folder, a flag to a line, less than 80 columns wide."""
+    shown, line = [], ""
+    for word in (word.replace(root + "/", "").replace(root, ".") for word in command):
+        text = f"'{word}'".replace('" ', '"\n        ') if " " in word else word
+        if word.startswith("--"):
+            shown.append(line)
+            line = "   "
+        line = f"{line} {text}".lstrip() if not shown else f"{line} {text}"
+    return " \\\n    ".join([*shown, line])
 
 
 def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int) -> str:
@@ -222,7 +228,7 @@ def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int)
         "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
         "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds,
         "method": job.parts.algorithm.name,
-        "superlink": show(superlink_command(out, host, port)), "node": show(supernode_command(out, 0, host, port, pin)),
+        "superlink": show(superlink_command(out)), "node": show(supernode_command(out, 0, host, port, pin)),
         "rejoin": show(rejoin_command(out, 0, host, port)), "package": PACKAGE,
     }  # fmt: skip
     return README.format(**facts)

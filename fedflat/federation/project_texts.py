@@ -40,6 +40,14 @@ log = "text"
 metrics = ""
 """
 
+ADDRESSES = """\
+# What the network sees: SuperNodes' messages and nothing else. 0.0.0.0 for every address of this machine.
+listen = "{listen}"
+# Orders (flwr run, stop, ls, log) and the ServerApp. This machine alone; anything else is refused at the start.
+# flower/config.toml and flower/credentials.yaml name the same address.
+control = "{control}"
+"""
+
 APP = '''\
 """The {side}'s app: everything is in fedflat.federation."""
 
@@ -61,28 +69,25 @@ Proven ε = {epsilon} at δ = {delta} for the whole run. Made by `fedflat deploy
 
     python -m fedflat.federation.local .
 
-starts the SuperLink, registers and starts {clients} SuperNodes, runs `flwr run`, waits for the end and stops
-everything.
+starts the SuperLink and {clients} SuperNodes, runs `flwr run`, waits for the end
+and stops everything. So do Ctrl-C, SIGTERM and a closed terminal.
 
 ## Step by step (in this folder, each long-running program in a terminal of its own)
 
     {exports}
 
-SuperLink (TLS, registered SuperNodes only):
+The SuperLink. `server/superlink.toml` holds its two addresses: the one for the
+clients passes SuperNodes' messages only; the one for orders (`flwr`) is on this
+machine alone and wants the operator's token from `flower/credentials.yaml`. The
+SuperNodes that it lets in are those of `app/{package}/roster.json`.
 
     {superlink}
 
-Register each client's public key (once; 00000 to {last:05d}):
-
-    flwr supernode register clients/00000/auth.pub fedflat
-
-One SuperNode for each client (another `client=`, folder and `--port` each):
+One SuperNode for each client (another `client=`, folder and `--port` each). It
+runs the fedflat that is installed, on its owner's copy of the app, and refuses
+every other app:
 
     {node}
-
-The `--ssl-…` flags are for trying it out on this one machine only: they serve the SuperNode's own local port
-(127.0.0.1) with the SuperLink's certificate. On a machine of a client's own give it another certificate for that port,
-from an authority of that machine's own. `server.key` never leaves the SuperLink's machine; clients get ca.crt alone.
 
 A SuperNode that was killed is refused for up to a minute; before it is started again, this lets it in at once:
 
@@ -100,6 +105,8 @@ Stop a run: `flwr stop RUN_ID fedflat`. Afterwards: `fedflat report run`. To end
 | path | what | who may have it |
 |---|---|---|
 | app/ | the Flower app: recipe, form of the data, roster of public keys | everybody |
+| flower/ | where `flwr` finds the SuperLink; **credentials.yaml is the operator's token** | operator |
+| server/operator.sha256 | the lock to that token | the SuperLink's account |
 | certificates/ | test authority and the SuperLink's certificate; ca.key signs new ones | operator; clients get ca.crt |
 | clients/NNNNN/ | key, examples and state of one client, held-back examples if the recipe has any | that client only |
 | server/test.safetensors | public test set | everybody |

@@ -42,7 +42,8 @@ def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
             client.DeactivateNode(DeactivateNodeRequest(node_id=node))
     except httpx.HTTPStatusError as error:
         if error.response.status_code == httpx.codes.UNAUTHORIZED:
-            raise RunError(f"{address}: this key is not that of node {node}") from error
+            hint = "or the SuperLink was started again since, and there is nothing to sign off"
+            raise RunError(f"{address}: this key is not that of node {node}; {hint}") from error
         if error.response.is_server_error:
             raise RunError(f"{address}: fails ({error.response.status_code})") from error
         return False  # it is off already

@@ -27,7 +27,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.engine import checkpoint
 from fedflat.federation.local import Federation
-from fedflat.federation.project import write_project
+from fedflat.federation.project import node_port, write_project
 from fedflat.privacy.ledger import read as read_ledger
 
 PATIENCE, CLIENTS, ROUNDS, ANSWER_SECONDS = 240.0, 2, 3, 20.0
@@ -111,6 +111,14 @@ class Spread(Federation):
     def _spawn(self, name: str, command: list[str]) -> None:
         super()._spawn(name, ["ip", "netns", "exec", self.network.space(name), *command])
 
+    def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Orders are given on the SuperLink's machine."""
+        return super()._flwr(["ip", "netns", "exec", self.network.space("superlink"), *command])
+
+    def status(self, run: int) -> str:
+        found = json.loads(self._flwr(["flwr", "ls", "--run-id", str(run), "--format", "json", "fedflat"]).stdout)
+        return str(found["runs"][0]["status"])
+
 
 @dataclass
 class Watch:
@@ -168,7 +176,7 @@ def test_a_cut_link_is_a_zero_vector_and_the_client_comes_back(tmp_path: Path, n
     with Spread(folder, PATIENCE, network=network) as federation:
         federation.start()
         number = federation.run(config=f"answer-seconds={ANSWER_SECONDS}")
-        watch.until(lambda: programs("flwr-clientapp", federation.port + 2))
+        watch.until(lambda: programs("flwr-clientapp", node_port(federation.port, 1)))
         network.link(1, "down")  # client 1 trains, and its answer has no way back
         cut, began = max(watch.models, default=0), time.monotonic()
         watch.until(lambda: cut + 1 in watch.models)

@@ -7,7 +7,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,27 @@ pytest.importorskip("flwr")
 if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).parent / "flower-superlink").exists():  # type: ignore[attr-defined]
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
-from stand_in import final_shared, small
+from stand_in import client_at, final_shared, small
 
 from fedflat import simulation
+from fedflat.core.types import Broadcast
+from fedflat.engine import checkpoint
 from fedflat.federation.local import Federation
-from fedflat.federation.project import write_project
+from fedflat.federation.project import PACKAGE, node_port, write_project
 from fedflat.federation.server import _name
+from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
 PATIENCE = 240.0
+WINDOW = 160
+"""Bytes from the end of an update (weights of the last layer) that are looked for in files."""
 
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
 
 def free_port() -> int:
@@ -56,17 +66,42 @@ def wait_for(path: Path, seconds: float) -> None:
     assert path.exists()
 
 
-def programs(name: str, port: int) -> list[int]:
-    """Flower's short-lived app processes that report to a port of this machine, by the name of their program."""
+def programs(name: str, word: object) -> list[int]:
+    """The worker's forked processes that run an app, by the name that ps shows and a word of their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            running = entry.name.isdigit() and (entry / "comm").read_text().strip() == name
+            words = (entry / "cmdline").read_bytes().split(b"\0") if running else []
         except OSError:
             continue
-        if any(word.endswith(name.encode()) for word in words) and f"127.0.0.1:{port}".encode() in words:
+        if str(word).encode() in words:
             found.append(int(entry.name))
     return found
+
+
+def files_with(folder: Path, needle: bytes) -> list[Path]:
+    """Every file under a folder that holds these bytes."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and needle in path.read_bytes()]
+
+
+def first_updates(fed: Path) -> tuple[torch.Tensor, list[Any]]:
+    """w before round 0, and what each client sends then under central trust: float32, clipped, without noise."""
+    copy = fed.with_name("copy")
+    shutil.copytree(fed, copy)
+    task, found = Task.read(fed / "app" / PACKAGE), []
+    for number in range(task.form.clients):
+        client = client_at(copy, task, number)
+        job = client.job
+        broadcast = Broadcast(0, job.first[: job.parts.layout.dimension], job.threshold, 1.0)
+        found.append(client.update(broadcast)[0].numpy())
+    shutil.rmtree(copy)
+    return broadcast.shared, found
+
+
+def last_bytes(updates: list[Any]) -> list[bytes]:
+    """What to look for in files."""
+    return [update.tobytes()[-WINDOW:] for update in updates]
 
 
 def check_numbers(federation: Federation, folder: Path) -> None:
@@ -87,26 +122,37 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     trains, a second server is refused, the server is killed, the client is back, and a third server goes on to the
     end."""
     run = tmp_path / "fed" / "faults"
-    with made(tmp_path / "fed", 2, algorithm="dp2-fedsam") as federation:
+    federation = made(tmp_path / "fed", 2, algorithm="dp2-fedsam")
+    sent = last_bytes(first_updates(tmp_path / "fed")[1])
+    began = time.time()
+    with federation:
         federation.start()
         assert federation.wait(federation.run(), PATIENCE) == "finished:completed", logs(federation)
         check_numbers(federation, tmp_path)
+        before, updates = first_updates(tmp_path / "fed")  # others than in the first run: the heads have moved
+        sent += last_bytes(updates)
         first = federation.run(config=f'out="{run}" answer-seconds=25.0')
         until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and not programs("flwr-clientapp", federation.port + 2):
+        while time.monotonic() < until and not programs("flwr-clientapp", node_port(federation.port, 1)):
             time.sleep(0.05)
         federation.kill("client-1")
         second = federation.run(config=f'out="{run}" wait-for-nodes=1')  # while the first waits for client 1
         assert federation.wait(second, PATIENCE) == "finished:failed"
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
-        for process in programs("flwr-serverapp", federation.port):
+        for process in programs("flwr-serverapp", federation.project.absolute()):
             os.kill(process, signal.SIGKILL)
+        moved = checkpoint.load(run / "checkpoints" / "round-000001.safetensors")[0].shared - before
+        torch.testing.assert_close(2 * moved, torch.from_numpy(updates[0]), rtol=1e-4, atol=1e-6)  # client 0's alone
+        assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # killed, and in mid-round
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
         federation.end(first)
         federation.restart_node(1)  # Flower alone would refuse it for up to a minute after its death
         third = federation.run(config=f'out="{run}" answer-seconds=25.0 wait-for-nodes=2')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
+    assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # what clients sent is nowhere
+    open_to_others = [path for path in (tmp_path / "fed").rglob("*") if path.stat().st_mode & 0o077]
+    assert [path for path in open_to_others if path.stat().st_mtime > began] == []
     operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{_name(run)}.jsonl"
     counts = [json.loads(line) for line in operator.read_text().splitlines()]
     assert counts == [{"round": 0, "missing": 1}, {"round": 1}]  # in round 1 it took part again
@@ -114,3 +160,48 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     assert charged == [0, 1]
     facts = json.loads((run / "privacy.json").read_text())
     assert facts["rounds"] == facts["rounds_charged"] == 2
+
+
+def of(folder: Path) -> dict[int, str]:
+    """Every process whose surroundings name this folder, but this one."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "comm").read_text().strip()
+    found.pop(os.getpid(), None)
+    return found
+
+
+def until_none(folder: Path, seconds: float) -> dict[int, str]:
+    """What is left of a folder's processes after at most so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and of(folder):
+        time.sleep(0.1)
+    return of(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
+def test_a_closed_terminal_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
+    """`python -m fedflat.federation.local`: SIGHUP in a round ends everything in order; the second launcher, which
+    goes on from there, is killed, and everything ends by itself."""
+    fed = tmp_path / "fed"
+    recipe = small(rounds=4, data={"clients": 2}, cohort={"size": 2})
+    write_project(recipe, fed, port=free_port())
+
+    def launched() -> subprocess.Popen[bytes]:
+        surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "fedflat.federation.local", str(fed)]
+        return subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    for number, finished, status in ((signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGKILL, 2, -signal.SIGKILL)):
+        launcher = launched()
+        wait_for(fed / "run" / "checkpoints" / f"round-{finished:06d}.safetensors", PATIENCE)
+        assert {"flwr-serverapp"} <= set(of(tmp_path).values())
+        launcher.send_signal(number)
+        assert launcher.wait(30) == status
+        assert until_none(tmp_path, 15) == {}
+        assert not (fed / "run" / "privacy.json").exists()
+    charged = [entry["round"] for entry in read_ledger(fed / "run" / "ledger.jsonl")]
+    assert {0, 1} <= set(charged) <= {0, 1, 2} and len(charged) <= 5

@@ -1,0 +1,91 @@
+"""A client's SuperNode that runs nothing but fedflat: ``python -m fedflat.federation.supernode --app … --superlink …``.
+
+Flower's SuperNode runs the code that comes with a run. Here it is started with ``--isolation process``: it fetches
+messages only, and a process of the client's owner answers them with the installed fedflat (``worker``). What the two
+say to each other on 127.0.0.1 goes through TLS with a certificate made at each start, and a secret kept in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.federation.certificates import write_authority_and_server
+from fedflat.federation.exits import status_of
+from fedflat.federation.processes import hang_up_is_an_end, private
+from fedflat.federation.project import QUIET
+from fedflat.federation.task import Task
+from fedflat.federation.worker import Runtime, client_work, start_worker
+
+HERE = "127.0.0.1"
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Run the SuperNode until it is told to end.
+
+    Raises:
+        InputError: files that are missing or open to others. RunError: the SuperLink does not know the node any more.
+    """
+    app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
+    Task.read(app)
+    if not authority.is_file():
+        raise wrong("--root-certificates", str(authority), "the authority's certificate (ca.crt)")
+    if not key.is_file() or key.stat().st_mode & 0o077:
+        found = "no such file" if not key.is_file() else f"mode {key.stat().st_mode & 0o777:04o}"
+        raise wrong(f"--auth-supernode-private-key {key}", found, "the client's own key, 0600")
+    private()
+    hang_up_is_an_end()
+    os.environ.update(QUIET)
+    own = key.parent / "port"
+    shutil.rmtree(own, ignore_errors=True)
+    try:
+        write_authority_and_server(own, [HERE])
+    except OSError as error:
+        raise InputError(f"{own}: found {error.strerror}; allowed: a folder you may write to.") from error
+    runtime = Runtime(f"{HERE}:{given.port}", own / "ca.crt", secrets.token_bytes(32))
+    start_worker(runtime, "flwr-clientapp", client_work(app))
+    _be_the_supernode(given, key, own, runtime.secret)
+    with suppress(SystemExit):
+        signal.raise_signal(signal.SIGTERM)  # Flower came back from a lost connection, but its own port is still open
+    raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
+
+
+def _be_the_supernode(given: argparse.Namespace, key: Path, own: Path, secret: bytes) -> None:
+    from flwr.supernode.cli import flower_supernode
+
+    reader, writer = os.pipe()  # Flower wants a file
+    os.write(writer, secret)
+    os.close(writer)
+    sys.argv = [
+        "flower-supernode", "--superlink", given.superlink, "--root-certificates", str(given.root_certificates),
+        "--auth-supernode-private-key", str(key), "--node-config", given.node_config,
+        "--isolation", "process", "--superexec-auth-secret-file", f"/dev/fd/{reader}",
+        "--host", HERE, "--port", str(given.port), "--ssl-ca-certfile", f"{own}/ca.crt",
+        "--ssl-certfile", f"{own}/server.crt", "--ssl-keyfile", f"{own}/server.key",
+    ]  # fmt: skip
+    flower_supernode()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 2 with one line for what is missing."""
+    parser = argparse.ArgumentParser(prog="python -m fedflat.federation.supernode", description=__doc__.split("\n")[0])
+    parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
+    parser.add_argument("--superlink", required=True, help="host:port")
+    parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
+    parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
+    parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
+    parser.add_argument("--port", type=int, default=9094, help="a free port of this machine, on 127.0.0.1 alone")
+    given = parser.parse_args(arguments)
+    return status_of(lambda: serve(given))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,380 @@
+"""Who gets in: two attacks with real processes, against the deployment as it is made and against Flower left open.
+
+The attacker's app reads the server's noise keys and a client's own key, and its clients send an update that is easy
+to find on a disk. Everything that fails against what ``fedflat deploy`` makes works against the open configuration.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+pytest.importorskip("flwr.superlink")
+
+from stand_in import deployed, small
+from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, free_port, logs
+
+from fedflat.federation import lock, superlink, supernode
+from fedflat.federation.local import Federation
+from fedflat.federation.project import PACKAGE, client_folder, node_port, supernode_command, write_project
+from fedflat.federation.wire import Answer, write_answer
+from fedflat.federation.worker import difference
+
+STOLEN = np.full(3000, 0.12345678, dtype=np.float32)
+
+PYPROJECT = """
+[project]
+name = "hostile"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "nobody"
+[tool.flwr.app.components]
+serverapp = "fedflat_app.server_app:app"
+clientapp = "fedflat_app.client_app:app"
+"""
+
+SERVER = """
+import time
+from pathlib import Path
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    found = [path.read_bytes() for path in Path("{keys}").iterdir()]
+    (Path("{loot}") / "server").write_bytes(b"".join(found))
+    until = time.monotonic() + 60
+    while time.monotonic() < until and len(list(grid.get_node_ids())) < 2:
+        time.sleep(0.5)
+    nodes = grid.get_node_ids()
+    asked = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.TRAIN) for node in nodes]
+    replies = list(grid.send_and_receive(asked, timeout=60))
+    (Path("{loot}") / "answers").write_text(str([reply.has_error() for reply in replies]))
+"""
+
+CLIENT = """
+from pathlib import Path
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def answer(message, context):
+    own = Path(str(context.node_config["key"]))
+    (Path("{loot}") / ("client-" + str(context.node_config["client"]))).write_bytes(own.read_bytes())
+    update = Array(np.full(3000, 0.12345678, dtype=np.float32))
+    return Message(RecordDict({{"arrays": ArrayRecord({{"update": update}})}}), reply_to=message)
+"""
+
+
+def hostile_app(folder: Path, keys: Path, loot: Path) -> Path:
+    """An app that steals what it can reach."""
+    package = folder / "hostile" / PACKAGE
+    package.mkdir(parents=True)
+    loot.mkdir()
+    keys.mkdir(parents=True)
+    (keys / "noise").write_bytes(b"256 bits of noise key")
+    (package.parent / "pyproject.toml").write_text(PYPROJECT)
+    (package / "__init__.py").write_text("")
+    (package / "server_app.py").write_text(SERVER.format(keys=keys, loot=loot))
+    (package / "client_app.py").write_text(CLIENT.format(loot=loot))
+    return package.parent
+
+
+def connection(folder: Path, address: str, authority: Path) -> Path:
+    """A FLWR_HOME of somebody who knows an address and the authority."""
+    folder.mkdir()
+    text = f'[superlink]\ndefault = "fedflat"\n[superlink.fedflat]\naddress = "{address}"\n'
+    (folder / "config.toml").write_text(text + f'root-certificates = "{authority}"\n')
+    return folder
+
+
+def flwr(home: Path, federation: Federation, *words: str) -> subprocess.CompletedProcess[str]:
+    """What somebody's own ``flwr`` says."""
+    command = [str(Path(sys.executable).parent / "flwr"), *words]
+    surroundings = {**federation._environment(), "FLWR_HOME": str(home)}
+    return subprocess.run(
+        command, env=surroundings, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )  # fmt: skip
+
+
+def status_of(url: str) -> int:
+    """The HTTP status of an empty order, without looking at certificates."""
+    lax = ssl._create_unverified_context()
+    asked = urllib.request.Request(url, b"", {"Content-Type": "application/protobuf"}, method="POST")
+    try:
+        with urllib.request.urlopen(asked, timeout=20, context=lax) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    write_project(small(data={"clients": 2}, cohort={"size": 2}), tmp_path / "fed", port=free_port())
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> None:
+    """``flwr run`` from the network, from this machine without the token, and with it but for another app."""
+    app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
+    with Federation(place / "fed", PATIENCE) as federation:
+        federation.start(clients=[])
+        doors = superlink.Doors.read(federation.project)
+        network, inside = (f"127.0.0.1:{port}" for port in (doors.listen[1], doors.control[1]))
+        public, own = place / "fed" / "certificates" / "ca.crt", place / "fed" / "flower" / "control" / "ca.crt"
+        ways = [
+            connection(place / "a", network, public),
+            connection(place / "b", inside, own),
+        ]
+        for home in ways:
+            refused = flwr(home, federation, "run", str(app), "fedflat")
+            assert refused.returncode, refused.stdout
+        assert "Created run" not in logs(federation)
+        paths = ("control/start-run", "control/stop-run", "runtime/acquire-task", "runtime/pull-messages", "fleet/../x")
+        assert [status_of(f"https://{network}/v1/{path}") for path in paths] == [404] * 5
+        assert [status_of(f"https://{network}/{path}") for path in ("docs", "openapi.json", "health")] == [404] * 3
+        assert status_of(f"https://{network}/v1/fleet/pull-messages") == 401  # nobody's key
+        assert [status_of(f"https://{inside}/v1/{path}") for path in paths[:4]] == [401] * 4
+        order = flwr(federation.project / "flower", federation, "run", str(app), "fedflat", "--format", "json")
+        assert federation.wait(int(json.loads(order.stdout)["run-id"]), PATIENCE) == "finished:failed", logs(federation)
+    assert list((place / "loot").iterdir()) == []
+    assert "refused: run" in logs(federation)
+
+
+@pytest.mark.slow
+def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
+    """An operator who attacks: a SuperLink left open, on which the hostile app may run. One client's SuperNode is
+    ours; the other is the twin, Flower's own, and loses its key. So do the server's noise keys, and the SuperLink's
+    database keeps the twin's update in a file."""
+    app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
+    with Federation(place / "fed", PATIENCE) as federation:
+        address, held = f"127.0.0.1:{federation.port}", place / "fed" / "certificates"
+        tls = ["--ssl-ca-certfile", f"{held}/ca.crt", "--ssl-certfile", f"{held}/server.crt"]
+        tls += ["--ssl-keyfile", f"{held}/server.key"]
+        old = ["flower-superlink", "--host", "127.0.0.1", "--port", str(federation.port), "--enable-supernode-auth"]
+        old += ["--disable-runtime-dependency-installation", "--database", str(place / "fed" / "server" / "links.db")]
+        federation._spawn("open", [*old, *tls])
+        home = connection(place / "anybody", address, held / "ca.crt")
+        until = time.monotonic() + PATIENCE
+        for client in range(2):
+            key = str(client_folder(place / "fed", client) / "auth.pub")
+            while flwr(home, federation, "supernode", "register", key, "fedflat").returncode:
+                assert time.monotonic() < until, logs(federation)
+        federation.start_node(0)
+        ours = supernode_command(place / "fed", 1, "127.0.0.1", federation.port, federation.task.pin)
+        kept = ours[ours.index("--superlink") :]
+        kept[kept.index("--port") + 1] = str(node_port(federation.port, 1))
+        federation._spawn("client-1", ["flower-supernode", *kept, *tls])
+        order = flwr(home, federation, "run", str(app), "fedflat", "--format", "json")
+        assert json.loads(order.stdout)["success"], order.stdout
+        answers = place / "loot" / "answers"
+        while time.monotonic() < until and not answers.exists():
+            time.sleep(0.2)
+        assert answers.exists(), logs(federation)
+    assert sorted(json.loads(answers.read_text().lower())) == [False, True]
+    assert sorted(path.name for path in (place / "loot").iterdir()) == ["answers", "client-1", "server"]
+    assert (place / "loot" / "client-1").read_bytes() == (client_folder(place / "fed", 1) / "auth.key").read_bytes()
+    assert (place / "loot" / "server").read_bytes() == b"256 bits of noise key"
+    assert "refused: run" in (federation.logs / "client-0.log").read_text()
+    assert [path.parent.name for path in files_with(place / "fed", STOLEN.tobytes()[:400])] != []
+
+
+def test_a_wrong_address_or_lock_is_refused_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fed = tmp_path / "fed"
+    write_project(small(), fed, port=8443)
+    doors, secret = fed / "server" / "superlink.toml", fed / "server" / lock.LOCK
+    good = doors.read_text()
+
+    def said() -> str:
+        assert superlink.main([str(fed)]) == 2
+        found = capsys.readouterr().err
+        assert found.count("\n") == 1 and "allowed:" in found
+        return found
+
+    for text in ("0.0.0.0:8444", "10.0.0.1:8444", "fed.example.org:8444", "localhost:8444", "[::]:8444"):
+        doors.write_text(good.replace("127.0.0.1:8444", text))
+        assert f"control: found {text}; allowed: an address of this machine alone, as 127.0.0.1:8444" in said()
+    for text in ("127.0.0.1:8443", "127.0.0.1", "127.0.0.1:0", ":8444"):
+        doors.write_text(good.replace("127.0.0.1:8444", text))
+        assert "control: found" in said()
+    for text in ("", "listen = 3", "control = ["):
+        doors.write_text(text)
+        said()
+    doors.write_text(good.replace("127.0.0.1:8444", "[::1]:8444"))
+    for mode in (0o644, 0o660):
+        secret.chmod(mode)
+        assert f"found mode {mode:04o}; allowed: 0600" in said()
+    for text in ("", "ab", "no hash"):
+        secret.chmod(0o600)
+        secret.write_text(text)
+        assert str(secret) in said()
+    secret.unlink()
+    assert "found no lock" in said()
+    assert superlink.main([]) == 2 and lock.main([]) == 2 and lock.main([str(tmp_path)]) == 2
+    doors.write_text(good)
+    assert lock.main([str(fed)]) == 0 and len(lock.read_lock(secret)) == 32  # a new token mends it
+    assert "127.0.0.1:8444.oidc-access-token" in (fed / "flower" / "credentials.yaml").read_text()
+
+
+def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = tmp_path / "fed"
+    task, _ = deployed(fed, small())
+    command = supernode_command(fed, 0, "127.0.0.1", 8443, task.pin)[3:]
+    key = client_folder(fed, 0) / "auth.key"
+
+    def said(*changed: str) -> str:
+        words = list(command)
+        for flag, value in zip(changed[::2], changed[1::2], strict=True):
+            words[words.index(flag) + 1] = value
+        assert supernode.main(words) == 2
+        return capsys.readouterr().err
+
+    assert "found no roster" in said("--app", str(tmp_path))
+    assert "--root-certificates" in said("--root-certificates", str(tmp_path / "none"))
+    key.chmod(0o644)
+    assert "found mode 0644" in said()
+    assert "no such file" in said("--auth-supernode-private-key", str(tmp_path / "none"))
+    for word in ("--isolation", "--insecure", "--host"):
+        with pytest.raises(SystemExit):
+            supernode.main([*command, word, "subprocess"])
+        capsys.readouterr()
+
+
+def fab_of(files: dict[str, bytes], folder: Path) -> bytes:
+    from zipfile import ZipFile
+
+    with ZipFile(folder / "fab", "w") as written:
+        for name, text in files.items():
+            written.writestr(name, text)
+    return (folder / "fab").read_bytes()
+
+
+def test_a_bundle_is_compared_file_by_file_and_never_unpacked(tmp_path: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+
+    fed = tmp_path / "fed"
+    deployed(fed, small())
+    app = fed / "app" / PACKAGE
+    assert difference(build_fab_from_disk(fed / "app"), app) == ""
+    settings = (fed / "app" / "pyproject.toml").read_text()
+    (fed / "app" / "pyproject.toml").write_text(settings.replace("600.0", "30.0"))  # the operator's business
+    assert difference(build_fab_from_disk(fed / "app"), app) == ""
+    same = {f"{PACKAGE}/{path.name}": path.read_bytes() for path in app.iterdir()}
+    assert difference(fab_of(same, tmp_path), app) == ""
+    for name in same:
+        assert name in difference(fab_of({**same, name: same[name] + b" "}, tmp_path), app)
+        assert name in difference(fab_of({k: v for k, v in same.items() if k != name}, tmp_path), app)
+    for name in (f"{PACKAGE}/more.py", f"{PACKAGE}/sub/x.py", "other/x.py", "../x.py"):
+        assert name in difference(fab_of({**same, name: b""}, tmp_path), app)
+    assert difference(b"no zip", app) == "not readable (BadZipFile)"
+
+
+def ask(door: Any, path: str, kind: str = "http") -> list[Any]:
+    import asyncio
+
+    sent: list[Any] = []
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    asyncio.run(door({"type": kind, "path": path}, None, send))
+    return sent
+
+
+def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
+    reached: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    door = lock.fleet_only(app)
+    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/V1/fleet/x", "/v1/fleet", "//v1/fleet/x", "/"):
+        assert ask(door, path)[0]["status"] == 404
+    assert ask(door, "/v1/fleet/x", "websocket") == [] and ask(door, "/v1/fleet/x", "lifespan") == []
+    assert reached == []
+    assert ask(door, "/v1/fleet/pull-messages") == [] and reached == ["/v1/fleet/pull-messages"]
+    assert ask(app, "/v1/control/start-run") == [] and reached[-1] == "/v1/control/start-run"  # the twin: no door
+
+
+def test_one_token_and_no_other(tmp_path: Path) -> None:
+    from flwr.common.constant import ACCESS_TOKEN_KEY as name
+    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+    for folder in ("server", "flower"):
+        (tmp_path / folder).mkdir()
+    path, credentials = tmp_path / "server" / lock.LOCK, tmp_path / "flower" / "credentials.yaml"
+    lock.write_lock(path, credentials, "127.0.0.1:1")
+    assert {file.stat().st_mode & 0o777 for file in (path, credentials)} == {0o600}
+    kept = json.loads(credentials.read_text())
+    token = base64.b64decode(kept["flower.account-auth.127.0.0.1:1.oidc-access-token"]).decode()
+    assert token not in path.read_text() and len(token) >= 43
+
+    def lets_in(plugin: Any, given: Iterable[tuple[str, str | bytes]]) -> bool:
+        return bool(plugin.validate_tokens_in_metadata(list(given))[0])
+
+    ours = lock.OperatorOnly(lock.read_lock(path))
+    assert lets_in(ours, [(name, token)]) and lets_in(ours, [(name, token.encode())])
+    wrong: list[Any] = [[], [(name, "")], [(name, token[:-1])], [(name, path.read_text().strip())], [("x", token)]]
+    assert not any(lets_in(ours, given) for given in wrong)
+    assert ours.refresh_tokens([]) == (None, None)
+    assert ours.get_login_details() is None and ours.get_auth_tokens("x") is None
+    assert all(lets_in(NoOpControlAuthnPlugin(), given) for given in wrong)  # the twin: what Flower does by itself
+    lock.write_lock(path, credentials, "127.0.0.1:1")  # another one: the old is worth nothing
+    assert not lets_in(lock.OperatorOnly(lock.read_lock(path)), [(name, token)])
+
+
+def test_the_search_finds_an_answer_in_a_database_and_none_in_memory(tmp_path: Path) -> None:
+    """The twin of the searches in the process tests: a real answer, as Flower stored it before (a file)."""
+    from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+    from flwr.supercore.object_store import ObjectStoreFactory
+
+    deployed(tmp_path / "fed", small())
+    update = first_updates(tmp_path / "fed")[1][0]
+    answer = write_answer(Answer(0, b"0" * 16, update, 0))
+    for database, found in ((FLWR_IN_MEMORY_DB_NAME, False), (str(tmp_path / "links.db"), True)):
+        store = ObjectStoreFactory(database).store()
+        store.preregister(1, get_object_tree(answer))
+        for name, part in get_all_nested_objects(answer).items():
+            store.put(name, part.deflate())
+        store.delete(answer.object_id)  # what Flower does when the ServerApp has it
+        assert bool(files_with(tmp_path, update.tobytes()[-WINDOW:])) is found
+
+
+def test_the_readme_s_commands_fit_a_terminal_and_are_the_real_ones(tmp_path: Path) -> None:
+    import shlex
+
+    task, _ = deployed(tmp_path / "fed", small())
+    text = (tmp_path / "fed" / "README.md").read_text()
+    shown = [block for block in text.split("\n\n") if block.startswith("    ")]
+    assert max(len(line) for block in shown for line in block.splitlines()) <= 80
+    typed = [shlex.split(block.replace("\\\n", " ")) for block in shown]
+    real = supernode_command(tmp_path / "fed", 0, "127.0.0.1", 8443, task.pin)
+    assert [" ".join(word.split()) for word in typed[3]] == [w.replace(f"{tmp_path}/fed/", "") for w in real]
+    assert typed[2] == ["python", "-m", "fedflat.federation.superlink", "."]
