@@ -31,9 +31,9 @@ from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.claims import deployment_statement
 from fedflat.federation.culprits import Culprits
-from fedflat.federation.noise_shares import ClientShares
 from fedflat.federation.events import told
 from fedflat.federation.monitor import shown
+from fedflat.federation.noise_shares import ClientShares
 from fedflat.federation.roster import Roster
 from fedflat.federation.secure_rounds import SecureFlower
 from fedflat.federation.store import read_examples
@@ -57,8 +57,6 @@ class Settings:
     secure aggregation, ``abort_limit``: the run stops after so many charged rounds in a row without a result;
     ``exclusion_limit``: a client that was excluded so often is asked no more. metrics: where a page about the server is
     (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
-    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
-    metrics: where a page about the server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
 
     out: Path
     test: Path | None = None
