@@ -20,7 +20,7 @@ from fedflat.audit.shared_noise import shared_noise
 from fedflat.audit.worlds import CLIENTS, SLACK, Engine, Movement, Stage, Worlds
 from fedflat.core.checks import InputError, one_of
 from fedflat.core.params import layout_of
-from fedflat.core.rng import seeded_torch, simulation_key
+from fedflat.core.rng import noise_key, seeded_torch
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated, from_pairs
 from fedflat.engine import checkpoint
@@ -73,7 +73,7 @@ def audit_worlds(
         return _nothing(recipe, method, f"{what}: no bound is claimed that a message keeps.")
     data = data_of(recipe, clients, test)
     try:
-        module = module_of(recipe, model, data)
+        module, _ = module_of(recipe, model, data)
     except InputError:  # the recipe of such a run names data and a model by default that it did not have
         if folder is None or model is not None:
             raise
@@ -231,7 +231,7 @@ INPUTS = 12
 
 
 def _seed_only(job: Job) -> None:
-    job.key = simulation_key(job.seed)
+    job.key = noise_key(job.seed)
 
 
 def _audit_planted(name: str) -> AuditResult:
