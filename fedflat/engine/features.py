@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Protocol, cast
 
 import numpy as np
@@ -42,22 +44,33 @@ def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -
     if name not in _LAST:
         _LAST.clear()
         test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
-        _LAST[name] = computed(module, data.inputs, precision), test
+        owned = [
+            np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)
+        ]
+        _LAST[name] = computed(module, data.inputs, precision, owned), test
     inputs, test = _LAST[name]
     return replace(data, inputs=inputs, test_inputs=test)
 
 
+_NONE = np.zeros(0, dtype=np.int64)
 _LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
 
 
-def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tensor:
-    """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding."""
+def computed(
+    module: nn.Module, inputs: Tensor, precision: str = "fp32", owned: Sequence[np.ndarray] | None = None
+) -> Tensor:
+    """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding.
+
+    owned: each client's rows. Examples of different clients never share a batch: its shape, and so its rounding, would
+    tell one client of another's. None: all are one owner's. Features of rows that nobody owns are zero.
+    """
     body, device = cast(Frozen, module), _device(module, inputs)
     if len(inputs) == 0:
         return body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
     lengths = _lengths(module, inputs)
-    order = torch.argsort(lengths, stable=True)
-    rows = order.split(BATCH)
+    groups = [torch.arange(len(inputs))] if owned is None else [torch.from_numpy(rows).long() for rows in owned]
+    rows = [piece for group in groups for piece in group[torch.argsort(lengths[group], stable=True)].split(BATCH)]
+    rows = [piece for piece in rows if len(piece)]
     fast = precision == "bf16"
 
     def one(chosen: Tensor) -> Tensor:
@@ -70,8 +83,8 @@ def computed(module: nn.Module, inputs: Tensor, precision: str = "fp32") -> Tens
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found: Tensor = torch.cat(list(pool.map(one, rows)))
-    result = torch.empty_like(found)
-    result[order] = found
+    result = found.new_zeros(len(inputs), found.shape[1])
+    result[torch.cat(rows)] = found
     return result
 
 
@@ -101,4 +114,6 @@ def _name(data: Federated, module: nn.Module, precision: str) -> str:
         if value is not None:
             total.update(f"{value.dtype} {tuple(value.shape)}".encode())
             total.update(np.ascontiguousarray(value.cpu().numpy()).reshape(-1).view(np.uint8).data)
+    for rows in (*data.parts, *data.held_back):  # who shares a batch
+        total.update(f"{len(rows)}".encode() + np.ascontiguousarray(rows, dtype=np.int64).tobytes())
     return str(total.hexdigest())

@@ -74,7 +74,7 @@ class _Rows:
     """Some clients' factors in float64, in rooms of one shape; inputs have a column of ones behind them, for b."""
 
     def __init__(self, vectors: Factored) -> None:
-        self.trace, stack = vectors.trace, vectors.trace.stack
+        self.trace, self.absent, stack = vectors.trace, vectors.absent, vectors.trace.stack
         self.mixed = [list(self.trace.mixed(index, vectors.steps).items()) for index in range(len(stack))]
         lengths = [sum(u.shape[1] for _, u in mixed) for mixed in self.mixed]
         columns = [-(-(layer.inputs + 1) // 8) * 8 for layer in stack]  # products of aligned rows are faster
@@ -118,6 +118,11 @@ class _Rows:
                 at = to
             x[count:, :, : layer.inputs], u[count:] = 0.0, 0.0
         self.coefficients[:count], self.coefficients[count:] = self.given[start:stop], 0.0
+        if self.absent is not None:  # no other way for the others: each is measured as if everybody were there
+            gone = torch.nonzero(self.absent[start:stop])[:, 0]
+            self.coefficients[gone] = 0.0
+            for layer, x, u in zip(self.trace.stack, self.inputs, self.deltas):
+                x[gone, :, : layer.inputs], u[gone] = 0.0, 0.0
         return count
 
     def measured(self) -> tuple[Tensor, Tensor]:

@@ -211,12 +211,16 @@ class Vectorized:
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
             accumulator.add(message, sizes.tolist(), facts)
             return
+        if isinstance(message, Factored):  # as a whole: others must be measured as they are beside anybody
+            rows = torch.from_numpy(present).to(message.device)
+            facts = {"train_loss": result.loss[rows], "train_accuracy": result.accuracy[rows]}
+            accumulator.add(message.without(torch.from_numpy(sizes == 0).to(message.device)), sizes.tolist(), facts)
+            return
         self._add_zeros(len(clients) - len(present), accumulator)
         for some in np.split(present, range(AT_ONCE, len(present), AT_ONCE)):
             rows = torch.from_numpy(some).to(message.device)
             facts = {"train_loss": result.loss[rows], "train_accuracy": result.accuracy[rows]}
-            chosen = message.dense(rows) if isinstance(message, Factored) else message[rows]
-            accumulator.add(chosen, sizes[some].tolist(), facts)
+            accumulator.add(message[rows], sizes[some].tolist(), facts)
 
     def _add_zeros(self, count: int, accumulator: Accumulator) -> None:
         size = self.problem.layout.dimension
