@@ -81,7 +81,7 @@ def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> No
         simulated.privacy["epsilon"] == json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())["epsilon"]
     )
     lines = [read_ledger(tmp_path / name / "ledger.jsonl") for name in ("fed/run", "sim")]
-    chain = ("previous", "checksum", "key_id")
+    chain = ("previous", "checksum", "key_id", "run")
     plain = [[{k: v for k, v in line.items() if k not in chain} for line in found] for found in lines]
     assert plain[0] == plain[1]
 
