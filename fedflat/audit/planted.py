@@ -242,6 +242,9 @@ class Unrestored:
         (found,) = torch.autograd.grad(loss, at)
         return Gradient(found[self.layout.span(part)], loss.detach(), torch.zeros(()))
 
+    def settle(self, *, everything: bool = False) -> None:
+        """Nobody looks."""
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """One mode."""

@@ -54,9 +54,6 @@ ENGINES = (
 )
 
 # Delete these three, and what uses them, once the engine keeps the bound (branches h1, h2 and the noise key).
-KNOWN_ENGINE = pytest.mark.xfail(strict=False, reason="factors in float32; blocks that follow who is in them")
-KNOWN_STATE = pytest.mark.xfail(strict=False, reason="state that no check sees; transforms that see a block")
-KNOWN_KEY = pytest.mark.xfail(strict=False, reason="the noise key is a function of the seed only")
 
 
 def stage(method: str, model: str = "relu", **changes: Any) -> Stage:
@@ -88,18 +85,17 @@ def too_far(of: Stage, engine: Engine, cases: Sequence[Case]) -> list[str]:
     return found
 
 
-def marked(engine: Engine) -> Any:
-    known = [] if engine.name == "sequential" else [KNOWN_ENGINE]
-    return pytest.param(engine, marks=known, id=f"{engine.name}{engine.settings.get('block', '')}")
+def named(engine: Engine) -> str:
+    return f"{engine.name}{engine.settings.get('block', '')}"
 
 
-@pytest.mark.parametrize("engine", [marked(engine) for engine in ENGINES])
+@pytest.mark.parametrize("engine", ENGINES, ids=named)
 @pytest.mark.parametrize("model", MODELS)
 def test_dp_fedavg_on_every_model(model: str, engine: Engine) -> None:
     assert too_far(stage("dp-fedavg", model), engine, SHORT) == []
 
 
-@pytest.mark.parametrize("engine", [marked(ENGINES[0]), marked(ENGINES[1]), marked(ENGINES[3])])
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[1], ENGINES[3]], ids=named)
 @pytest.mark.parametrize("method", EVERY)
 def test_every_method_on_every_back_end(method: str, engine: Engine) -> None:
     made = stage(method, "relu" if ALGORITHMS[method]().head is not None else "linear 12")
@@ -130,7 +126,6 @@ def test_the_harness_is_no_formality() -> None:
 MODULES = [planted.RunningMean, planted.CodeBook, planted.InADict, planted.InAList]
 
 
-@KNOWN_STATE
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 def test_a_model_that_remembers_is_refused_or_restored(kind: Any) -> None:
     made = stage("dp-fedavg", "linear 12")
@@ -139,7 +134,6 @@ def test_a_model_that_remembers_is_refused_or_restored(kind: Any) -> None:
     assert too_far(made, ENGINES[0], [Case("ordinary"), Case("huge 1e6")]) == []
 
 
-@KNOWN_STATE
 @pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[1], ENGINES[3]], ids=lambda engine: engine.name)
 @pytest.mark.parametrize("transform", ["mixes", "remembers", "shortens"])
 def test_a_users_transform_is_refused_or_harmless(transform: str, engine: Engine) -> None:
@@ -151,7 +145,6 @@ def test_a_users_transform_is_refused_or_harmless(transform: str, engine: Engine
 # ---------------------------------------------------------------------------------------------------- the noise
 
 
-@KNOWN_KEY
 def test_two_runs_share_noise_only_where_recipe_data_and_seed_are_the_same() -> None:
     assert shared_noise(stage("dp-fedavg", "linear 64")) == ()
 
