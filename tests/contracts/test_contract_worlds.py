@@ -35,10 +35,11 @@ SHORT = [
     Case("pixels", others="pixels", start="even"),
     Case("ordinary", others="opposite 1e6"),
     Case("ordinary", others="cancelling 1e6"),
+    Case("ordinary", others="cancelling 1e6", start="even"),
     Case("huge 1e14"),
     Case("huge 1e6", start="later"),
 ]
-FEW = SHORT[1:6:2] + SHORT[-2:-1]
+FEW = [*SHORT[1:6:2], *SHORT[-3:-1]]
 """For each method."""
 MODELS: dict[str, tuple[int, int, Any]] = {
     "linear 12": (12, 2, lambda: [nn.Linear(12, 2)]),
