@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
+import unicodedata
 from typing import Annotated
 
 import typer
 
 from fedflat import __version__
 from fedflat.core.checks import InputError, RunError
+
+SPELLED = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
+    "σ": "sigma", "Δ": "delta", "Σ": "sum", "√": "sqrt", "∞": "inf", "±": "+-", "≤": "<=", "≥": ">=", "≈": "~",
+    "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "─": "-", "━": "=", "’": "'",
+}  # fmt: skip
+"""For an output that has no such letters: an ε that became a ? would be no statement at all."""
 
 app = typer.Typer(
     name="fedflat",
@@ -72,9 +81,10 @@ def _assemble() -> None:
 def main() -> None:
     """Entry point of the ``fedflat`` command: errors become one line and an exit status."""
     _assemble()
+    codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show ε gets a ? instead of a failure
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):  # where ε cannot be shown it is spelled, instead of a failure
+            stream.reconfigure(errors="spelled")
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except InputError as error:
@@ -88,6 +98,18 @@ def main() -> None:
         sys.exit(0)
     except Exception as error:
         _usage(error)
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks, in letters that every encoding has."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_ascii, error.object[error.start : error.end])), error.end
+
+
+def _ascii(letter: str) -> str:
+    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+    return SPELLED.get(letter) or plain or "?"
 
 
 def _usage(error: Exception) -> None:

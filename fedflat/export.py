@@ -17,7 +17,7 @@ from torch import Tensor
 from fedflat.core.checks import wrong
 from fedflat.engine import checkpoint
 from fedflat.engine.folder import LEDGER, METRICS, RECIPE, STATEMENT
-from fedflat.report.metrics import Run, read_run
+from fedflat.report.metrics import Run, proven_epsilon, read_run
 
 MODEL, REPORT, SUMS = "model.safetensors", "report.html", "SHA256SUMS"
 TIMES = ("seconds",)
@@ -31,10 +31,12 @@ class Exported:
     folder: Path
     files: tuple[str, ...]
     left: Mapping[str, str]
+    guaranteed: bool = True
+    """Whether a finite ε is proven of what was exported."""
 
 
 def export(run: str | Path, out: str | Path) -> Exported:
-    """Copy what the guarantee covers of a run's folder into the new folder ``out``.
+    """Copy what the guarantee covers of a run's folder into the new folder ``out``; where none is proven, it is said.
 
     Written: the weights under the module's parameter names, statement, ledger, recipe, metrics, a report without what
     is private to the simulation, and the checksums of all of them. Everything that was left is named, with the reason.
@@ -57,7 +59,7 @@ def export(run: str | Path, out: str | Path) -> Exported:
     left |= _unwritten(source, kept)
     sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
     (target / SUMS).write_text(sums, encoding="utf-8")
-    return Exported(target, (*sorted(kept), SUMS), left)
+    return Exported(target, (*sorted(kept), SUMS), left, proven_epsilon(found) is not None)
 
 
 def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -102,7 +104,10 @@ def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], fac
 
 def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
     """Every file of the run that has no counterpart in the export."""
-    reasons = {"private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors"}
+    reasons = {
+        "private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors",
+        "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the lines with their seconds",
+    }  # fmt: skip
     names = sorted({path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()})
     return {
         name: reasons.get(name, "not covered by the guarantee, or not needed") for name in names if name not in kept

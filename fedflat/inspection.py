@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fedflat.engine.resume import compare
 from fedflat.export import MODEL, SUMS
 from fedflat.privacy.ledger import LedgerError, read, run_of
 from fedflat.privacy.statement import checksum
-from fedflat.privacy.verify import verify_run
+from fedflat.privacy.verify import Verification, verify_run
 
 Verdict = Literal["ok", "wrong", "unchecked"]
 
@@ -84,7 +85,7 @@ def check_recipe(path: Path) -> Iterator[Check]:
     if not (path / RECIPE).is_file():
         yield Check(RECIPE, "wrong", "missing")
     elif opening is None:
-        yield Check(RECIPE, "unchecked", "its checksum lies in private/run.json, which is not here or damaged")
+        yield Check(RECIPE, "unchecked", "its checksum lies in private/run.json, which is missing or damaged")
     elif opening.is_recipe((path / RECIPE).read_bytes()):
         yield Check(RECIPE, "ok", "as it was written")
     else:
@@ -99,7 +100,7 @@ def check_privacy(path: Path) -> Iterator[Check]:
             return
     try:
         entries = read(path / LEDGER)
-        yield Check(LEDGER, "ok", f"{len(entries)} events in an unbroken chain")
+        yield Check(LEDGER, "ok", f"{_count(len(entries), 'event')} in an unbroken chain")
     except LedgerError as error:
         yield Check(LEDGER, "wrong", str(error))
     try:
@@ -107,10 +108,16 @@ def check_privacy(path: Path) -> Iterator[Check]:
     except InputError as error:
         yield Check(STATEMENT, "wrong", str(error))
         return
-    ours, theirs = found.epsilon_recorded, found.epsilon_recomputed
-    about = f"ε stated {ours:.6g}, recomputed {theirs:.6g} ({found.method})"
+    about = figures(found)
     notes = [*found.notes, *([] if _whole_statement(path) else ["not as it was written"])]
     yield Check(STATEMENT, "wrong" if notes else "ok", "; ".join([about, *notes]))
+
+
+def figures(found: Verification) -> str:
+    """The stated and the recomputed ε in words."""
+    if math.isinf(found.epsilon_recorded):
+        return "no finite ε is stated, so there is none to check"
+    return f"ε stated {found.epsilon_recorded:.6g}, recomputed {found.epsilon_recomputed:.6g} ({found.method})"
 
 
 def _whole_statement(path: Path) -> bool:
@@ -151,7 +158,11 @@ def _sealed(folder: RunFolder, name: str) -> Check:
     if len(sealed) != lines or gaps or torn or any(len(line.split()) != 2 for line in seals.splitlines()):
         missing = f"; no sound line for round {gaps[0]}" if gaps else ""
         return Check(name, "wrong", f"{lines} lines, {len(sealed)} as they were written{missing}")
-    return Check(name, "ok", f"{lines} lines as they were written")
+    return Check(name, "ok", f"{_count(lines, 'line')}, as written")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _events(path: Path) -> int:
@@ -173,10 +184,10 @@ def check_checkpoints(path: Path) -> Iterator[Check]:
             continue
         mark = facts.get("ledger") or {}
         follows = _follows(path, mark)
-        about = (
-            f"checksums match, made after {mark['events']} events" if follows else "not made after the ledger's events"
-        )
-        yield Check(name, "ok" if follows else "wrong", about)
+        if not follows:
+            yield Check(name, "wrong", "not made after the ledger's events")
+            continue
+        yield Check(name, "ok", f"checksums match, made after {_count(mark['events'], 'event')}")
     newest = max(map(checkpoint.round_of, found), default=0)
     if (path / "private").is_dir() and newest < _finished(path):
         yield Check("checkpoints/", "wrong", f"the newest is of round {newest}, the run finished {_finished(path)}")
@@ -209,7 +220,7 @@ def check_mark(path: Path) -> Iterator[Check]:
         yield Check(name, "wrong", str(error))
         return
     good = not lost and not why
-    yield Check(name, "ok" if good else "wrong", why or f"{_events(path)} events, as in the ledger")
+    yield Check(name, "ok" if good else "wrong", why or f"{_count(_events(path), 'event')}, as in the ledger")
 
 
 def check_sums(path: Path) -> Iterator[Check]:

@@ -276,6 +276,8 @@ class Recipe(Section):
         """A recipe from a Recipe, a dict, a packaged name or a path."""
         if isinstance(value, (str, Path)):
             return cls.load(value, overrides)
+        if not isinstance(value, (Recipe, Mapping)):
+            raise wrong(where, type(value).__name__, "a packaged name, a path, a dict or a Recipe")
         mapping = value.dump() if isinstance(value, Recipe) else dict(value)
         mapping.pop("versions", None)
         for text in overrides:

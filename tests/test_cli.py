@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -278,3 +279,25 @@ def test_first_mistakes(fedflat: Any, recipe: str, tmp_path: Path, words: tuple[
 def test_a_misspelt_command_is_corrected_once(fedflat: Any) -> None:
     said = fedflat("comprae")
     assert said.status == 2 and said.err.count("compare") == 1
+
+
+def test_an_output_without_greek_letters_gets_them_spelled() -> None:
+    """As with LC_ALL=C: an ε that became a ? would be no statement."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fedflat", "budget", "--clients", "20", "--cohort", "20", "--rounds", "2",
+         "--noise-multiplier", "2", "--trust", "central", "--accountant", "rdp"],
+        capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, check=True,
+    )  # fmt: skip
+    said = done.stdout.decode("ascii")
+    assert "sigma = 2, delta = 0.005" in said and " eps " in said and "?" not in said
+    assert "".join(map(cli._ascii, "ε·√Σx² …")) == "eps*sqrtsumx2 ..."
+
+
+def test_explain_breaks_no_name_of_a_method(fedflat: Any) -> None:
+    said = fedflat("explain", "algorithm.rho")
+    assert said.status == 0 and "dp-fedsam-topk" in said.out
+
+
+def test_reproduce_says_what_is_missing(fedflat: Any) -> None:
+    said = fedflat("reproduce", "000")
+    assert said.status == 2 and "found 000 without a table" in said.err and said.err.count("\n") == 1

@@ -134,6 +134,13 @@ def test_a_bad_habit_is_found(file: str, text: str) -> None:
     assert len(habit_faults({ROOT / file: text})) == 1
 
 
+def test_the_design_page_has_every_room() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page.partition("## Rooms")[2].partition("##")[0]
+    rooms = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")} | {path.name for path in ROOT.glob("*.py")}
+    assert {room for room in rooms - {"__init__.py", "__main__.py"} if f"`{room}`" not in table} == set()
+
+
 def test_import_fedflat_is_light() -> None:
     """Neither the package nor its simulation pulls in libraries that only some runs need."""
     heavy = ("datasets", "transformers", "flwr", "ray", "plotly", "sklearn", "matplotlib")

@@ -164,3 +164,11 @@ def test_an_export_never_overwrites(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="without a sound checkpoint"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_guarantee_says_so(tmp_path: Path) -> None:
+    """Not "recomputed 0", which no run without noise has, and no export that looks covered."""
+    simulation.run(RECIPE | {"algorithm": "fedavg", "privacy": {}}, out=tmp_path / "plain")
+    (statement,) = [check for check in inspect_run(tmp_path / "plain") if check.record == "privacy.json"]
+    assert statement.verdict == "ok" and statement.about == "no finite ε is stated, so there is none to check"
+    assert not export(tmp_path / "plain", tmp_path / "out").guaranteed

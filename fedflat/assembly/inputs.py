@@ -45,4 +45,14 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
     if not example.is_floating_point() and len(data.inputs):  # the range of token ids
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
-    return module, bool(refuse_unclipped_state(module, example))
+    draws = bool(refuse_unclipped_state(module, example))
+    if given is not None or ":" in recipe.model.name:  # the others are made for the data's classes
+        _refuse_too_few_outputs(module, example, data.classes)
+    return module, draws
+
+
+def _refuse_too_few_outputs(module: nn.Module, example: torch.Tensor, classes: int) -> None:
+    with torch.no_grad():
+        out = copy.deepcopy(module).eval()(example)
+    if isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] < classes:
+        raise wrong("model", f"{out.shape[-1]} outputs", f"at least {classes}, since targets go up to {classes - 1}")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedflat.core.checks import wrong
-from fedflat.report import audited
 
 if TYPE_CHECKING:
     from fedflat.audit import AuditResult
@@ -88,11 +87,15 @@ def _is_run(target: str, override: list[str] | None) -> bool:
 
 def _failed(result: AuditResult) -> bool:
     """A bound over the proof, a broken contract, a movement over C, or a planted defect that went unseen."""
+    from fedflat.report import audited
+
     return result.exceeds_proven or (result.kind == "defect" and not audited.seen(result.as_dict()))
 
 
 def table(results: Iterable[AuditResult]) -> str:
     """Claimed, proven and audited ε, or the greatest movement over C, in 80 columns; then what each kind assumes."""
+    from fedflat.report import audited
+
     found = list(results)
     lines = [f"{'':22} {'claimed':>8} {'proven':>8} {'audited':>9}  verdict"]
     for result in found:
@@ -124,6 +127,8 @@ def _contract(result: AuditResult) -> list[str]:
 
 
 def _verdict(result: AuditResult) -> str:
+    from fedflat.report import audited
+
     words = audited.verdict(result.as_dict())
     return words.upper().replace("Ε", "ε").replace("2B", "2b") if _failed(result) else words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -100,7 +101,7 @@ def report(
         Path | None, typer.Option(help="The page to write. Default: report.html in the (first) run's folder.")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Recompute ε from the ledger with a second library.")
+        bool, typer.Option("--verify", help="Recompute ε from the ledger with a second accountant.")
     ] = False,
 ) -> None:
     """(Re)build the report page of one run, or one page over several.
@@ -115,16 +116,15 @@ def report(
         if not run.is_dir():
             raise wrong("report", str(run), "the folder of a run")
     if verify:
+        from fedflat.inspection import figures
         from fedflat.privacy.verify import verify_run
 
         failed = False
         for run in runs:
             found = verify_run(run)
             failed |= not found.ok
-            print(
-                f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: recorded ε {found.epsilon_recorded}, "
-                f"recomputed ε {found.epsilon_recomputed} ({found.method})"
-            )
+            text = f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}"
+            print(textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
             for note in found.notes:
                 print(f"  {note}")
         if failed:

@@ -180,7 +180,8 @@ def _text() -> Iterator[Finding]:
     names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
     odd = [f"{what} in {name or 'no encoding'}" for what, name in names.items() if not _is_utf8(name)]
     if odd:
-        yield Finding("text", "note", f"{', '.join(odd)}: ε is shown as ?", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+        found = f"{', '.join(odd)}: ε is spelled eps"
+        yield Finding("text", "note", found, "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
     else:
         yield Finding("text", "ok", "UTF-8")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +23,13 @@ def export(
 
     found = write(run, out)
     if as_json:
-        print(json.dumps({"folder": str(found.folder), "files": found.files, "left": dict(found.left)}, indent=2))
+        facts = {"folder": str(found.folder), "files": found.files, "left": dict(found.left)}
+        print(json.dumps(facts | {"guaranteed": found.guaranteed}, ensure_ascii=False, indent=2))
         return
-    print(f"{found.folder}: {', '.join(found.files)}")
-    print("Left:")
+    print(textwrap.fill(f"{found.folder}: {', '.join(found.files)}", 80, subsequent_indent="  "))
+    if not found.guaranteed:
+        print("No finite ε is proven of this run: no guarantee covers what was exported.")
+    print("Left out:")
     for name, why in found.left.items():
         print(f"  {name}: {why}")
 

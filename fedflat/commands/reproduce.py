@@ -67,7 +67,8 @@ def reproduce(
         _list(as_json)
         return
     if paper is None or table is None:
-        raise wrong("reproduce", "no paper or table", "PAPER TABLE, for example 000 table-1; --list shows all")
+        missing = "no paper and no table" if paper is None else f"{paper} without a table"
+        raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
     one_of("--protocol", protocol, PROTOCOLS)
     from fedflat.reproduce import SCALES, dry, find
 

@@ -33,7 +33,8 @@ def verify(
                 f"{WORDS[check.verdict]:12}{check.record}: {check.about}", 80, subsequent_indent=" " * 12
             ))  # fmt: skip
         open_ = sum(check.verdict == "unchecked" for check in found)
-        print(f"{run}: {f'{bad} records are wrong' if bad else 'nothing is wrong'}, {open_} could not be checked")
+        outcome = f"{bad} {'record is' if bad == 1 else 'records are'} wrong" if bad else "nothing is wrong"
+        print(f"{run}: {outcome}, {open_} could not be checked")
     if bad:
         raise typer.Exit(1)
 

@@ -75,7 +75,7 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
     Raises ``InputError`` for lines that name no known mechanism, or mix cohort laws or trust models.
     """
     if not entries:
-        return Recomputed(0.0, 0.0, "nothing was released")
+        return Recomputed(0.0, 0.0, "no event in the ledger")
     laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust")) for e in entries}
     if len(laws) > 1:
         raise wrong("ledger", f"{len(laws)} mechanisms, cohort laws or trust models", "one per run")

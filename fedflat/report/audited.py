@@ -35,7 +35,9 @@ def audited_text(audit: Record) -> str:
 
 
 def confidence_text(audit: Record) -> str:
-    """``95 %``; an estimate has none."""
+    """``95 %``; an estimate has none, and a movement needs none."""
+    if "movement" in _details(audit):
+        return "–"
     found = number(audit.get("confidence"))
     return "none (estimate)" if found is None else f"{100 * found:.10g} %"
 
@@ -154,7 +156,7 @@ def cells(audit: Record) -> list[str]:
     return [str(audit.get("kind")), claimed, proven, audited_text(audit), confidence_text(audit), verdict(audit)]
 
 
-HEADS = ("Audit", "ε claimed", "ε proven", "ε audited", "confidence", "verdict")
+HEADS = ("Audit", "ε claimed", "ε proven", "audited", "confidence", "verdict")
 
 
 def notes_html(audits: Sequence[Record]) -> str:

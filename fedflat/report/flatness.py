@@ -155,8 +155,9 @@ def _signed(value: float, percent: bool = False) -> str:
 
 def cost_text(cost: Record) -> str:
     """Time and memory in a sentence."""
+    threads = "1 thread" if cost["threads"] == 1 else f"{cost['threads']} threads"
     return (
-        f"Took {cost['seconds']:.0f} s ({cost['cpu_seconds']:.0f} s of processor time, {cost['threads']} threads);"
+        f"Took {cost['seconds']:.0f} s ({cost['cpu_seconds']:.0f} s of processor time, {threads});"
         f" the process held at most {cost['peak_memory_mib']:,.0f} MiB."
     )
 

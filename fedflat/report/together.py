@@ -93,7 +93,7 @@ def _sentences(cost: Cost, several: bool) -> list[str]:
         listed.append(f"The one private run{where}: {_figure(whole)}.")
     listed += list(whole.reasons) if len(whole.runs) > 1 else []
     if whole.unbounded and whole.runs:
-        listed.append(f"With {_few(whole.unbounded)}{where} published too there is no guarantee.")
+        listed.append(f"With {_few(whole.unbounded)}{where} published too, there is no guarantee.")
     if len(whole.runs) > 1 and math.isfinite(whole.epsilon) and not cost.same_clients:
         listed.append(
             "These runs split the data into clients differently (by seed or setting). The total supposes that a client "
@@ -110,7 +110,9 @@ def _figure(whole: Total) -> str:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= NAMED else f"{len(names)} runs without a finite ε"
+    if len(names) > NAMED:
+        return f"{len(names)} runs without a finite ε"
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def cost_record(cost: Cost) -> dict[str, Any]:

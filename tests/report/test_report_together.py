@@ -60,7 +60,7 @@ def test_a_run_without_a_guarantee_and_other_splits_are_said(tmp_path: Path) -> 
     table = table_of(folders)
     found = " ".join(tables.notes(table))
     assert f"All 2 private runs published together: ε = {plan_of().epsilon(20):.2f}" in found
-    assert "With fedavg published too there is no guarantee." in found
+    assert "With fedavg published too, there is no guarantee." in found
     assert "split the data into clients differently" in found and not table.together[0].same_clients
     assert all(cell_len(line) <= 80 for line in tables.to_terminal(table).splitlines())
     data = {"dataset": "femnist", "partition": {"kind": "natural", "by": "writer_id"}, "clients": 500}
@@ -108,4 +108,4 @@ def test_one_run_has_no_total_and_runs_of_one_name_are_told_apart(tmp_path: Path
 def test_small_and_large_totals(epsilon: float, text: str) -> None:
     many = Total(("a", "b"), tuple("cdefg"), epsilon, 1e-5, "add-remove")
     found = cost_sentences([Cost("digits", many, True)])
-    assert text in found[0] and found[1] == "With 5 runs without a finite ε published too there is no guarantee."
+    assert text in found[0] and found[1] == "With 5 runs without a finite ε published too, there is no guarantee."
