@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly.inputs import data_of
+from fedflat.assembly.inputs import as_given, data_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, plan_of
 from fedflat.assembly.records import resolved, settled, state_privacy, stated_facts, versions
@@ -97,6 +97,7 @@ def run(
     parsed = Recipe.of(recipe)
     if resume and out is not None:
         parsed = _on_the_same_engine(parsed, Path(out))
+    parsed = as_given(parsed, model, clients, data, algorithm)
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None
     if out is not None:
