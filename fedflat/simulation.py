@@ -23,7 +23,7 @@ from fedflat.data.clients import Federated
 from fedflat.engine import keys
 from fedflat.engine.choose import one_thread
 from fedflat.engine.device import PROCESSES
-from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
+from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder, check_kinds
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.opening import Opening
 from fedflat.engine.resume import software_of
@@ -169,6 +169,7 @@ def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
     """
     if not (path / RECIPE).is_file():
         raise wrong("--resume", str(path), "the folder of a run (it has a recipe.yaml)")
+    check_kinds(path)
     keys.check_outside(path)
     job.opening = Opening.read(path)
     differing = job.opening.differing(job.identity)
