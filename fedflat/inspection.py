@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.engine import checkpoint, keys
-from fedflat.engine.folder import LEDGER, METRICS, PRIVATE, RECIPE, STATEMENT, RunFolder, seals_of
-from fedflat.engine.opening import Opening
+from fedflat.engine.folder import LEDGER, METRICS, PRIVATE, RECIPE, STATEMENT, RunFolder, check_kinds, seals_of
+from fedflat.engine.opening import OPENING, Opening
 from fedflat.engine.resume import compare
 from fedflat.export import MODEL, SUMS
-from fedflat.privacy.ledger import LedgerError, read, run_of
+from fedflat.privacy.ledger import Entry, LedgerError, read, run_of
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
 
@@ -38,12 +38,13 @@ def inspect_run(folder: str | Path) -> list[Check]:
     """Check every record of a run's folder, or of an exported one.
 
     Raises:
-        InputError: the folder holds no run.
+        InputError: the folder holds no run, or a folder where a record belongs.
     """
     path = Path(folder)
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
+    check_kinds(path)
     return [check for each in CHECKS for check in each(path)]
 
 
@@ -58,7 +59,10 @@ def check_opening(path: Path) -> Iterator[Check]:
     """private/run.json is whole, and the ledger's lines are its run's."""
     name = "private/run.json"
     if not (path / "private").is_dir():
-        yield Check(name, "unchecked", "not in this folder: exported, or of fedflat 0.1")
+        if run_of(_entries(path)) is None or (path / SUMS).is_file():
+            yield Check(name, "unchecked", "not in this folder: exported, or of fedflat 0.1")
+        else:
+            yield Check(name, "wrong", f"missing, and this is no exported folder: it has no {SUMS}")
         return
     try:
         opening = Opening.read(path)
@@ -121,9 +125,11 @@ def figures(found: Verification) -> str:
 
 
 def _whole_statement(path: Path) -> bool:
-    """Whether privacy.json is as it was written; one of before 0.2 has no checksum to tell."""
+    """Whether privacy.json is as it was written; one of before 0.2, whose ledger names no run, has no checksum."""
     body = json.loads((path / STATEMENT).read_bytes())
-    return "checksum" not in body or body["checksum"] == checksum(body)
+    if "checksum" not in body:
+        return not (path / OPENING).exists() and run_of(_entries(path)) is None
+    return bool(body["checksum"] == checksum(body))
 
 
 def check_rounds(path: Path) -> Iterator[Check]:
@@ -165,11 +171,15 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _events(path: Path) -> int:
+def _entries(path: Path) -> list[Entry]:
     try:
-        return len(read(path / LEDGER))
+        return read(path / LEDGER)
     except InputError:
-        return 0
+        return []
+
+
+def _events(path: Path) -> int:
+    return len(_entries(path))
 
 
 def check_checkpoints(path: Path) -> Iterator[Check]:

@@ -307,6 +307,8 @@ class Recipe(Section):
 
 FOLDER = Path(__file__).parent / "recipes"
 QUICK_START = "quick-start"
+GIVEN = "given in Python"
+"""In a run's recipe.yaml: the data set, or the model, that no name stands for; whoever needs it gives it again."""
 
 
 def names() -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly.inputs import data_of
+from fedflat.assembly.inputs import as_given, data_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, plan_of
 from fedflat.assembly.records import resolved, settled, state_privacy, stated_facts, versions
@@ -23,7 +23,7 @@ from fedflat.data.clients import Federated
 from fedflat.engine import keys
 from fedflat.engine.choose import one_thread
 from fedflat.engine.device import PROCESSES
-from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder
+from fedflat.engine.folder import RECIPE, STATEMENT, RunFolder, check_kinds
 from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.opening import Opening
 from fedflat.engine.resume import software_of
@@ -97,6 +97,7 @@ def run(
     parsed = Recipe.of(recipe)
     if resume and out is not None:
         parsed = _on_the_same_engine(parsed, Path(out))
+    parsed = as_given(parsed, model, clients, data, algorithm)
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None
     if out is not None:
@@ -168,6 +169,7 @@ def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
     """
     if not (path / RECIPE).is_file():
         raise wrong("--resume", str(path), "the folder of a run (it has a recipe.yaml)")
+    check_kinds(path)
     keys.check_outside(path)
     job.opening = Opening.read(path)
     differing = job.opening.differing(job.identity)

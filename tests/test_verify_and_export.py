@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedflat import simulation
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, RunError
 from fedflat.export import export
 from fedflat.inspection import CHECKS, check_limits, check_modes, inspect_run
 
@@ -172,3 +172,46 @@ def test_a_run_without_a_guarantee_says_so(tmp_path: Path) -> None:
     (statement,) = [check for check in inspect_run(tmp_path / "plain") if check.record == "privacy.json"]
     assert statement.verdict == "ok" and statement.about == "no finite ε is stated, so there is none to check"
     assert not export(tmp_path / "plain", tmp_path / "out").guaranteed
+
+
+def test_a_statement_without_its_checksum_is_noticed(run: Path) -> None:
+    body = json.loads((run / "privacy.json").read_text())
+    del body["checksum"]
+    (run / "privacy.json").write_text(json.dumps({**body, "not_covered": []}))
+    assert wrong(run) == ["privacy.json"]
+
+
+def test_a_run_without_private_is_no_export(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out")
+    assert wrong(tmp_path / "out") == []
+    (tmp_path / "out" / "SHA256SUMS").unlink()
+    shutil.rmtree(run / "private")
+    assert wrong(tmp_path / "out") == ["private/run.json"] and "private/run.json" in wrong(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "private/private.seals", "checkpoints"])
+def test_a_folder_where_a_file_belongs_is_one_line(run: Path, name: str) -> None:
+    if (run / name).is_dir():
+        shutil.rmtree(run / name)
+        (run / name).write_text("")
+    else:
+        (run / name).unlink()
+        (run / name).mkdir()
+    for refused in (lambda: inspect_run(run), lambda: simulation.run(RECIPE, out=run, resume=True)):
+        with pytest.raises(InputError, match=f"{name}: found (a|no) folder"):
+            refused()
+
+
+@pytest.mark.parametrize(("name", "text"), [("privacy.json", b'{"delta": "x"}'), ("metrics.jsonl", b"\xff\xfe\n")])
+def test_a_statement_or_metrics_of_other_types_are_wrong_and_no_traceback(run: Path, name: str, text: bytes) -> None:
+    (run / name).write_bytes(text)
+    assert "privacy.json" in wrong(run)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedflat.engine.checkpoint.save", full)
+    with pytest.raises(RunError, match=r"checkpoints: cannot be written \(No space left on device\); the run stops"):
+        simulation.run(RECIPE, out=tmp_path / "run")

@@ -10,9 +10,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedflat.algorithms import Factory
+from fedflat.assembly.plans import NOT_HELD, algorithm_of
 from fedflat.core.checks import wrong
+from fedflat.core.types import Algorithm
+from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import Federated, from_pairs, hold_back
-from fedflat.recipe import Recipe
+from fedflat.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
+
+
+def as_given(
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    data: Federated | None = None,
+    algorithm: Algorithm | Factory | None = None,
+) -> Recipe:
+    """The recipe without the names of data, model and method that were given in Python instead; twice is as once."""
+    given: dict[str, Any] = {}
+    if model is not None:
+        given["model"] = NamedSection(name=GIVEN)
+    if clients is not None or (data is not None and data.name == PAIRS):
+        # Whose examples are whose came with the data: no seed has a say in it.
+        split, kept = Partition(kind="natural"), recipe.data.client_test_fraction
+        given["data"] = DataSection(dataset=GIVEN, partition=split, client_test_fraction=kept)
+    if algorithm is not None:
+        options = {} if isinstance(algorithm, Algorithm) else recipe.algorithm.options
+        options = {**options, "source": GIVEN}
+        given["algorithm"] = NamedSection(name=algorithm_of(recipe, algorithm).name, **options)
+    return recipe.model_copy(update=given)
 
 
 def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federated:
@@ -23,6 +49,8 @@ def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federat
         return replace(given, parts=parts, held_back=held)
     if test is not None:
         raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
+    if recipe.data.dataset == GIVEN:
+        raise wrong("data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
     from fedflat.data.sources import load
 
     return load(recipe.data, recipe.seed)
@@ -38,6 +66,8 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple
         module = copy.deepcopy(given)
     else:
         name, options = recipe.model.name, recipe.model.options
+        if name == GIVEN:
+            raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
         if data.vocabulary:
             of_data = {"vocabulary": data.vocabulary, "padding": data.padding}
             options = {key: value for key, value in of_data.items() if takes(name, key)} | options

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly import noising, published, voting
-from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.inputs import as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.trial_of_pieces import try_pieces
@@ -54,6 +54,7 @@ def prepare(
 
     A GPU that was not asked for, and fails, is left: the run goes on with the processor.
     """
+    recipe = as_given(recipe, model, clients, data, algorithm)
     made = _ingredients(recipe, model, clients, test, algorithm, data)
     engine = recipe.engine
     device = device_for(engine.device, engine.backend, made.module, made.layout, made.data, made.precision)

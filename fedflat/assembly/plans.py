@@ -16,7 +16,12 @@ from fedflat.core.types import Algorithm, Clip, Local
 from fedflat.data.clients import Federated
 from fedflat.pieces import clipping
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.recipe import ClipSection, Recipe
+from fedflat.recipe import GIVEN, ClipSection, Recipe
+
+NOT_HELD = (
+    "the same model=… and clients=… given again in Python, for example fedflat.run(recipe, model, clients, out=…, "
+    "resume=True)"
+)
 
 
 def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
@@ -24,8 +29,11 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
     if isinstance(given, Algorithm):
         return given
     name, options = recipe.algorithm.name, recipe.algorithm.options
+    source = options.pop("source", None) if options.get("source") == GIVEN else None
     if given is not None:
         factory = given
+    elif source == GIVEN:
+        raise wrong("algorithm.name", f"{name}, {GIVEN}: the run's folder does not hold the method", NOT_HELD)
     elif ":" in name:
         factory = imported("algorithm.name", name)
     elif name in ALGORITHMS:

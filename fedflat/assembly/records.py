@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,17 +15,16 @@ from fedflat.assembly import noising, published, voting
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Local
+from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.public import HELD_OUT
 from fedflat.engine.opening import Identity
 from fedflat.engine.train import Job, Outcome
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import rounds_charged, statement
-from fedflat.recipe import ClipSection, Recipe
+from fedflat.recipe import GIVEN, ClipSection, Recipe
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
-GIVEN = "clients"
-"""The name of data that were given in Python (``data.clients.from_pairs``)."""
 
 
 def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, given: Sequence[Any]) -> Identity:
@@ -70,8 +71,19 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     dump["engine"] |= {"device": str(job.problem.device), "compile": job.problem.compiled}
     threads = getattr(job.backend, "threads", None)
     dump["engine"] |= {} if threads is None else {"processes": threads}
+    if recipe.model.name == GIVEN:
+        dump["model"] |= _origin(type(job.problem.pristine))
     name = {} if run is None else {"run": run}
     return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
+
+
+def _origin(kind: type) -> dict[str, str]:
+    """Where the class of a module that was given in Python comes from: its name, and its file's, without the folder."""
+    try:
+        file = {"file": Path(inspect.getfile(kind)).name}
+    except (OSError, TypeError):  # defined at a prompt
+        file = {}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", **file}
 
 
 def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-accounting")) -> dict[str, str]:
@@ -105,7 +117,7 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
 
 def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
     """Whether the examples a method takes for public were clients' own (``data.public``): held out of their data."""
-    source, given = method.options.get("public"), loaded == GIVEN
+    source, given = method.options.get("public"), loaded == PAIRS
     if source is None and method.kind == "votes" and not given:
         source = HELD_OUT
     return source == HELD_OUT or (source is not None and source == dataset and not given)

@@ -24,8 +24,9 @@ from fedflat.core.rng import noise_key, seeded_torch
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated, from_pairs
 from fedflat.engine import checkpoint
+from fedflat.engine.opening import OPENING, Opening
 from fedflat.engine.train import Job
-from fedflat.recipe import Recipe
+from fedflat.recipe import GIVEN, Recipe
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
@@ -71,13 +72,13 @@ def audit_worlds(
     if not method.private or recipe.privacy.protocol == "published":
         what = f"{method.name}, which is not private" if not method.private else "a published protocol"
         return _nothing(recipe, method, f"{what}: no bound is claimed that a message keeps.")
-    data = data_of(recipe, clients, test)
-    try:
-        module, _ = module_of(recipe, model, data)
-    except InputError:  # the recipe of such a run names data and a model by default that it did not have
-        if folder is None or model is not None:
-            raise
+    asked = (recipe.model.name, model), (recipe.data.dataset, clients)
+    if folder is not None and any(name == GIVEN and value is None for name, value in asked):
+        if thorough:
+            raise InputError(_given(folder))
         return _nothing(recipe, method, _given(folder))
+    data = data_of(recipe, clients, test)
+    module, _ = module_of(recipe, model, data)
     note = "" if folder is None else _of_a_run(folder, recipe, method, module, data)
     if note.startswith("audit:"):
         return _nothing(recipe, method, note)
@@ -183,16 +184,20 @@ def _given(folder: Path) -> str:
 
 
 def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: Federated) -> str:
-    """What must be said of a run whose data or model were given in Python: its folder holds neither."""
+    """What must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
     kept = checkpoint.newest(folder / "checkpoints")
     if kept is None:
         return ""
     if kept[0].shared.numel() != layout_of(module, method.head).dimension:
         return _given(folder)
+    if not (folder / OPENING).is_file():
+        return "Nothing in the folder tells which data the run had: it is exported, or of fedflat 0.1."
     plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
-    if kept[2].get("fingerprint") == simulation.prepare(plain, data=data).fingerprint:
-        return ""
-    return "The run's data were given in Python and are not in its folder: the recipe's shapes were used, not its data."
+    here = simulation.prepare(plain, module, data=data).identity
+    return CHANGED if "data" in Opening.read(folder).differing(here) else ""
+
+
+CHANGED = "The data at hand are not those that the run had: their shapes were used."
 
 
 def audit_planted(names: Sequence[str] | None = None) -> list[AuditResult]:

@@ -16,6 +16,8 @@ import torch
 from fedflat.core.checks import in_range, wrong
 from fedflat.core.rng import stream
 
+GIVEN = "clients"
+"""The name of a federation that was given in Python (``from_pairs``)."""
 Indices = npt.NDArray[np.int64]
 
 
@@ -96,7 +98,7 @@ class Federated:
         return total.hexdigest()
 
 
-def from_pairs(clients: Sequence[Any], test: Any = None, name: str = "clients") -> Federated:
+def from_pairs(clients: Sequence[Any], test: Any = None, name: str = GIVEN) -> Federated:
     """A federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as

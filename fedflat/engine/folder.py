@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, wrong
 
 METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "metrics.jsonl",
@@ -193,6 +193,16 @@ def _sealed(path: Path) -> dict[int, str]:
 def seals_of(name: str) -> str:
     """The file of seals beside a file of records."""
     return name.removesuffix(".jsonl") + ".seals"
+
+
+def check_kinds(folder: Path) -> None:
+    """Raise InputError where a run's record is a folder, or a folder of records is none."""
+    for name in (RECIPE, METRICS, seals_of(METRICS), LEDGER, STATEMENT, PRIVATE, seals_of(PRIVATE)):
+        if (folder / name).is_dir():
+            raise wrong(str(folder / name), "a folder", "the file that was written")
+    for name in ("private", "checkpoints"):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise wrong(str(folder / name), "no folder", "the folder that was written")
 
 
 def set_aside(path: Path) -> Path:

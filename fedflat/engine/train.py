@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from fedflat.core.checks import RunError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import Federated
@@ -247,8 +249,13 @@ def _save(
     facts = {"run": folder.run, "ledger": ledger, "tensors": names, "shared_tensors": layout.shared}  # type: ignore[union-attr]
 
     def save() -> object:
-        folder.settle()  # type: ignore[union-attr]
-        return checkpoint.save(folder.checkpoints, state, kept, facts)  # type: ignore[union-attr]
+        try:
+            folder.settle()  # type: ignore[union-attr]
+            return checkpoint.save(folder.checkpoints, state, kept, facts)  # type: ignore[union-attr]
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or " ".join(str(error).split())
+            found = f"{folder.checkpoints}: cannot be written ({why})"  # type: ignore[union-attr]
+            raise RunError(f"{found}; the run stops, resume it later.") from error
 
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
         save()

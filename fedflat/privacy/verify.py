@@ -343,7 +343,7 @@ def verify_run(folder: str | Path) -> Verification:
     """
     folder = Path(folder)
     found = _json(folder / "privacy.json")
-    stated, delta = found.get("proven_epsilon"), found.get("delta")
+    stated, delta = (_figure(folder, found, name) for name in ("proven_epsilon", "delta"))
     metrics = [_line(folder / "metrics.jsonl", line) for line in _lines(folder / "metrics.jsonl")]
     path = folder / "ledger.jsonl"
     try:
@@ -368,8 +368,18 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _figure(folder: Path, found: Mapping[str, Any], name: str) -> float | None:
+    value = found.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise wrong(f"{folder / 'privacy.json'}: {name}", value, "a number, or null")
+    return value
+
+
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise wrong(str(path), str(error.strerror), "a run's records") from error
 
 
 def _line(path: Path, text: str) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""A run of data, a model or a method given in Python says so in its records; what needs them back refuses in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from fedflat import InputError, Recipe, simulation
+from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.inputs import as_given
+from fedflat.audit import audit_run
+from fedflat.recipe import GIVEN
+
+RECIPE = {
+    "name": "own",
+    "rounds": 3,
+    "algorithm": "dp-fedavg",
+    "cohort": {"size": 3},
+    "local": {"steps": 1, "batch_size": 4},
+    "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
+}
+
+
+class Mine(nn.Module):
+    """A module that no name of a recipe stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(6, 5, generator=draw), torch.randint(0, 3, (6,), generator=draw)) for _ in range(5)]
+
+
+def stopped_run(out: Path) -> None:
+    asked = iter((False, True))
+    simulation.run(RECIPE, Mine(), clients(), out=out, should_stop=lambda: next(asked))
+
+
+def test_the_records_name_what_was_given(tmp_path):
+    stopped_run(tmp_path / "run")
+    text = (tmp_path / "run" / "recipe.yaml").read_text()
+    found = yaml.safe_load(text)
+    assert found["data"]["dataset"] == GIVEN and found["data"]["partition"]["kind"] == "natural"
+    assert found["data"]["clients"] == 5
+    assert found["model"] == {"name": GIVEN, "class": f"{__name__}.Mine", "file": "test_given_in_python.py"}
+    facts = json.loads((tmp_path / "run" / "privacy.json").read_text())["facts"]
+    assert (facts["data"]["dataset"], facts["model"]["name"]) == (GIVEN, GIVEN)
+    assert "digits" not in text + json.dumps(facts)
+    assert Recipe.load(tmp_path / "run").data.dataset == GIVEN
+
+
+def test_what_needs_the_data_back_is_refused_in_a_line(tmp_path):
+    stopped_run(tmp_path / "run")
+    loaded = Recipe.load(tmp_path / "run")
+    for given in ((), (Mine(),)):
+        with pytest.raises(InputError, match=r"data\.dataset: found given in Python: .*resume=True"):
+            simulation.run(loaded, *given, out=tmp_path / "run", resume=True)
+    with pytest.raises(InputError, match=r"model\.name: found given in Python"):
+        simulation.prepare(loaded, clients=clients())
+    for kind in ("worlds", "canaries"):
+        with pytest.raises(InputError, match="given in Python"):
+            audit_run(tmp_path / "run", kind=kind)
+
+
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_it_goes_on_where_the_same_is_given_again(tmp_path, by_folder):
+    whole = simulation.run(RECIPE, Mine(), clients(), out=tmp_path / "whole")
+    stopped_run(tmp_path / "run")
+    recipe = Recipe.load(tmp_path / "run") if by_folder else RECIPE
+    found = simulation.run(recipe, Mine(), clients(), out=tmp_path / "run", resume=True)
+    assert found.notes == () and len(found.history) == 3
+    assert torch.equal(found.model.linear.weight, whole.model.linear.weight)
+
+
+def test_a_method_given_in_python_goes_by_its_own_name():
+    factory = ALGORITHMS["dp-fedsam"]
+    named = Recipe.of({**RECIPE, "algorithm": {"name": "mine", "rho": 0.1}})
+    for given, options in ((factory(rho=0.2), {}), (factory, {"rho": 0.1})):
+        found = as_given(named, algorithm=given)
+        assert found.algorithm.name == "dp-fedsam" and found.algorithm.options == {**options, "source": GIVEN}
+        assert as_given(found, algorithm=given) == found
+        assert simulation.algorithm_of(found, given).name == "dp-fedsam"
+        with pytest.raises(InputError, match="the run's folder does not hold the method"):
+            simulation.algorithm_of(found)
+    assert as_given(named) == named
