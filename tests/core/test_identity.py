@@ -76,7 +76,7 @@ SCALE = 1.0
 
 
 def inside(x: float) -> float:
-    return [scale * SCALE for scale in [x]][0]
+    return next(scale * SCALE for scale in [x])
 
 
 settings = types.ModuleType("settings_of_a_user")
