@@ -20,7 +20,7 @@ from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.trial_of_pieces import try_pieces
+from fedflat.assembly.trial_of_pieces import packaged, try_pieces
 from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout, flatten, layout_of
@@ -126,7 +126,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     untouched = Held(module)
     data = _resident(made.data, module, device, precision)
     parts, threshold = _parts(recipe, made.method, data, layout)
-    random = try_pieces(parts.algorithm, layout) or made.random
+    random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts.plan, parts.local, data.clients)

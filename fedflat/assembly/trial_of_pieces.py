@@ -21,6 +21,7 @@ from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, LocalView, MaskView, Phase, ServerView, UpdateView
 from fedflat.engine.sequential import using_threads
+from fedflat.pieces.gradients import Composed
 
 ROWS = 3
 """Clients of a tried block."""
@@ -64,6 +65,20 @@ def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
             if len(forms) == 1:
                 raise
             return _try_all(algorithm, forms[1])  # a piece may be made for vectors of this length only
+
+
+def packaged(algorithm: Algorithm) -> bool:
+    """Whether all that clients run are pieces of this package, which are tested to work row by row. No trial shows what
+    a user's own does to the rows of a block once real data are in them, so those clients are trained one by one."""
+    phases = [*algorithm.phases, *([] if algorithm.finetune is None else [algorithm.finetune])]
+    pieces: list[Any] = [*algorithm.transforms, *(phase.rule for phase in phases if phase.rule is not None)]
+    while pieces:
+        piece = pieces.pop()
+        if isinstance(piece, Composed):
+            pieces += [piece.outer, piece.inner]
+        elif not type(piece).__module__.startswith("fedflat.pieces."):
+            return False
+    return True
 
 
 def _shortened(whole: tuple[slice, ...], personal: int) -> _Form:

@@ -1,16 +1,22 @@
 """Everything that an object holds, watched: whether anything reachable from it has changed, and where.
 
 A model or a method may keep state in places nobody registered: a plain attribute, a list, a generator, a hook's
-closure, a class. Such state carries one client's data to the next one, so all of it is compared with what it was.
-Out of reach are module-level globals and memory inside compiled extensions.
+closure, a class, a global that its functions name. Such state carries one client's data to the next one, so all of it
+is compared with what it was. Out of reach is what is looked up by a computed name, what libraries keep, the process's
+environment, and memory inside compiled extensions that cannot be pickled.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
+import pickle
 import random
+import sys
+import threading
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,9 +28,10 @@ from torch import Tensor, nn
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
-_LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "transformers")
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "transformers", "fedflat"}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
-_OPAQUE = ("logging", "threading", "_thread", "weakref", "types", "torch._ops", "torch._C", "enum", "importlib")
+_OPAQUE = ("logging", "threading", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
+"""Modules, and what is in them, whose objects are no memory."""
 
 
 def snapshot(root: object, skip: Iterable[Tensor] = ()) -> dict[str, Any]:
@@ -74,6 +81,9 @@ class Held:
         self._others: list[tuple[Any, Any]] = []
         for _, thing, children in _walk(self.root):
             reader = None if children is None else _reader(thing)
+            if isinstance(thing, Tensor):
+                beside = functools.partial(_values_beside, thing)
+                self._containers.append((beside, beside()))
             if reader is not None:
                 self._containers.append((reader, reader()))
             elif isinstance(thing, Tensor):
@@ -105,8 +115,8 @@ class Held:
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None]]:
-    """Every object once, with its path, and its children (None for a leaf)."""
-    seen: dict[int, object] = {}  # holds on to what children() makes, so that no number is used twice
+    """Every object once, with its path, and its children (None for a leaf); where it is met again, the first path."""
+    seen: dict[int, tuple[str, object]] = {}  # holds on to what children() makes, so that no number is used twice
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     while waiting:
         path, thing = waiting.popleft()
@@ -114,11 +124,13 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
             yield path, thing, None
             continue
         if id(thing) in seen:
+            if isinstance(thing, Tensor | nn.Module):  # which of those there are is in use
+                yield path, seen[id(thing)][0], None
             continue
-        seen[id(thing)] = thing
+        seen[id(thing)] = path, thing
         children = _children(thing)
         yield path, thing, children
-        for label, child in children or ():
+        for label, child in (_beside(thing) if isinstance(thing, Tensor) else children) or ():
             waiting.append((f"{path}{label}".lstrip("."), child))
 
 
@@ -127,17 +139,27 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, (Tensor, *_STATEFUL)):
         return None
     if isinstance(thing, Mapping):
-        return [(f"[{_label(key)}]", value) for key, value in thing.items()]
+        found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(thing.items())]
+        found += [(f"{{key {index}}}", key) for index, key in enumerate(thing) if not isinstance(key, _PLAIN)]
+        return found + _attributes(thing)
     if isinstance(thing, list | tuple | deque):
-        return [(f"[{index}]", value) for index, value in enumerate(thing)]
+        return [(f"[{index}]", value) for index, value in enumerate(thing)] + _attributes(thing)
     if isinstance(thing, set | frozenset):
-        return [(f"{{{_label(value)}}}", value) for value in sorted(thing, key=repr)]
+        ordered = sorted(thing, key=repr)
+        return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(ordered)] + _attributes(thing)
     if isinstance(thing, functools.partial):
         return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords)]
     if isinstance(thing, type):
         return _of_class(thing)
     if isinstance(thing, types.CellType):
         return [("", thing.cell_contents)] if _filled(thing) else None
+    if isinstance(thing, types.GeneratorType):
+        own = inspect.getgeneratorlocals(thing) | {"<at>": thing.gi_frame and thing.gi_frame.f_lasti}
+        return [(f".{name}", value) for name, value in own.items()]
+    if isinstance(thing, threading.local):
+        return _attributes(thing)
+    if isinstance(thing, types.ModuleType):
+        return None
     if isinstance(thing, types.MethodType):
         return [("", thing.__self__), ("()", thing.__func__)]
     if isinstance(thing, types.FunctionType):
@@ -145,9 +167,30 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     return _of_object(thing)
 
 
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    return [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
+
+
+def _beside(tensor: Tensor) -> list[tuple[str, Any]]:
+    """What a tensor holds beside its entries: attributes, a gradient, hooks."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return []
+    found = [(".grad", tensor.grad)] if tensor.is_leaf else []
+    found += [(f".{name}", getattr(tensor, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return found + _attributes(tensor)
+
+
+def _values_beside(tensor: Tensor) -> list[Any]:
+    return [value for _, value in _beside(tensor)]
+
+
+def _opaque(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _OPAQUE)
+
+
 def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
-    if kind.__module__.startswith(_OPAQUE) or callable(getattr(thing, "cache_info", None)):
+    if _opaque(kind.__module__) or callable(getattr(thing, "cache_info", None)):
         return None
     whole = [] if _library(kind.__module__) else [(f"<{kind.__name__}>", kind)]
     if isinstance(thing, nn.Module):
@@ -158,8 +201,8 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(thing, name)]
     if not hasattr(thing, "__dict__") and not slots:
         return None
-    held = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
-    return [*held, *((f".{name}", getattr(thing, name)) for name in slots), *whole]
+    held = [*_attributes(thing), *((f".{name}", getattr(thing, name)) for name in slots), *whole]
+    return held or None  # what has nothing to show may still say what it is
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -177,40 +220,67 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
 
 
 def _data_of(kind: type) -> list[tuple[str, Any]]:
-    skipped = (property, functools.cached_property, staticmethod, classmethod, type)
+    found = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
     return [
         (name, value)
-        for name, value in vars(kind).items()
-        if (not name.startswith(("__", "_abc")) or name in ("__init__", "__call__")) and not isinstance(value, skipped)
+        for name, value in found
+        if isinstance(value, types.FunctionType) or (not name.startswith("__") and name != "_abc_impl")
     ]
 
 
+def _parts_of(value: Any) -> list[Any]:
+    """What a class's attribute is made of."""
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [part for part in (value.fget, value.fset, value.fdel) if part is not None]
+    return [value.func] if isinstance(value, functools.cached_property) else [value]
+
+
 def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
-    """A function's closure, defaults and attributes."""
+    """A function's closure, defaults and attributes, and the globals that its code names."""
     if _library(thing.__module__ or ""):
         return None
     found: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(thing.__code__.co_freevars, thing.__closure__ or ())]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
-    return found + [(f".{name}", value) for name, value in {**(thing.__kwdefaults__ or {}), **vars(thing)}.items()]
+    found += [(f".{name}", value) for name, value in {**(thing.__kwdefaults__ or {}), **vars(thing)}.items()]
+    return found + _globals_of(thing)
+
+
+def _globals_of(thing: types.FunctionType) -> list[tuple[str, Any]]:
+    names, found = _names_in(thing.__code__), list[tuple[str, Any]]()
+    for name in names:
+        value = thing.__globals__.get(name)
+        if not isinstance(value, types.ModuleType):
+            found.append((f".{name}", value))
+        elif not _library(value.__name__):
+            found += [(f".{name}.{n}", vars(value)[n]) for n in names if n in vars(value)]
+    return found
+
+
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code uses, with those of the functions inside it."""
+    inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _filled(cell: types.CellType) -> bool:
     try:
-        return not isinstance(cell.cell_contents, type)
+        return cell.cell_contents is not cell
     except ValueError:
         return False
 
 
 def _library(module: str) -> bool:
-    return module.split(".")[0] in _LIBRARIES
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _reader(thing: Any) -> Callable[[], list[Any]] | None:
     """What reads the children of a container that can change, in one go; None where parents see every change."""
     if isinstance(thing, Mapping):
-        return lambda: [*thing.keys(), *thing.values()]
+        return lambda: [*thing.keys(), *thing.values(), *getattr(thing, "__dict__", {}).values()]
     if isinstance(thing, list | deque | set):
-        return lambda: list(thing)
+        return lambda: [*thing, *getattr(thing, "__dict__", {}).values()]
     if isinstance(thing, nn.Module):
         own = vars(thing)
         held = own["_parameters"], own["_buffers"], own["_modules"]
@@ -235,8 +305,8 @@ _STATEFUL = (
 """Kinds whose state is read by ``_value``."""
 
 
-def _label(key: Any) -> str:
-    return str(key) if isinstance(key, str | int | float | bool | None) else type(key).__name__
+def _label(key: Any, index: int) -> str:
+    return str(key) if isinstance(key, str | int | float | bool | None) else f"{type(key).__name__} {index}"
 
 
 def _value(leaf: Any, skipped: set[int]) -> Any:
@@ -260,7 +330,19 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
     if isinstance(leaf, _PLAIN):
         return type(leaf).__name__, repr(leaf)
     known = getattr(leaf, "cache_info", None)
-    return id(leaf), str(known()) if callable(known) and not isinstance(leaf, type) else ""
+    return id(leaf), str(known()) if callable(known) and not isinstance(leaf, type) else _pickled(leaf)
+
+
+def _pickled(leaf: Any) -> bytes:
+    """What a compiled object says of itself, such as an array or a counter; never read back."""
+    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType) or _opaque(type(leaf).__module__):
+        return b""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pickle.dumps(leaf)
+    except Exception:  # any class may refuse in its own way
+        return b""
 
 
 def _entries(tensor: Tensor) -> Any:

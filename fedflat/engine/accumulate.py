@@ -59,8 +59,8 @@ class Accumulator:
         twins and of published procedures.
         """
         messages = torch.atleast_2d(messages.detach())
-        if messages.shape[-1] != self.dimension or not messages.is_floating_point():
-            messages = torch.full((messages.shape[0], self.dimension), math.nan)
+        if messages.shape != (len(sizes), self.dimension) or not messages.is_floating_point():
+            messages = torch.full((len(sizes), self.dimension), math.nan)
         messages = messages.to(self.total.device)
         if isinstance(messages, Factored):
             if isinstance(self.clip, NormClip) and type(self)._sum is Accumulator._sum:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedflat.core.checks import wrong
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Broadcast, Local, LocalView, Phase, UpdateView, whole_gradient
 from fedflat.engine.problem import Batch, Gradient, Problem
@@ -64,12 +65,20 @@ def train_client(
         lr=rate_of(phase, local, broadcast),
         memory=broadcast.memory,
     )
-    for transform in algorithm.transforms:
-        update = transform(update, view)
+    for index, transform in enumerate(algorithm.transforms):
+        update = _like(transform(update, view), update, f"algorithm.transforms[{index}]")
     zero = weights.new_zeros(weights.shape[:-1])
     loss = torch.stack(record.loss).mean(0) if record.loss else zero
     accuracy = torch.stack(record.accuracy).mean(0) if record.accuracy else zero
     return LocalResult(update, weights[..., layout.span("personal")], loss, accuracy)
+
+
+def _like(found: Tensor, given: Tensor, name: str) -> Tensor:
+    """What a piece returned, if it has the form of what it was given; a trial cannot see what only some data bring."""
+    if not hasattr(found, "shape") or found.shape != given.shape or not found.is_floating_point():
+        told = tuple(found.shape) if hasattr(found, "shape") else type(found).__name__
+        raise wrong(name, f"{told} returned for {tuple(given.shape)}", "numbers of the same shape")
+    return found
 
 
 def steps_of(phase: Phase, local: Local) -> int:
@@ -103,6 +112,7 @@ def _run_phase(
     buffer: Tensor | None = None
     for batch in data.batches(index, steps_of(phase, local)):
         gradient = rule(_loss_gradient(problem, phase, local, weights, batch, record), view)(part)
+        gradient = _like(gradient, part, f"algorithm.phases[{index}].rule")
         if momentum:
             buffer = gradient.clone() if buffer is None else buffer.mul_(momentum).add_(gradient)
             gradient = buffer

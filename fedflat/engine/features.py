@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedflat.core.checks import wrong
+from fedflat.core.held import global_generators
 from fedflat.data.clients import Federated
 from fedflat.engine.choose import one_thread
 from fedflat.engine.device import exact
@@ -47,7 +49,13 @@ def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -
         owned = [
             np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)
         ]
-        _LAST[name] = computed(module, data.inputs, precision, owned), test
+        before = global_generators()
+        found = computed(module, data.inputs, precision, owned)
+        if global_generators() != before:  # how often the others' are drawn would follow from each client's size
+            raise wrong(
+                "model", "features that draw random numbers", "a frozen body that draws none, or frozen = False"
+            )
+        _LAST[name] = found, test
     inputs, test = _LAST[name]
     return replace(data, inputs=inputs, test_inputs=test)
 

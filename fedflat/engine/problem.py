@@ -104,7 +104,8 @@ class ModuleProblem:
 
     The module's parameters are bound to views of whichever weight vector is asked for, so nothing is copied.
     precision: fp32, or bf16 for the layers' arithmetic; weights, gradients, updates and the loss stay float32.
-    random: whether training draws from torch's generator (``models.draws_random``, the trial of the method's pieces).
+    random: whether clients are trained one by one: where training draws from torch's generator, or runs pieces of a
+    user's own.
     pristine: a copy of the module, made before any client's data was seen; it is what a run releases.
     compiled: local training runs the module compiled by ``torch.compile``.
     onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).

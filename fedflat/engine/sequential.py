@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import RunError, wrong
-from fedflat.core.held import global_generators
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.held import Held, global_generators
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
@@ -20,7 +20,7 @@ from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import sent
 from fedflat.engine.feed import Order, SingleFeed
 from fedflat.engine.heads import Heads
-from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.problem import ModuleProblem, refuse_change
 
 
 @contextmanager
@@ -48,6 +48,11 @@ class Sequential:
     seed: int
     name: str = "sequential"
     threads: int = 1
+    _pieces: Held = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        method = self.algorithm
+        self._pieces = Held((method.phases, method.transforms, method.finetune))
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train each client of the cohort (sorted ids) and add its message to the accumulator."""
@@ -69,6 +74,7 @@ class Sequential:
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
             accumulator.add(result.message[None], [size], facts)
         self.problem.settle(everything=True)
+        refuse_change(self._pieces, "algorithm", everything=True)
 
     def one(self, client: int, broadcast: Broadcast, weights: Tensor) -> LocalResult:
         """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies."""
@@ -85,8 +91,12 @@ class Sequential:
                         "model or algorithm", "a draw from a global generator of NumPy or Python", "torch's own"
                     )
             self.problem.settle()
-        except RuntimeError as error:
-            raise RunError(f"round {broadcast.round}, client {client}, local training: {error}") from error
+            refuse_change(self._pieces, "algorithm")
+        except (InputError, RunError):
+            raise
+        except Exception as error:  # a user's piece or module may fail in any way
+            where = f"round {broadcast.round}, client {client}, local training"
+            raise RunError(f"{where}: {error or type(error).__name__}") from error
         if weights.device == device:
             return result
         weights.copy_(there)

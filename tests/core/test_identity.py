@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +70,71 @@ def cyclic() -> list[Any]:
     made: list[Any] = [1]
     made.append(made)
     return made
+
+
+SCALE = 1.0
+
+
+def inside(x: float) -> float:
+    return next(scale * SCALE for scale in [x])
+
+
+settings = types.ModuleType("settings_of_a_user")
+
+
+def of_a_module(x: float) -> float:
+    return x * settings.scale  # type: ignore[attr-defined,no-any-return]
+
+
+class Counted(float):
+    """A number with attributes."""
+
+
+@dataclass
+class Trained:
+    training: float = 1.0
+    grad: float = 1.0
+
+
+def _global(value: float) -> Any:
+    globals()["SCALE"] = value
+    return inside
+
+
+def _setting(value: float) -> Any:
+    settings.scale = value  # type: ignore[attr-defined]
+    return of_a_module
+
+
+def _attribute(made: Any, value: float) -> Any:
+    made.extra = value
+    return made
+
+
+def _order(value: float) -> nn.Module:
+    layers = {"a": nn.Tanh(), "b": nn.ReLU()}
+    return nn.Sequential(OrderedDict(sorted(layers.items(), reverse=value > 1)))
+
+
+ONLY: dict[str, Callable[[float], Any]] = {
+    "a global of an inner function": _global,
+    "a constant of a user's module": _setting,
+    "a field named training": lambda value: Trained(training=value),
+    "a field named grad": lambda value: Trained(grad=value),
+    "the order of layers": _order,
+    "the owner of a built-in method": lambda value: [value].__getitem__,
+    "a function's attribute": lambda value: _attribute(plus(1.0), value),
+    "a number's attribute": lambda value: _attribute(Counted(1), value),
+    "a tensor's attribute": lambda value: _attribute(torch.ones(2), value),
+    "bf16": lambda value: torch.ones(2, dtype=torch.bfloat16 if value > 1 else torch.float32),
+}
+
+
+@pytest.mark.parametrize("what", ONLY)
+def test_a_difference_in_one_thing_only_shows(what: str) -> None:
+    make = ONLY[what]
+    found = [identity_of(make(value)) for value in (1.0, 2.0, 1.0)]
+    assert None not in found and found[0] != found[1] and found[0] == found[2]
 
 
 MAKERS: list[Any] = [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fedflat
+from fedflat.core.checks import InputError
 from fedflat.data.clients import Federated, from_pairs
 from fedflat.engine import features
 from fedflat.engine.features import computed, with_features
@@ -174,3 +175,18 @@ def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(tmp_path: Pat
     jobs = [prepare(fedflat.Recipe.of(recipe()), module, pairs, texts(30, 99)) for module in (Body(), Live())]
     assert jobs[0].fingerprint == jobs[1].fingerprint
     assert jobs[0].data.inputs.shape[1:] == (6,) and jobs[1].data.inputs.shape[1:] == (8,)
+
+
+def test_features_that_draw_are_refused() -> None:
+    class Noisy(nn.Module):
+        frozen = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def features(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.flatten(1) * torch.randn(1)
+
+    with pytest.raises(InputError, match="features that draw random numbers"):
+        with_features(from_pairs([(torch.randn(4, 2, 2), torch.arange(4) % 3)]), Noisy())

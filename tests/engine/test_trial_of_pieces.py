@@ -13,8 +13,9 @@ import fedflat
 from fedflat import Algorithm, GradientFn, InputError, LocalView, Phase, UpdateView
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly import trial_of_pieces
-from fedflat.assembly.trial_of_pieces import try_pieces
+from fedflat.assembly.trial_of_pieces import packaged, try_pieces
 from fedflat.core.params import layout_of
+from fedflat.core.rng import seeded_torch
 
 NETWORK = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 BIG = nn.Sequential(nn.Linear(90, 40), nn.ReLU(), nn.Linear(40, 3))
@@ -166,6 +167,72 @@ def test_a_run_stops_before_training(backend: str) -> None:
     clients = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
     with pytest.raises(InputError, match=r"algorithm.transforms\[0\] \(half\)"):
         fedflat.run(recipe, model=NETWORK, clients=clients, algorithm=Algorithm("own", transforms=(half,)))
+
+
+def _wakes(update: Tensor) -> bool:
+    return bool(30 < float(update.abs().max()) < 1e3)  # between what the trial tries
+
+
+def mixes_late(update: Tensor, view: UpdateView) -> Tensor:
+    return update.mean(0).expand_as(update).clone() if update.dim() == 2 and _wakes(update) else update
+
+
+def column_late(update: Tensor, view: UpdateView) -> Tensor:
+    return update[..., None] if _wakes(update) else update
+
+
+class RemembersLate:
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+        self.seen = self.seen or _wakes(update)
+        return -update if self.seen else update
+
+
+def _release(transform: Any, backend: str, *, present: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    pairs = [(torch.randn(4, 6, generator=generator), torch.arange(4) % 3) for _ in range(4)]
+    pairs[0] = (pairs[0][0] * 1e3, pairs[0][1]) if present else (torch.zeros(0, 6), torch.zeros(0).long())
+    recipe = {
+        "rounds": 1,
+        "algorithm": "dp-fedavg",
+        "local": {"steps": 1, "batch_size": 4, "lr": 0.3},
+        "privacy": {"clip": 0.05, "noise_multiplier": 0, "delta": 1e-5},
+        "cohort": {"size": 4},
+        "engine": {"backend": backend, "block": 4} if backend != "sequential" else {"backend": backend},
+    }
+    method = Algorithm("own", transforms=(transform,))
+    found = fedflat.run(recipe, model=nn.Sequential(nn.Linear(6, 3)), clients=pairs, algorithm=method).model
+    return torch.cat([p.detach().flatten().double() for p in found.parameters()])
+
+
+def _moved(transform: Any, backend: str) -> float:
+    with seeded_torch(0, "weights"):
+        before = _release(transform, backend, present=False)
+    with seeded_torch(0, "weights"):
+        return float(4 * (_release(transform, backend, present=True) - before).norm() / 0.05)
+
+
+@pytest.mark.parametrize("backend", ["vectorized", "lowrank"])
+def test_a_piece_that_mixes_rows_only_for_some_data_meets_one_row(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _moved(mixes_late, backend) <= 1.002
+    monkeypatch.setattr("fedflat.assembly.jobs.packaged", lambda algorithm: True)  # the twin trains them in a block
+    assert _moved(mixes_late, backend) > 1.1
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorized"])
+def test_a_piece_that_wakes_for_some_data_is_refused_in_its_round(backend: str) -> None:
+    with pytest.raises(InputError, match=r"algorithm: .*seen was changed by a client's training"):
+        _moved(RemembersLate(), backend)
+    with pytest.raises(InputError, match=r"algorithm.transforms\[0\]: found .* returned"):
+        _moved(column_late, backend)
+
+
+def test_packaged_pieces_are_known() -> None:
+    assert all(packaged(make()) for make in ALGORITHMS.values())
 
 
 def test_what_a_methods_author_needs_is_at_hand() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import functools
-from collections.abc import Callable
+import io
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,6 +76,11 @@ def _global(m: Any, x: Tensor) -> Tensor:
     return torch.stack(_MEMORY).sum()
 
 
+def _environment(m: Any, x: Tensor) -> Tensor:
+    os.environ["FEDFLAT_TEST_MEMORY"] = os.environ.get("FEDFLAT_TEST_MEMORY", "") + "1"
+    return torch.tensor(float(len(os.environ["FEDFLAT_TEST_MEMORY"])))
+
+
 WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "running mean": (lambda m, x: setattr(m, "mean", 0.9 * m.mean + 0.1 * x.mean(0)), "model: mean is changed"),
     "in place": (lambda m, x: m.mean.add_(x.mean(0)), "model: mean is changed"),
@@ -84,7 +95,8 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "backward hook": (_backwards, "is changed"),
     "class": (_counts, "is changed"),
     "closure": (_closure(), "is changed"),
-    "global": (_global, "another outcome the second time"),
+    "global": (_global, "model: keep._MEMORY[0] is changed"),
+    "environment": (_environment, "another outcome the second time"),
     "global numpy": (lambda m, x: torch.tensor(np.random.rand()), "NumPy's global generator"),  # noqa: NPY002
     "evaluation only": (lambda m, x: None if m.training else m.mean.add_(1), "model: mean is changed"),
 }
@@ -94,6 +106,7 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 def test_what_a_pass_changes_is_refused_by_name(way: str) -> None:
     keep, words = WAYS[way]
     _MEMORY.clear()
+    os.environ.pop("FEDFLAT_TEST_MEMORY", None)
     with pytest.raises(InputError) as error:
         refuse_unclipped_state(Keeps(keep), X)
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -165,6 +178,92 @@ def test_a_registered_buffer_is_put_back_and_what_is_released_is_pristine() -> N
     assert Held(found, found.parameters()).changed() is None
     assert not torch.equal(found.layer.weight, before.layer.weight)
     assert torch.equal(module.layer.weight, before.layer.weight)
+
+
+# ------------------------------------------------------------------ places that a walk may overlook
+
+
+class Named(dict[str, float]):
+    """A container with attributes."""
+
+
+class Hides:
+    """State in a nested class, a static method's default, a property's, a special method's."""
+
+    class Cache:
+        last = 0.0
+
+    @staticmethod
+    def box(held: list[float] = [0.0]) -> list[float]:  # noqa: B006
+        return held
+
+    @property
+    def shown(self, held: list[float] = [0.0]) -> list[float]:  # noqa: B006
+        return held
+
+    def __getitem__(self, key: int, held: list[float] = [0.0]) -> list[float]:  # noqa: B006
+        return held
+
+
+def _remembers() -> Iterator[float]:
+    last = 0.0
+    while True:
+        last += (yield last) or 0.0
+
+
+class Corners(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other, self.space = nn.Linear(2, 2), nn.Linear(2, 2), SimpleNamespace(last=0.0)
+        self.keyed, self.pairs = {(0,): 0.0, (1,): 0.0}, {(9,)}
+        self.named, self.numbers, self.file = Named(), array.array("f", [0.0]), io.BytesIO(b"0")
+        self.counter, self.hides, self.chosen = itertools.count(), Hides(), [self.layer]
+        self.thread, self.generator = threading.local(), _remembers()
+        next(self.generator)
+
+    def seen(self) -> list[Tensor]:
+        return _MEMORY
+
+    def local(self) -> Any:
+        return (lambda: _MEMORY)()
+
+
+CORNERS: dict[str, Callable[[Any], Any]] = {
+    "namespace": lambda m: setattr(m.space, "last", 1.0),
+    "key that is a tuple": lambda m: m.keyed.update({(0,): 1.0}),
+    "set of tuples": lambda m: m.pairs.add((1,)),
+    "attribute of a container": lambda m: setattr(m.named, "last", 1.0),
+    "attribute of a parameter": lambda m: setattr(m.layer.weight, "last", 1.0),
+    "gradient of a parameter": lambda m: setattr(m.layer.weight, "grad", torch.ones(2, 2)),
+    "hook of a parameter": lambda m: m.layer.weight.register_hook(lambda g: g),
+    "array": lambda m: m.numbers.__setitem__(0, 1.0),
+    "file in memory": lambda m: m.file.write(b"1"),
+    "counter": lambda m: next(m.counter),
+    "generator function": lambda m: m.generator.send(1.0),
+    "thread's own": lambda m: setattr(m.thread, "last", 1.0),
+    "one known layer for another": lambda m: m.chosen.__setitem__(0, m.other),
+    "nested class": lambda m: setattr(Hides.Cache, "last", Hides.Cache.last + 1),
+    "static method": lambda m: m.hides.box().append(1.0),
+    "property": lambda m: m.hides.shown.append(1.0),
+    "special method": lambda m: m.hides[0].append(1.0),
+    "global list": lambda m: _MEMORY.append(torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("place", CORNERS)
+def test_no_corner_is_overlooked(place: str) -> None:
+    module = Corners()
+    watched = Held(module, module.parameters())
+    assert watched.changed(everything=True) is None
+    CORNERS[place](module)
+    assert watched.changed() is not None and watched.changed(everything=True) is not None
+
+
+def test_the_twin_that_names_all_keys_alike_overlooks_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedflat.core.held._label", lambda key, index: type(key).__name__)
+    watched = Held(made := Corners())
+    CORNERS["key that is a tuple"](made)
+    assert watched.changed() is None
 
 
 def test_the_twin_that_looks_at_buffers_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
