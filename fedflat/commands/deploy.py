@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 
-
 def deploy(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name or a YAML file.")],
     out: Annotated[Path, typer.Option(help="New folder for the Flower project.")],

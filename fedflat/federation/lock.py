@@ -124,7 +124,7 @@ def fleet_only(app: Any, known: Collection[bytes]) -> Callable[[Any, Any, Any], 
 
 
 def _is_signed(headers: Mapping[bytes, bytes], known: Collection[bytes]) -> bool:
-    """Whether a known key signed the request's time. How old it is, and whose node the request is about, Flower asks."""
+    """Whether a known key signed the request's time. Flower asks how old that is, and whose node the request is of."""
     from flwr.common.constant import TIMESTAMP_HEADER
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
     from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
