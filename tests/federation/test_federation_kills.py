@@ -22,6 +22,7 @@ from stand_in import Grid, client_at, deployed, grid_of, settings, small
 
 from fedflat.federation import server
 from fedflat.federation.close import close
+from fedflat.federation.processes import private
 from fedflat.federation.project import PACKAGE
 from fedflat.federation.task import Task
 from fedflat.inspection import inspect_run
@@ -67,6 +68,7 @@ def serve_and_die(folder: Path, at: int, after: bool) -> int:
     child = os.fork()
     if not child:
         try:
+            private()
             _count_down(at, after)
             server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder))
             os._exit(0)
@@ -121,6 +123,7 @@ def test_a_server_killed_anywhere_owes_nothing(
     draw = random.Random(seed)
     killed = [serve_and_die(folder, draw.randint(1, last), draw.random() < 0.5) for last in (30, 20)]
     assert killed[0] == signal.SIGKILL
+    assert [path for path in (folder / "run").rglob("*") if path.stat().st_mode & 0o077] == []
     if (folder / "run" / "recipe.yaml").exists():
         with monkeypatch.context() as patch:
             for name in ("fed", "state-home"):

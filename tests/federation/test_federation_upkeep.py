@@ -48,12 +48,10 @@ def composed(**variables: Any) -> dict[str, Any]:
     return dict(found["services"])
 
 
-def test_the_compose_file_s_commands_are_those_of_a_deployment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compose_file_s_commands_are_those_of_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flwr.common.config import parse_config_args
 
-    task, clients = deployed(tmp_path / "fed", small())
+    task, _ = deployed(tmp_path / "fed", small())
     own, asked = client_folder(tmp_path / "fed", 2), []
     shutil.copytree(tmp_path / "fed" / "app" / PACKAGE, own / PACKAGE)
     shutil.copy(tmp_path / "fed" / "certificates" / "ca.crt", own)
@@ -117,7 +115,9 @@ def test_another_flower_is_refused_in_one_line(
     check_flower()
     (needed,) = (
         line
-        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["federation"]
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+            "federation"
+        ]
         if line.startswith("flwr")
     )
     assert needed == "flwr>=1.41,<1.42"
