@@ -137,8 +137,8 @@ def check_rounds(path: Path) -> Iterator[Check]:
     opening = _opening(path)
     for name in (METRICS, PRIVATE):
         if not (path / name).exists():
-            if (path / seals_of(name)).exists() or (name == METRICS and _events(path)):
-                yield Check(name, "wrong", "missing, although rounds were charged")
+            if (path / seals_of(name)).exists() or (name == METRICS and _finished(path)):
+                yield Check(name, "wrong", "missing, although rounds were finished")
             continue
         if opening is None:
             yield Check(name, "unchecked", "its seals need private/run.json")

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from fedflat.core.checks import wrong
-
 
 def deploy(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name or a YAML file.")],
@@ -31,13 +29,11 @@ def deploy(
 
     Example: fedflat deploy quick-start --out federation --nodes 3 -o cohort.size=2
     """
-    import importlib.util
-
+    from fedflat.federation.flower import check_flower
     from fedflat.federation.project import write_project
     from fedflat.recipe import Recipe
 
-    if importlib.util.find_spec("flwr") is None:
-        raise wrong("fedflat deploy", "no flwr", "an installation with it: pip install 'fedflat[federation]'")
+    check_flower()
     made = write_project(Recipe.load(recipe, override or []), out, nodes, port, host)
     if as_json:
         facts = {"folder": str(made.folder), "clients": made.clients, "epsilon": made.epsilon, "delta": made.delta}

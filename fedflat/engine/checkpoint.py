@@ -66,10 +66,12 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
 
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+    made = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    allowed = os.fstat(made).st_mode & 0o777  # a deployment's umask leaves it to its own account
+    os.close(made)
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     save_file(whole, part, metadata={"state": json.dumps(facts)})
-    os.chmod(part, mode)
+    os.chmod(part, allowed)
     _flush(part)
     os.replace(part, path)
     _flush(path.parent)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedflat.core.checks import RunError
+from fedflat.federation.store import replace_file
 from fedflat.privacy.ledger import sync_folder
 
 
@@ -33,7 +34,10 @@ class Culprits:
     _in_vain: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        text = self.path.read_bytes() if self.path.exists() else b""
+        if last := text.rpartition(b"\n")[2]:  # a kill in ``note``: half a line goes, a whole one gets its end
+            text = text + b"\n" if last.endswith(b"}}") else text.removesuffix(last)
+            replace_file(self.path, text)
         try:
             self.strikes = Counter(int(client) for line in text.splitlines() for client in json.loads(line)["excluded"])
         except (ValueError, KeyError, TypeError) as error:

@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +104,42 @@ class OperatorOnly:
         return None, None
 
 
-def fleet_only(app: Any) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """The SuperLink's ASGI application as the network sees it: nothing but the SuperNodes' own interface."""
+def fleet_only(app: Any, known: Collection[bytes]) -> Callable[[Any, Any, Any], Awaitable[None]]:
+    """The SuperLink's ASGI application as the network sees it: nothing but the SuperNodes' own interface, and of a
+    request without the signature of a ``known`` key (PEM) nothing is read. Flower itself takes the whole body in first.
+    """
 
     async def door(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(FLEET):
+        if scope["type"] != "http":
+            return
+        inside = scope["path"].startswith(FLEET)
+        if inside and _is_signed(dict(scope["headers"]), known):
             await app(scope, receive, send)
-        elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
+            return
+        status, headers = 401 if inside else 404, [(b"content-length", b"0"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
 
     return door
+
+
+def _is_signed(headers: Mapping[bytes, bytes], known: Collection[bytes]) -> bool:
+    """Whether a known key signed the request's time. Flower asks how old that is, and whose node the request is of."""
+    from flwr.common.constant import TIMESTAMP_HEADER
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+
+    def given(name: str) -> bytes:
+        return headers.get(name.lower().encode(), b"")
+
+    try:
+        key, signature = (
+            base64.b64decode(given(name), validate=True)
+            for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+        )
+    except ValueError:
+        return False
+    return key in known and verify_signature(bytes_to_public_key(key), given(TIMESTAMP_HEADER), signature)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 from fedflat.core.checks import InputError, wrong
 from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.exits import status_of
+from fedflat.federation.flower import check_flower
 from fedflat.federation.lock import LOCK, OperatorOnly, address_of, fleet_only, loopback_of, read_lock
 from fedflat.federation.processes import hang_up_is_an_end, private
 from fedflat.federation.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, environment
@@ -62,6 +63,7 @@ def serve(project: Path) -> int:
     Raises:
         InputError: no project, a control door that others reach, no lock, or a key that others read.
     """
+    check_flower()
     doors, lock = Doors.read(project), read_lock(project / "server" / LOCK)
     roster = Roster.read(project / "app" / PACKAGE / ROSTER)
     key = project / "certificates" / "server.key"
@@ -78,8 +80,7 @@ def serve(project: Path) -> int:
     runtime = Runtime(shown(doors.control), own / "ca.crt", secrets.token_bytes(32))
     start_worker(runtime, "flwr-serverapp", server_work((project / "app").absolute()))
     app = _application(doors, own, lock, runtime.secret)
-    _register(app, roster)
-    _run(app, doors, own, project / "certificates")
+    _run(app, fleet_only(app, _register(app, roster)), doors, own, project / "certificates")
     return 0
 
 
@@ -104,21 +105,24 @@ def _application(doors: Doors, own: Path, lock: bytes, secret: bytes) -> Any:
     return create_app(replace(config, authn_plugin=OperatorOnly(lock), superexec_auth_secret=secret), SuperLinkLifespan)
 
 
-def _register(app: Any, roster: Roster) -> None:
-    """What ``flwr supernode register`` does, for every key of the roster; nobody else gets in."""
+def _register(app: Any, roster: Roster) -> set[bytes]:
+    """What ``flwr supernode register`` does, for every key of the roster; nobody else gets in. The keys, as Flower
+    has them."""
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
     from flwr.common.constant import NOOP_FLWR_AID
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
     state = app.state.linkstate_factory.state()
+    known = set()
     for number, text in enumerate(roster.keys):
         key: Any = load_ssh_public_key(text.encode())
-        state.create_node(
-            NOOP_FLWR_AID, "operator", public_key_to_bytes(key), heartbeat_interval=0, name=f"client-{number}"
-        )
+        found = public_key_to_bytes(key)
+        state.create_node(NOOP_FLWR_AID, "operator", found, heartbeat_interval=0, name=f"client-{number}")
+        known.add(found)
+    return known
 
 
-def _run(app: Any, doors: Doors, own: Path, public: Path) -> None:
+def _run(app: Any, outside: Any, doors: Doors, own: Path, public: Path) -> None:
     """Both doors of one application: the network's in a thread, control in the main one, which gets the signals."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
@@ -129,14 +133,14 @@ def _run(app: Any, doors: Doors, own: Path, public: Path) -> None:
     def server(application: Any, address: tuple[str, int], certificates: Path, **more: Any) -> uvicorn.Server:
         return uvicorn.Server(
             uvicorn.Config(
-                application, host=address[0], port=address[1], log_config=said, workers=1,
+                application, host=address[0], port=address[1], log_config=said, workers=1, ws="none",
                 ssl_certfile=certificates / "server.crt", ssl_keyfile=str(certificates / "server.key"),
                 timeout_graceful_shutdown=SHUTDOWN, **more,
             )
         )  # fmt: skip
 
     control = server(app, doors.control, own)
-    network = server(fleet_only(app), doors.listen, public, lifespan="off")
+    network = server(outside, doors.listen, public, lifespan="off")
 
     def open_to_the_network() -> None:
         while not (control.started or control.should_exit):

@@ -20,6 +20,7 @@ from pathlib import Path
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.exits import status_of
+from fedflat.federation.flower import check_flower
 from fedflat.federation.processes import hang_up_is_an_end, private
 from fedflat.federation.project import QUIET
 from fedflat.federation.task import Task
@@ -35,6 +36,7 @@ def serve(given: argparse.Namespace) -> int:
         InputError: files that are missing or open to others. RunError: the SuperLink does not know the node any more.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
+    check_flower()
     Task.read(app)
     if not authority.is_file():
         raise wrong("--root-certificates", str(authority), "the authority's certificate (ca.crt)")

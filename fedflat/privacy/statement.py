@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-import tempfile
+import secrets
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -419,9 +419,8 @@ def write(path: str | Path, found: Mapping[str, Any]) -> None:
     text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     scratch = ""
     try:
-        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with open(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o644)
+        scratch = f"{path.parent}/.{path.name}.{secrets.token_hex(8)}"
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

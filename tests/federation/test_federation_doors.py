@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
             assert refused.returncode, refused.stdout
         assert "Created run" not in logs(federation)
         paths = ("control/start-run", "control/stop-run", "runtime/acquire-task", "runtime/pull-messages", "fleet/../x")
-        assert [status_of(f"https://{network}/v1/{path}") for path in paths] == [404] * 5
+        assert [status_of(f"https://{network}/v1/{path}") for path in paths] == [404] * 4 + [401]
         assert [status_of(f"https://{network}/{path}") for path in ("docs", "openapi.json", "health")] == [404] * 3
         assert status_of(f"https://{network}/v1/fleet/pull-messages") == 401  # nobody's key
         assert [status_of(f"https://{inside}/v1/{path}") for path in paths[:4]] == [401] * 4
@@ -295,7 +296,7 @@ def test_a_bundle_is_compared_file_by_file_and_never_unpacked(tmp_path: Path) ->
     assert difference(b"no zip", app) == "not readable (BadZipFile)"
 
 
-def ask(door: Any, path: str, kind: str = "http") -> list[Any]:
+def ask(door: Any, path: str, kind: str = "http", headers: dict[str, str] | None = None) -> list[Any]:
     import asyncio
 
     sent: list[Any] = []
@@ -303,22 +304,46 @@ def ask(door: Any, path: str, kind: str = "http") -> list[Any]:
     async def send(event: Any) -> None:
         sent.append(event)
 
-    asyncio.run(door({"type": kind, "path": path}, None, send))
+    raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    asyncio.run(door({"type": kind, "path": path, "headers": raw}, None, send))
     return sent
 
 
+def headers_of(key: Any) -> dict[str, str]:
+    """How Flower's SuperNode signs a request."""
+    import httpx
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    request = httpx.Request("POST", "https://x")
+    NodeAuthHttpInterceptor(key, key.public_key()).intercept(SimpleNamespace(request=request), lambda context: None)  # type: ignore[arg-type, return-value]
+    return {name: value for name, value in request.headers.items() if name.startswith("flwr-")}
+
+
 def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
+    """Nothing but Fleet, and nothing without the signature of a key in the roster."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
     reached: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         reached.append(scope["path"])
 
-    door = lock.fleet_only(app)
+    ours, stranger = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    known = public_key_to_bytes(ours.public_key())
+    door, signed = lock.fleet_only(app, {known}), headers_of(ours)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/V1/fleet/x", "/v1/fleet", "//v1/fleet/x", "/"):
-        assert ask(door, path)[0]["status"] == 404
+        assert ask(door, path, headers=signed)[0]["status"] == 404
     assert ask(door, "/v1/fleet/x", "websocket") == [] and ask(door, "/v1/fleet/x", "lifespan") == []
+    pull = "/v1/fleet/pull-messages"
+    other = headers_of(stranger)
+    false = [{}, other, {**other, FLEET_HTTP_PUBLIC_KEY_HEADER: signed[FLEET_HTTP_PUBLIC_KEY_HEADER]}]
+    false += [{**signed, name: value} for name in signed for value in ("", "é", "====", "2026")]
+    for headers in false:  # the app, which would read the whole body, never hears of these
+        assert ask(door, pull, headers=headers)[0]["status"] == 401
     assert reached == []
-    assert ask(door, "/v1/fleet/pull-messages") == [] and reached == ["/v1/fleet/pull-messages"]
+    assert ask(door, pull, headers=signed) == [] and reached == [pull]
     assert ask(app, "/v1/control/start-run") == [] and reached[-1] == "/v1/control/start-run"  # the twin: no door
 
 

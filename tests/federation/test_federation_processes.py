@@ -183,11 +183,11 @@ def until_none(folder: Path, seconds: float) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
-def test_a_closed_terminal_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
-    """`python -m fedflat.federation.local`: SIGHUP in a round ends everything in order; the second launcher, which
-    goes on from there, is killed, and everything ends by itself."""
+def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
+    """`python -m fedflat.federation.local`: SIGHUP (a closed terminal), then SIGTERM in a round end everything in
+    order; the third launcher, which goes on from there, is killed, and everything ends by itself."""
     fed = tmp_path / "fed"
-    recipe = small(rounds=4, data={"clients": 2}, cohort={"size": 2})
+    recipe = small(rounds=5, data={"clients": 2}, cohort={"size": 2})
     write_project(recipe, fed, port=free_port())
 
     def launched() -> subprocess.Popen[bytes]:
@@ -195,7 +195,8 @@ def test_a_closed_terminal_and_a_killed_launcher_leave_nothing(tmp_path: Path) -
         command = [sys.executable, "-m", "fedflat.federation.local", str(fed)]
         return subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
 
-    for number, finished, status in ((signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGKILL, 2, -signal.SIGKILL)):
+    ends = [(signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGTERM, 2, 128 + signal.SIGTERM)]
+    for number, finished, status in [*ends, (signal.SIGKILL, 3, -signal.SIGKILL)]:
         launcher = launched()
         wait_for(fed / "run" / "checkpoints" / f"round-{finished:06d}.safetensors", PATIENCE)
         assert {"flwr-serverapp"} <= set(of(tmp_path).values())
@@ -204,4 +205,4 @@ def test_a_closed_terminal_and_a_killed_launcher_leave_nothing(tmp_path: Path) -
         assert until_none(tmp_path, 15) == {}
         assert not (fed / "run" / "privacy.json").exists()
     charged = [entry["round"] for entry in read_ledger(fed / "run" / "ledger.jsonl")]
-    assert {0, 1} <= set(charged) <= {0, 1, 2} and len(charged) <= 5
+    assert {0, 1, 2} <= set(charged) <= {0, 1, 2, 3} and len(charged) <= 7

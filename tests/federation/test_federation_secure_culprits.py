@@ -725,3 +725,20 @@ def test_what_the_commitments_tell_is_known_from_the_public_key_and_fewer_shares
         parts = [times(c * half, held[x]) for c, x in ((s, 0), (u, 1), (v, 2))]
         total = sharing._add(sharing._add(parts[0], parts[1]), parts[2])
         assert sharing._affine(total) == sharing.read_points(told[place])[0]
+
+
+@pytest.mark.parametrize("cut", range(1, 45))
+def test_a_line_that_a_kill_tore_is_mended(tmp_path: Path, cut: int) -> None:
+    """The operator's record after a kill in its last write: the lines before count, and the next one is whole."""
+    path = tmp_path / "run.excluded.jsonl"
+    first = Culprits(path)
+    first.note(0, {1: "false deal"})
+    first.note(1, {2: "false share"})
+    whole = path.read_bytes()
+    assert len(whole.splitlines()[1]) > 44
+    path.write_bytes(whole[:-cut])
+    again = Culprits(path)
+    assert again.strikes == ({1: 1, 2: 1} if cut == 1 else {1: 1})
+    again.note(2, {2: "false share"})
+    lines = [json.loads(line)["round"] for line in path.read_text().splitlines()]
+    assert lines == ([0, 1, 2] if cut == 1 else [0, 2]) and path.stat().st_mode & 0o077 == 0

@@ -265,6 +265,7 @@ def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "privacy.json"
     found = make()
     write(path, found)
+    found = {**found, "checksum": module.checksum(found)}
     assert json.loads(path.read_text(encoding="utf-8")) == found and "ε" in path.read_text(encoding="utf-8")
     assert path.stat().st_mode & 0o777 == 0o644
 
@@ -276,6 +277,10 @@ def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.Monkey
         write(path, make(rounds_run=99))
     monkeypatch.undo()
     assert json.loads(path.read_text(encoding="utf-8")) == found and os.listdir(tmp_path) == ["privacy.json"]
+    before = os.umask(0o077)  # a deployment's: its files are its own account's
+    write(path, make())
+    os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(RunError, match="No such file"):
         write(tmp_path / "none" / "privacy.json", found)
 

@@ -1,0 +1,149 @@
+"""A server killed (SIGKILL) at any of its durable operations: what left it is charged, and all records agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from stand_in import Grid, client_at, deployed, grid_of, settings, small
+
+from fedflat.federation import server
+from fedflat.federation.close import close
+from fedflat.federation.processes import private
+from fedflat.federation.project import PACKAGE
+from fedflat.federation.task import Task
+from fedflat.inspection import inspect_run
+from fedflat.privacy.ledger import read as read_ledger
+
+OPERATIONS = ("fsync", "replace", "unlink", "write")
+ROUNDS = 3
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project") / "fed"
+    deployed(folder, small(rounds=ROUNDS, cohort={"size": 3}, privacy={"noise_multiplier": 1.0}))
+    return folder
+
+
+def watched(folder: Path) -> Grid:
+    """Honest clients, and a spy that writes down which model went out in which round."""
+    task = Task.read(folder / "app" / PACKAGE)
+    grid = grid_of(task, [client_at(folder, task, number) for number in range(task.form.clients)])
+
+    def spied(answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def handle(message: Any) -> Any:
+            sent = message.content["arrays"]["shared"].data
+            line = json.dumps([message.content["facts"]["round"], hashlib.sha256(sent).hexdigest()]) + "\n"
+            with (folder / "seen").open("a") as file:
+                file.write(line)
+            return answer(message)
+
+        return handle
+
+    grid.handlers = {number: spied(answer) for number, answer in grid.handlers.items()}
+    return grid
+
+
+def serve_and_die(folder: Path, at: int, after: bool) -> int:
+    """Serve in a child that kills itself at its ``at``-th durable operation, before or after it; the signal, or 0."""
+    child = os.fork()
+    if not child:
+        try:
+            private()
+            _count_down(at, after)
+            server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL)
+    return os.WTERMSIG(status)
+
+
+def _count_down(left: int, after: bool) -> None:
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*given: Any, **named: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0 and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = real(*given, **named)
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return operation
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def wrong_in(run: Path) -> list[str]:
+    return [f"{check.record}: {check.about}" for check in inspect_run(run) if check.verdict == "wrong"]
+
+
+def uncharged(folder: Path) -> dict[int, int]:
+    """Rounds of which more different results left the server than the ledger has charges of."""
+    seen = {tuple(json.loads(line)) for line in (folder / "seen").read_text().splitlines()}
+    charged = [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")]
+    left = {round: len([1 for found, _ in seen if found == round + 1]) for round in range(ROUNDS)}
+    return {round: count for round, count in left.items() if count > charged.count(round)}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="fork and SIGKILL")
+@pytest.mark.parametrize("seed", range(10))
+def test_a_server_killed_anywhere_owes_nothing(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Killed twice; what is left is ended for good in a copy, and goes on to its end in place: both hold."""
+    folder = tmp_path / "fed"
+    shutil.copytree(project, folder)
+    (folder / "seen").touch()
+    draw = random.Random(seed)
+    killed = [serve_and_die(folder, draw.randint(1, last), draw.random() < 0.5) for last in (30, 20)]
+    assert killed[0] == signal.SIGKILL
+    assert [path for path in (folder / "run").rglob("*") if path.stat().st_mode & 0o077] == []
+    if (folder / "run" / "recipe.yaml").exists():
+        with monkeypatch.context() as patch:
+            for name in ("fed", "state-home"):
+                if (tmp_path / name).exists():
+                    shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
+            patch.setenv("XDG_STATE_HOME", str(tmp_path / "copy" / "state-home"))
+            close(Task.read(folder / "app" / PACKAGE), tmp_path / "copy" / "fed" / "run")
+        assert wrong_in(tmp_path / "copy" / "fed" / "run") == [] and uncharged(tmp_path / "copy" / "fed") == {}
+    server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder))
+    assert wrong_in(folder / "run") == [] and uncharged(folder) == {}
+    facts = json.loads((folder / "run" / "privacy.json").read_text())
+    charged = read_ledger(folder / "run" / "ledger.jsonl")
+    assert facts["rounds"] == ROUNDS and facts["rounds_charged"] == len(charged) >= ROUNDS
+    assert list((tmp_path / "state-home" / "fedflat" / "keys").iterdir()) == []
+
+
+def test_the_count_of_what_left_finds_a_charge_that_is_missing(tmp_path: Path) -> None:
+    """The twin: two different results of a round, one charge."""
+    folder = tmp_path / "fed"
+    (folder / "run").mkdir(parents=True)
+    (folder / "seen").write_text("".join(json.dumps([1, name]) + "\n" for name in ("a", "b", "b")))
+    (folder / "run" / "ledger.jsonl").touch()
+    assert uncharged(folder) == {0: 2}
