@@ -130,7 +130,8 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts.plan, parts.local, data.clients)
-    what = identity(kept, made.digest, module, layout, made.given)
+    given = [pristine if part is made.module else part for part in made.given]  # the same on every device
+    what = identity(kept, made.digest, pristine, layout, given)
     refuse_change(untouched, everything=True)  # features were computed on it
     problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn, random=random, pristine=pristine)
     job = Job(

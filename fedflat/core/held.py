@@ -30,6 +30,8 @@ LARGE = 1_000_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "transformers", "fedflat"}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
+_COMPILED = ("_is_torch_compile", "_compiled_call_impl")
+"""What torch.compile notes on a module at its first pass; on tensors its names begin with ``_dynamo_``."""
 _OPAQUE = ("logging", "threading", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
 """Modules, and what is in them, whose objects are no memory."""
 
@@ -168,7 +170,11 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    return [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
+    return [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
+
+
+def _noted(name: str) -> bool:
+    return name in _COMPILED or name.startswith("_dynamo_")
 
 
 def _beside(tensor: Tensor) -> list[tuple[str, Any]]:
@@ -196,7 +202,7 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, nn.Module):
         inner = ("_parameters", "_buffers", "_modules")
         own = [(f".{name}", value) for held in inner for name, value in vars(thing)[held].items()]
-        rest = [(f".{name}", value) for name, value in vars(thing).items() if name not in inner]
+        rest = [(f".{name}", value) for name, value in vars(thing).items() if name not in inner and not _noted(name)]
         return [*own, *rest, *whole]
     slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(thing, name)]
     if not hasattr(thing, "__dict__") and not slots:

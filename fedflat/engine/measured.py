@@ -52,7 +52,7 @@ def add_clipped(
         factor = scale(norm)
         kept = _accurate(factor * size, bound, rows)
         chosen = factor * kept
-        for place in torch.nonzero(~kept & (factor > 0))[:, 0].tolist():
+        for place in torch.nonzero(~kept & (factor > 0))[:, 0].cpu().tolist():
             alone = rows.written(place)
             norm[place] = wide.norm(alone)
             factor[place] = scale(norm[place : place + 1])[0]
