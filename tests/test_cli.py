@@ -264,7 +264,7 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
         (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),
-        (("list",), "algorithms, datasets, models, recipes, accountants"),
+        (("list", "nosuch"), "algorithms, datasets, models, recipes, accountants"),
     ],
 )
 def test_first_mistakes(fedflat: Any, recipe: str, tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:

@@ -19,6 +19,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
-_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "transformers", "fedflat"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, PurePath)
+_INSTALLED = ("transformers", "peft", "huggingface_hub", "accelerate", "tokenizers", "safetensors", "packaging", "tqdm")
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
 """What torch.compile notes on a module at its first pass; on tensors its names begin with ``_dynamo_``."""

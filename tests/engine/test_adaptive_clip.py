@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from fedflat import simulation
 from fedflat.core.rng import stream
+from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Algorithm, Phase
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
 from fedflat.privacy.ledger import read
@@ -17,6 +19,7 @@ from fedflat.recipe import Recipe
 
 KEY = b"\3" * 32
 CLIENTS = 400
+LOG = logging.getLogger(__name__)
 
 
 def job(initial: float, quantile: float = 0.5, secure: bool = False, trust: str = "central"):
@@ -102,7 +105,8 @@ def test_a_run_reaches_the_median_of_its_own_norms(initial, tmp_path):
     assert [e["clip"] for e in entries] == [line["clip"] for line in result.history]
     assert entries[0]["clip"] == initial and len({e["clip"] for e in entries}) == 50
     for entry in entries:
-        assert entry["std"] == pytest.approx(entry["update_multiplier"] * entry["clip"])
+        assert entry["sensitivity"] == pytest.approx(entry["clip"] * (1 + ROUNDING), rel=1e-12)
+        assert entry["std"] == pytest.approx(entry["update_multiplier"] * entry["sensitivity"], rel=1e-12)
         both = (entry["std"] / entry["sensitivity"]) ** -2 + (2 * entry["count_std"]) ** -2
         assert both**-0.5 == pytest.approx(0.4)
     assert entries[0]["count_std"] == 25 / 20
@@ -111,15 +115,17 @@ def test_a_run_reaches_the_median_of_its_own_norms(initial, tmp_path):
     assert resumed.history == result.history
 
 
-def test_blur_follows_the_round_s_clip():
+def test_blur_follows_the_round_s_clip(caplog):
     """BLUR's threshold S is C_t, not the initial clip (004 Eq. 5)."""
-    seen: list[float] = []
+    caplog.set_level(logging.INFO, __name__)
 
     def rule(gradient, view):
-        seen.append(view.clip)
+        LOG.info("clip", extra={"clip": float(view.clip)})  # a list of its own would be a memory, and refused
         return gradient
 
     method = Algorithm("watching", phases=(Phase(rule=rule),))
     made = {**recipe(0.1, noise_multiplier=0.4), "rounds": 4, "engine": {"backend": "sequential"}}
-    result = simulation.run(made, algorithm=method)
+    result = simulation.run(made, algorithm=method, on_start=lambda job: caplog.clear())
+    seen = [record.clip for record in caplog.records if record.name == __name__]
+    assert len(seen) > 4
     assert list(dict.fromkeys(seen)) == [line["clip"] for line in result.history]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fedflat
+from fedflat.core.checks import RunError
 from fedflat.core.params import layout_of
 from fedflat.core.rng import stream
 from fedflat.engine import checkpoint, train
@@ -117,22 +118,24 @@ def test_a_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunError, match=r"cannot be written \(No space left on device\); the run stops"):
         fedflat.run(settings(), model=model(), clients=pairs(), out=tmp_path / "run")
     assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == 1
 
 
 class Remembers(nn.Module):
-    """Keeps something of its input on itself, as some models do."""
+    """Keeps its input on itself while a pass lasts, as some models do: two threads cannot share it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = nn.Linear(4, 3), torch.zeros(0)
+        self.layer = nn.Linear(4, 3)
+        self.seen: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x
         time.sleep(0.002)
-        return self.layer(self.seen)  # type: ignore[no-any-return]
+        found, self.seen = self.layer(self.seen), None
+        return found  # type: ignore[no-any-return]
 
 
 class Alone(Remembers):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fedflat
 from fedflat.core.checks import InputError
@@ -21,20 +22,19 @@ from fedflat.simulation import prepare
 
 
 class Body(Headed):
-    """Embeddings and a squashing as the body, a linear layer on their mean as the head; counts the body's calls."""
+    """Embeddings and a squashing as the body, a linear layer on their mean as the head."""
 
     trained = "classifier."
 
     def __init__(self, frozen: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.padding, self.calls = 0, 0
+        self.padding = 0
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.body, self.drop, self.classifier = nn.Embedding(20, 6), nn.Dropout(dropout), nn.Linear(6, 3)
         self.body.requires_grad_(not frozen)
 
     def features(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
         keep = (inputs != self.padding).float()[..., None]
         return self.drop(torch.tanh((self.body(inputs) * keep).sum(1) / keep.sum(1).clamp(min=1)))
 
@@ -71,9 +71,30 @@ def recipe(**changes: Any) -> dict[str, Any]:
     }
 
 
-def run(module: nn.Module, **changes: Any) -> fedflat.simulation.Result:
+KEY = b"\5" * 32
+
+
+def same_noise(job: Any) -> None:
+    """Two bodies are two runs, each with noise of its own; here they are compared under one key."""
+    job.key = KEY
+
+
+def run(module: nn.Module, on_start: Any = same_noise, **changes: Any) -> fedflat.simulation.Result:
     pairs = [texts(17 + i, i) for i in range(5)]
-    return fedflat.run(recipe(**changes), model=module, clients=pairs, test=texts(30, 99))
+    return fedflat.run(recipe(**changes), model=module, clients=pairs, test=texts(30, 99), on_start=on_start)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the batches that went through an embedding; a count in the module itself would be refused."""
+    seen, embedding = list[int](), functional.embedding
+
+    def counted(inputs: Tensor, *rest: Any, **named: Any) -> Tensor:
+        seen.append(len(inputs))
+        return embedding(inputs, *rest, **named)
+
+    monkeypatch.setattr(functional, "embedding", counted)
+    return seen
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +103,20 @@ def nothing_remembered() -> None:
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
-def test_a_run_with_features_is_the_run_without(backend: str) -> None:
+def test_a_run_with_features_is_the_run_without(backend: str, passes: list[int]) -> None:
     engine = {"backend": backend}
-    fast, slow = run(Body(), engine=engine), run(Live(), engine=engine)
+
+    def start(job: Any) -> None:
+        same_noise(job)
+        passes.clear()
+
+    fast = run(Body(), start, engine=engine)
+    assert not passes  # neither training nor the test examples go through the body again
+    slow = run(Live(), start, engine=engine)
+    assert len(passes) >= 9  # at least once in each of three steps of three rounds
     for a, b in zip(fast.model.parameters(), slow.model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     assert [r["test_accuracy"] for r in fast.history] == pytest.approx([r["test_accuracy"] for r in slow.history])
-    assert fast.model.calls <= 4 < 9 <= slow.model.calls  # two batches of training data, one of test data, one trial
     x, _ = texts(4)
     torch.testing.assert_close(fast.model(x), slow.model(x))  # what comes out still takes ids
 
@@ -133,11 +161,11 @@ def test_images_are_inputs_too() -> None:
     assert torch.equal(computed(Image(), images), images.flatten(1)[:, :6])
 
 
-def test_remembered_for_the_same_body_and_data_only() -> None:
+def test_remembered_for_the_same_body_and_data_only(passes: list[int]) -> None:
     module, data = Body(), federation()
     first = with_features(data, module)
-    calls = module.calls
-    assert with_features(data, module).inputs is first.inputs and module.calls == calls
+    assert sorted(passes) == [17, 18, 19, 20, 21, 30]  # one batch a client, never two clients in one; one of the test
+    assert with_features(data, module).inputs is first.inputs and len(passes) == 6
     with torch.no_grad():
         module.classifier.weight += 1  # the head changes no feature
     assert with_features(data, module).inputs is first.inputs
@@ -163,7 +191,9 @@ def test_another_setting_with_the_same_weights_is_another_body() -> None:
     assert torch.allclose(with_features(data, two).inputs, 2 * first)
 
 
-def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = [texts(17 + i, i) for i in range(5)]
     changes: dict[str, Any] = {"model": Body(), "clients": pairs, "test": texts(30, 99)}
     whole = fedflat.run(recipe(), out=tmp_path / "run", **changes)
@@ -172,9 +202,14 @@ def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(tmp_path: Pat
     again = fedflat.run(recipe(), out=tmp_path / "run", resume=True, **changes)
     for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    jobs = [prepare(fedflat.Recipe.of(recipe()), module, pairs, texts(30, 99)) for module in (Body(), Live())]
-    assert jobs[0].fingerprint == jobs[1].fingerprint
-    assert jobs[0].data.inputs.shape[1:] == (6,) and jobs[1].data.inputs.shape[1:] == (8,)
+    with_them, other = (
+        prepare(fedflat.Recipe.of(recipe()), module, pairs, texts(30, 99)) for module in (Body(), Live())
+    )
+    monkeypatch.setattr("fedflat.assembly.jobs.with_features", lambda data, *_: data)
+    without = prepare(fedflat.Recipe.of(recipe()), Body(), pairs, texts(30, 99))
+    assert with_them.data.inputs.shape[1:] == (6,) and without.data.inputs.shape[1:] == (8,)
+    assert with_them.fingerprint == without.fingerprint and with_them.key == without.key
+    assert other.fingerprint != with_them.fingerprint  # a model's code is part of what a run is
 
 
 def test_features_that_draw_are_refused() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedflat
@@ -143,12 +144,15 @@ def test_frozen_layers_dropout_and_buffers() -> None:
 
 
 def test_a_users_own_rule_and_odd_messages() -> None:
-    """Lambdas travel; a message of a wrong length or kind counts as zero, as everywhere."""
+    """Lambdas travel; a message of a wrong length, kind or value counts as zero, as everywhere.
+
+    A transform that does so in its trial, which takes two steps, is refused before anybody trains; these go on then.
+    """
     sign = Phase(rule=lambda gradient, view: lambda w: torch.sign(gradient(w)))
     for transform in (
-        lambda update, view: update[..., :-1],
-        lambda update, view: update.double(),
-        lambda update, view: update.bfloat16(),
+        lambda update, view: update[..., :-1] if view.steps == 3 else update,
+        lambda update, view: update.double() if view.steps == 3 else update,
+        lambda update, view: update.bfloat16() if view.steps == 3 else update,
         lambda update, view: update * float("nan"),
     ):
         own = Algorithm("own", phases=(sign,), transforms=(transform,))
@@ -201,9 +205,10 @@ def test_the_command_line_runs_on_ray(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(SystemExit) as end:
             cli.main()
         assert not end.value.code
-        models.append(sorted((tmp_path / backend / "checkpoints").glob("*.safetensors"))[-1].read_bytes())
+        models.append(load_file(sorted((tmp_path / backend / "checkpoints").glob("*.safetensors"))[-1]))
     signal.signal(signal.SIGINT, before)
-    assert models[0] == models[1]
+    assert models[0].keys() == models[1].keys() and len(models[0]["shared"])
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
 
 
 # --- memory, faults ---------------------------------------------------------------------------------------------------
@@ -309,7 +314,7 @@ def test_what_a_model_raises_names_the_client() -> None:
     everybody = {"cohort": {"size": len(SIZES)}}
     with pytest.raises(RunError, match=r"^Ray task, client 4: round 0, client 4, local training: sizes do not fit$"):
         both(network=lambda: Fails(6, 3), changes=everybody)
-    with pytest.raises(RunError, match=r"(?s)^Ray task, client 4: .*KeyError: 'sizes do not fit'"):
+    with pytest.raises(RunError, match=r"^Ray task, client 4: round 0, client 4, local training: 'sizes do not fit'$"):
         both(network=lambda: FailsOddly(6, 3), changes=everybody)
     same(*both())  # the session is as good as before
 

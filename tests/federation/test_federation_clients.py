@@ -306,7 +306,8 @@ def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.Captu
     deploy("quick-start", tmp_path / "two", 3, [*changes, "algorithm.name=fedavg", "privacy={}"])
     assert "no finite ε" in capsys.readouterr().out
     readme = (tmp_path / "fed" / "README.md").read_text()
-    for command in ("flower-superlink", "flwr supernode register", "flower-supernode", "flwr run", "flwr stop"):
+    programs = [f"fedflat.federation.{name}" for name in ("superlink", "supernode", "rejoin", "close", "local")]
+    for command in (*programs, "flwr run", "flwr stop"):
         assert command in readme
     assert Task.read(tmp_path / "fed" / "app" / PACKAGE).pin in readme
     flower = (tmp_path / "fed" / "app" / "pyproject.toml").read_text()

@@ -595,7 +595,10 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
     assert is_sum_of(again.round(4), [0, 2, 3, 4]) and set(asked) == {0, 1, 2}
     path = again.server.culprits.path  # type: ignore[union-attr]
     assert path.stat().st_mode & 0o077 == 0 and len(path.read_text().splitlines()) == 3
-    path.write_text(path.read_text() + '{"round": 3, "excl')
+    whole = path.read_text()
+    path.write_text(whole + '{"round": 3, "excl')  # a kill while it was written: nobody was put off for it
+    assert Culprits(path).off == {LIAR} and path.read_text() == whole
+    path.write_text('{"round": 3, "excl\n' + whole)
     with pytest.raises(RunError, match="cannot be read"):
         Culprits(path)
 

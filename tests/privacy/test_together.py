@@ -112,7 +112,7 @@ def test_the_settings_of_one_comparison() -> None:
     """Poisson, everyone, adaptive clips and votes: all by loss distributions; equal rounds meet despite rounding."""
     runs = [
         run_of(plan_of(), "a"),
-        run_of(plan_of(), "b", line={"std": 0.19 * (1 + 1e-15)}),
+        run_of(plan_of(), "b", line={"std": plan_of().record(0, 0.2)["std"] * (1 + 1e-15)}),
         run_of(plan_of(adaptive=True), "c"),
         run_of(plan_of(noise_multiplier=3.0, cohort_size=500), "d"),
         run_of(plan_of(noise_multiplier=2.0, mechanism=VotesPlan(4, 20)), "e", line={"noise_multiplier": 2.0}),
