@@ -144,19 +144,22 @@ def test_frozen_layers_dropout_and_buffers() -> None:
 
 
 def test_a_users_own_rule_and_odd_messages() -> None:
-    """Lambdas travel; a message of a wrong length, kind or value counts as zero, as everywhere.
+    """Lambdas travel; what is no number counts as zero, as everywhere, and a wrong length is refused by name.
 
-    A transform that does so in its trial, which takes two steps, is refused before anybody trains; these go on then.
+    The trial of pieces takes two steps, a client three: what shows in the trial is refused before anybody trains.
     """
     sign = Phase(rule=lambda gradient, view: lambda w: torch.sign(gradient(w)))
     for transform in (
-        lambda update, view: update[..., :-1] if view.steps == 3 else update,
         lambda update, view: update.double() if view.steps == 3 else update,
         lambda update, view: update.bfloat16() if view.steps == 3 else update,
         lambda update, view: update * float("nan"),
     ):
         own = Algorithm("own", phases=(sign,), transforms=(transform,))
         same(*both(algorithm=own))
+    short = Algorithm("own", phases=(sign,), transforms=(lambda u, view: u[..., :-1] if view.steps == 3 else u,))
+    for engine in (RAY, {"backend": "sequential"}):
+        with pytest.raises(InputError, match=r"^algorithm\.transforms\[0\].*\(52,\) returned for \(53,\)"):
+            both(engine, algorithm=short)
 
 
 def test_another_number_of_workers_gives_the_same_numbers() -> None:
