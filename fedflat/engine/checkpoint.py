@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import RoundState
+from fedflat.engine.folder import flush
 from fedflat.engine.heads import Heads
 
 KEPT = 3
@@ -72,9 +73,9 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     save_file(whole, part, metadata={"state": json.dumps(facts)})
     os.chmod(part, allowed)
-    _flush(part)
+    flush(part)
     os.replace(part, path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -148,11 +149,3 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:
         found = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"
         raise InputError(f"{path}: found {found}; allowed: the file that was written.")
     return tensors, facts
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
