@@ -20,7 +20,7 @@ from benchmarks.table import markdown
 from benchmarks.table_gpu import markdown_gpu
 from benchmarks.turns import System, environment, machine, measure
 from benchmarks.workloads import ALL, BY_NAME
-from fedflat.engine.choose import one_thread
+from fedflat.backends.choose import one_thread
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -26,7 +26,7 @@ def measure() -> dict[str, Any]:
     from dp_accounting import mechanism_calibration, pld, rdp
 
     import fedflat
-    from fedflat.privacy.curves import EpsilonCurve
+    from fedflat.privacy.accounting.curves import EpsilonCurve
 
     calibrate = fedflat.noise_multiplier  # imported here, not while timed
     event = dp_accounting.PoissonSampledDpEvent(COHORT / CLIENTS, dp_accounting.GaussianDpEvent(SIGMA))

@@ -27,17 +27,17 @@ import torch
 
 from benchmarks.scale_paper import Costs, markdown
 from benchmarks.workloads import BY_NAME, network
+from fedflat.backends.choose import one_thread
+from fedflat.backends.ray.tasks import RayTasks
+from fedflat.backends.resident import keep_freed_memory, resident
+from fedflat.backends.sequential import Sequential
+from fedflat.backends.workers import Workers
 from fedflat.core.params import layout_of
+from fedflat.core.personal import Heads
 from fedflat.core.types import Algorithm, Broadcast, Local, Phase, UpdateView
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.choose import one_thread
-from fedflat.engine.heads import Heads
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.ray_tasks import RayTasks
-from fedflat.engine.resident import keep_freed_memory, resident
-from fedflat.engine.sequential import Sequential
-from fedflat.engine.workers import Workers
 from fedflat.pieces.clipping import whole_vector
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,9 @@ from collections import Counter
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation import consistency, dealing, secagg, stages
-from fedflat.federation.secagg import Collector, Secrets
+from fedflat.federation.secagg import consistency, dealing, stages
+from fedflat.federation.secagg import protocol as secagg
+from fedflat.federation.secagg.protocol import Collector, Secrets
 
 SIZE, BITS, CONTEXT = 1 << 14, 16, b"benchmark".ljust(32)
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.heads import Heads
 from fedflat.federation import wire
-from fedflat.federation.transport import Flower, return_large_blocks
+from fedflat.federation.server.transport import Flower, return_large_blocks
 from fedflat.pieces.clipping import whole_vector
 
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from fedflat.config.recipe import Recipe
 from fedflat.federation import wire
+from fedflat.federation.launch.project import client_folder, write_project
 from fedflat.federation.local import Federation
-from fedflat.federation.project import client_folder, write_project
-from fedflat.recipe import Recipe
 
 ROUNDS, POLL, IDLE = 1, 3.0, 20.0
 INPUTS, CLASSES = 64, 10
@@ -149,7 +149,7 @@ def measure(clients: int, dimension: int, place: Path) -> None:
 
 def dimension_of(federation: Federation) -> int:
     """d of the model that the recipe made."""
-    from fedflat.simulation import prepare
+    from fedflat.simulation.run import prepare
 
     return prepare(federation.task.recipe, data=federation.task.form.federation()).parts.layout.dimension
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedflat.config.recipe import Recipe
     from fedflat.core.checks import InputError, RunError
     from fedflat.core.types import (
         Algorithm,
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
         Transform,
         UpdateView,
     )
-    from fedflat.privacy.accounting import epsilon, noise_multiplier
-    from fedflat.recipe import Recipe
-    from fedflat.simulation import Result, run
+    from fedflat.privacy.accounting.epsilon import epsilon, noise_multiplier
+    from fedflat.simulation.run import Result, run
 
 __version__ = "0.1.0"
 
@@ -42,16 +42,16 @@ _PLACES = {
     "LocalView": "fedflat.core.types",
     "MaskView": "fedflat.core.types",
     "Phase": "fedflat.core.types",
-    "Recipe": "fedflat.recipe",
-    "Result": "fedflat.simulation",
+    "Recipe": "fedflat.config.recipe",
+    "Result": "fedflat.simulation.run",
     "RunError": "fedflat.core.checks",
     "ServerStep": "fedflat.core.types",
     "ServerView": "fedflat.core.types",
     "Transform": "fedflat.core.types",
     "UpdateView": "fedflat.core.types",
-    "epsilon": "fedflat.privacy.accounting",
-    "noise_multiplier": "fedflat.privacy.accounting",
-    "run": "fedflat.simulation",
+    "epsilon": "fedflat.privacy.accounting.epsilon",
+    "noise_multiplier": "fedflat.privacy.accounting.epsilon",
+    "run": "fedflat.simulation.run",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 """``python -m fedflat``."""
 
-from fedflat.cli import main
+from fedflat.cli.main import main
 
 main()

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from rich.cells import cell_len
 
-from fedflat import cli
+from fedflat.cli import main as cli
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -138,7 +138,7 @@ def test_a_folder_that_holds_a_run_is_kept(fedflat: Any, recipe: str) -> None:
 
 def test_resume_goes_on_from_the_folders_own_recipe(fedflat: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after a round (as by Ctrl-C) and resumed: the same records and ledger as a run that was not stopped."""
-    from fedflat.commands import training
+    from fedflat.cli import training
 
     assert fedflat("run", recipe, "--out", "whole").status == 0
     asked: list[int] = []
@@ -243,7 +243,7 @@ def test_the_real_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
 def test_help_and_mistakes_answer_without_torch() -> None:
     """Assembling the commands and reading a recipe must not wait for torch, SciPy or the accountants."""
     code = (
-        "import sys; from fedflat import cli; cli._assemble(); from fedflat.recipe import Recipe; "
+        "import sys; from fedflat import cli; cli._assemble(); from fedflat.config.recipe import Recipe; "
         "Recipe.load('quick-start'); print([m for m in ('torch', 'scipy', 'dp_accounting') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

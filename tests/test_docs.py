@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fedflat.algorithms import ALGORITHMS
-from fedflat.recipe import Recipe
+from fedflat.config.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -122,7 +122,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
         "fedflat.run",
         "fedflat.algorithms.dp_fedpgn",
         "fedflat.pieces.gradients.sam",
-        "fedflat.recipe.Recipe",
+        "fedflat.config.recipe.Recipe",
     ):
         assert f'id="{name}"' in reference, name
 
@@ -131,7 +131,7 @@ def test_every_command_teaches_by_example() -> None:
     """``--help`` of each command has an example whose command and options exist."""
     from typer.main import get_command
 
-    from fedflat.cli import _assemble, app
+    from fedflat.cli.main import _assemble, app
 
     if not app.registered_commands:
         _assemble()

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from fedflat.core.checks import InputError
-from fedflat.experiment import Comparison, compare, worker
-from fedflat.experiment.settings import axis, check_folders, claim, expand, split_top, tasks
 from fedflat.report.progress import RunEvent
+from fedflat.simulation import experiment_worker as worker
+from fedflat.simulation.experiment import Comparison, compare
+from fedflat.simulation.experiment_settings import axis, check_folders, claim, expand, split_top, tasks
 
 TINY: dict[str, Any] = {
     "name": "tiny",

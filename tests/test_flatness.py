@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import fedflat
-from fedflat import cli, flatness
+from fedflat.analysis import flatness
 from fedflat.analysis.objective import Objective
-from fedflat.engine import checkpoint
+from fedflat.cli import main as cli
 from fedflat.engine.evaluate import scores
+from fedflat.records import checkpoint
 from fedflat.report.metrics import read_run, read_runs
-from fedflat.simulation import prepare
+from fedflat.simulation.run import prepare
 
 TINY: dict[str, Any] = {
     "name": "tiny",

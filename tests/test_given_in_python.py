@@ -10,11 +10,12 @@ import torch
 import yaml
 from torch import nn
 
-from fedflat import InputError, Recipe, simulation
+from fedflat import InputError, Recipe
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.inputs import as_given
 from fedflat.audit import audit_run
-from fedflat.recipe import GIVEN
+from fedflat.config.recipe import GIVEN
+from fedflat.simulation import run as simulation
 
 RECIPE = {
     "name": "own",

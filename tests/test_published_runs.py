@@ -14,20 +14,20 @@ import pytest
 import torch
 
 import fedflat
-from fedflat.assembly.published import clip_of, facts
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
 from fedflat.core.types import Broadcast, Local
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.round import accumulator_of, finish_round, noisy_sum, select_cohort
-from fedflat.engine.shares import NoiseShares, SharesAccumulator
 from fedflat.engine.train import Job
+from fedflat.methods.published.accounting import Published
+from fedflat.methods.published.assembly import clip_of, facts
+from fedflat.methods.published.shares import NoiseShares, SharesAccumulator
 from fedflat.pieces.clipping import EachTensor, Median
 from fedflat.pieces.transforms import TopK, top_k
-from fedflat.privacy.published import Published
 from fedflat.privacy.verify import verify_run
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare, resolved
+from fedflat.simulation.run import prepare, resolved
 
 KEY = bytes(range(32))
 TENSORS = (slice(0, 6), slice(6, 8), slice(8, 20))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fedflat import reference
 from fedflat.algorithms import ALGORITHMS
+from fedflat.config import reference
+from fedflat.config.recipe import Recipe, override
 from fedflat.core.checks import InputError
-from fedflat.recipe import Recipe, override
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 

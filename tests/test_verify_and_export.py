@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedflat import simulation
 from fedflat.core.checks import InputError, RunError
-from fedflat.export import export
-from fedflat.inspection import CHECKS, check_limits, check_modes, inspect_run
+from fedflat.simulation import run as simulation
+from fedflat.simulation.export import export
+from fedflat.simulation.inspection import CHECKS, check_limits, check_modes, inspect_run
 
 RECIPE = {
     "name": "tiny",
@@ -212,6 +212,6 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeyp
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fedflat.engine.checkpoint.save", full)
+    monkeypatch.setattr("fedflat.records.checkpoint.save", full)
     with pytest.raises(RunError, match=r"checkpoints: cannot be written \(No space left on device\); the run stops"):
         simulation.run(RECIPE, out=tmp_path / "run")

@@ -12,11 +12,11 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly.plans import NOT_HELD, algorithm_of
+from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import Federated, from_pairs, hold_back
-from fedflat.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
 
 
 def as_given(

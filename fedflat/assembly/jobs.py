@@ -16,11 +16,16 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly import noising, published, voting
 from fedflat.assembly.inputs import as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
+from fedflat.backends.choose import backend_for
+from fedflat.backends.features import with_features
+from fedflat.backends.onednn import serves
+from fedflat.backends.resident import keep_freed_memory, resident
+from fedflat.backends.sequential import Sequential
+from fedflat.config.recipe import Recipe
 from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout, flatten, layout_of
@@ -28,17 +33,14 @@ from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
-from fedflat.engine.choose import backend_for
 from fedflat.engine.device import CPU, device_for, exact, placed
-from fedflat.engine.features import with_features
-from fedflat.engine.onednn import serves
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem, refuse_change
-from fedflat.engine.resident import keep_freed_memory, resident
-from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Backend, Evaluation, Job
+from fedflat.methods import noise as noising
+from fedflat.methods.ae_dpfl import assembly as voting
+from fedflat.methods.published import assembly as published
 from fedflat.pieces.server import optimizer
-from fedflat.recipe import Recipe
 
 
 def prepare(

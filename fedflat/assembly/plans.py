@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from fedflat.algorithms import ALGORITHMS, Factory
-from fedflat.assembly import noising, published, voting
+from fedflat.config.recipe import GIVEN, ClipSection, Recipe
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Clip, Local
 from fedflat.data.clients import Federated
+from fedflat.methods import noise as noising
+from fedflat.methods.ae_dpfl import assembly as voting
+from fedflat.methods.published import assembly as published
 from fedflat.pieces import clipping
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.recipe import GIVEN, ClipSection, Recipe
 
 NOT_HELD = (
     "the same model=… and clients=… given again in Python, for example fedflat.run(recipe, model, clients, out=…, "

@@ -11,17 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from fedflat.assembly import noising, published, voting
+from fedflat.config.recipe import GIVEN, ClipSection, Recipe
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Local
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.public import HELD_OUT
-from fedflat.engine.opening import Identity
 from fedflat.engine.train import Job, Outcome
+from fedflat.methods import noise as noising
+from fedflat.methods.ae_dpfl import assembly as voting
+from fedflat.methods.published import assembly as published
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import rounds_charged, statement
-from fedflat.recipe import GIVEN, ClipSection, Recipe
+from fedflat.records.opening import Identity
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""

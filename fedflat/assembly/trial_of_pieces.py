@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fedflat.backends.sequential import using_threads
 from fedflat.core.checks import InputError
 from fedflat.core.held import global_generators
 from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, LocalView, MaskView, Phase, ServerView, UpdateView
-from fedflat.engine.sequential import using_threads
 from fedflat.pieces.gradients import Composed
 
 ROWS = 3

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedflat import simulation
+from fedflat.config.recipe import Recipe
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Local, Part, RoundState
@@ -24,7 +24,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import Batch, Gradient
 from fedflat.engine.round import accumulator_of, broadcast_of, select_cohort
 from fedflat.engine.train import Job
-from fedflat.recipe import Recipe
+from fedflat.simulation import run as simulation
 
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
 """The model has 16 tensors of 12 entries and a linear head of 26; two clients are there beside the canary."""

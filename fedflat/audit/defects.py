@@ -20,14 +20,14 @@ from fedflat.audit.canaries import CANARIES
 from fedflat.audit.exact import contract_violations, outside_faults
 from fedflat.audit.mechanism import ASSUMPTIONS, CONFIDENCE, RUNS, audit_bench
 from fedflat.audit.result import AuditResult
+from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import one_of
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.sequential import Sequential
 from fedflat.engine.train import Job
-from fedflat.privacy.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 
 @dataclass(frozen=True)

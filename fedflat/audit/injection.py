@@ -14,10 +14,10 @@ from torch import Tensor
 from fedflat.audit.bench import linear_message
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
+from fedflat.core.personal import Heads
 from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.heads import Heads
 from fedflat.engine.parts import Parts
 from fedflat.engine.train import Backend, Evaluation, Job, train
 from fedflat.privacy.plan import Plan

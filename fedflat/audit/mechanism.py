@@ -22,9 +22,9 @@ from fedflat.audit.exact import contract_violations
 from fedflat.audit.releases import Neighbours, coupled_difference, must_loop, on_a_grid, releases, run_key
 from fedflat.audit.result import AuditResult
 from fedflat.audit.votes import vote_releases
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import in_range, one_of, whole
 from fedflat.privacy.plan import Plan
-from fedflat.recipe import Recipe
 
 Floats = NDArray[np.float64]
 

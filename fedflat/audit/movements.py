@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedflat import simulation
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.audit.planted import PLANTED
 from fedflat.audit.result import AuditResult
 from fedflat.audit.shared_noise import shared_noise
 from fedflat.audit.worlds import CLIENTS, SLACK, Engine, Movement, Stage, Worlds
+from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import InputError, one_of
 from fedflat.core.params import layout_of
 from fedflat.core.rng import noise_key, seeded_torch
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated, from_pairs
-from fedflat.engine import checkpoint
-from fedflat.engine.opening import OPENING, Opening
 from fedflat.engine.train import Job
-from fedflat.recipe import GIVEN, Recipe
+from fedflat.records import checkpoint
+from fedflat.records.opening import OPENING, Opening
+from fedflat.simulation import run as simulation
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""

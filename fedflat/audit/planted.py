@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.audit.hostile import Case
+from fedflat.backends.sequential import Sequential
 from fedflat.core.params import Layout, layout_of
+from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Broadcast, Part, UpdateView
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.batches import Order, SingleFeed
 from fedflat.engine.client import train_client
-from fedflat.engine.feed import Order, SingleFeed
-from fedflat.engine.heads import Heads
+from fedflat.engine.mlp import Linear, stack_of
 from fedflat.engine.problem import Batch, Gradient, ModuleProblem
-from fedflat.engine.sequential import Sequential
-from fedflat.engine.stack import Linear, stack_of
 from fedflat.engine.train import Job
 
 

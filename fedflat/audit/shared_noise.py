@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat import simulation
 from fedflat.audit.hostile import Case, Maker, federation
 from fedflat.audit.worlds import Engine, Recorder, Stage, world_recipe
+from fedflat.config.recipe import Recipe
 from fedflat.engine.train import Job
-from fedflat.recipe import Recipe
+from fedflat.simulation import run as simulation
 
 ALIKE = 0.99
 """Cosine from which two noises are one; independent ones of a few entries stay below it."""

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from fedflat import simulation
 from fedflat.audit.mechanism import RUNS, audit_recipe
 from fedflat.audit.movements import audit_worlds
 from fedflat.audit.one_run import one_run
 from fedflat.audit.one_shot import one_shot
 from fedflat.audit.result import AuditResult
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of, whole, wrong
-from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.train import Job
-from fedflat.recipe import Recipe
+from fedflat.records.folder import replace as write_whole
+from fedflat.simulation import run as simulation
 
 KINDS = ("quick", "worlds", "mechanism", "canaries", "one-run", "all")
 CANARIES = 500

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedflat import simulation
 from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
+from fedflat.backends.choose import one_thread
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear
 from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import Federated
-from fedflat.engine.choose import one_thread
 from fedflat.engine.parts import Parts
 from fedflat.engine.train import Job, Outcome, train
-from fedflat.recipe import Recipe
+from fedflat.simulation import run as simulation
 
 SLACK = 0.002
 """What rounding may add to C, relatively."""

@@ -188,7 +188,7 @@ class Algorithm:
     finetune: a phase each client runs on the global model before it is evaluated (never sent).
     private: clip and noise. False only for the non-private twins.
     momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
-    step: for methods whose message is no update (ae-dpfl): see engine/votes.py.
+    step: for methods whose message is no update (ae-dpfl): see methods/ae_dpfl/rounds.py.
     """
 
     name: str

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.engine.stack import Linear
+from fedflat.engine.mlp import Linear
 
 Coefficient = float | Tensor
 """A number for the whole block, or one per client ``(n, 1)``."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedflat.core import wide
 from fedflat.core.rounding import ROUNDING, SHARE, gamma
 from fedflat.engine.factored import Factored
-from fedflat.engine.stack import Linear
+from fedflat.engine.mlp import Linear
 
 Scale = Callable[[Tensor], Tensor]
 """Norms ``(n,)`` -> the clip's factors ``(n,)``, 0 where a norm is not finite."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import wrong
+from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
-from fedflat.engine import checkpoint, keys
-from fedflat.engine.folder import METRICS, set_aside
-from fedflat.engine.heads import Heads
-from fedflat.engine.opening import Opening, software
 from fedflat.privacy.ledger import Entry, Ledger, run_of
+from fedflat.records import checkpoint, keys
+from fedflat.records.folder import METRICS, set_aside
+from fedflat.records.opening import Opening, software
 
 if TYPE_CHECKING:
     from fedflat.engine.train import Job

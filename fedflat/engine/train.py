@@ -17,25 +17,25 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedflat.core.checks import RunError
+from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import Federated
-from fedflat.engine import checkpoint
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.ahead import Ahead
+from fedflat.engine.batches import Order, SingleFeed
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
 from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
-from fedflat.engine.feed import Order, SingleFeed
-from fedflat.engine.folder import LEDGER, RunFolder
-from fedflat.engine.heads import Heads
-from fedflat.engine.opening import Identity, Opening
 from fedflat.engine.parts import Parts, ScaledMechanism
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger, extra_rounds
 from fedflat.privacy.plan import Plan
+from fedflat.records import checkpoint
+from fedflat.records.folder import LEDGER, RunFolder
+from fedflat.records.opening import Identity, Opening
 
 Record = dict[str, Any]
 LARGE = 200_000

@@ -14,7 +14,7 @@ def server_app(folder: str | Path) -> Any:
 
     def main(grid: Any, context: Any) -> None:
         from fedflat.federation.events import log_to_stderr
-        from fedflat.federation.server import Settings, serve
+        from fedflat.federation.server.session import Settings, serve
         from fedflat.federation.task import Task
 
         log_to_stderr(str(context.run_config.get("log", "text")))
@@ -31,7 +31,7 @@ def client_app(folder: str | Path) -> Any:
     app = ClientApp()
 
     def answer(message: Any, context: Any) -> Any:
-        from fedflat.federation.client import reply_to
+        from fedflat.federation.client.session import reply_to
         from fedflat.federation.events import log_to_stderr
 
         log_to_stderr(str(context.node_config.get("log", "text")))

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedflat.core.checks import wrong
-from fedflat.engine import keys
-from fedflat.engine.folder import LEDGER, METRICS, RECIPE, STATEMENT, read_lines
-from fedflat.engine.folder import replace as write_whole
 from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome
-from fedflat.federation.claims import deployment_statement
 from fedflat.federation.exits import status_of
-from fedflat.federation.server import ENDED, Settings, _name, _only_server, _versions, job_of, standing
+from fedflat.federation.server.claims import deployment_statement
+from fedflat.federation.server.session import ENDED, Settings, _name, _only_server, _versions, job_of, standing
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.statement import write as write_statement
+from fedflat.records import keys
+from fedflat.records.folder import LEDGER, METRICS, RECIPE, STATEMENT, read_lines
+from fedflat.records.folder import replace as write_whole
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
 

@@ -1,7 +1,7 @@
 """Log lines of the two apps, as text or as JSON: what happened, in which round, and the facts that may be told.
 
-A fact gets into a JSON line, or into the metrics (``fedflat.federation.monitor``), only where the code names it in
-``told``: figures that were released, or that say how the service does. A traceback is reduced to its type and place,
+A fact gets into a JSON line, or into the metrics (``fedflat.federation.server.monitor``), only where the code names it
+in ``told``: figures that were released, or that say how the service does. A traceback is reduced to its type and place,
 for an exception's own words may quote data.
 """
 
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fedflat.core.checks import one_of
-from fedflat.engine.folder import plain
+from fedflat.records.folder import plain
 
 FORMATS = ("text", "json")
 

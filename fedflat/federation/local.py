@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import Any
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.federation.client.store import Store
 from fedflat.federation.exits import status_of
-from fedflat.federation.processes import dies_with, end, end_with_an_exit, private
-from fedflat.federation.project import (
+from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, private
+from fedflat.federation.launch.project import (
     CONTROL_CERTIFICATE,
     DOORS,
     PACKAGE,
@@ -33,7 +34,6 @@ from fedflat.federation.project import (
     supernode_command,
 )
 from fedflat.federation.rejoin import sign_off
-from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 
 PATIENCE, GRACE = 120.0, 8.0

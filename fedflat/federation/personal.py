@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedflat.backends.choose import one_thread
 from fedflat.core.checks import wrong
+from fedflat.core.personal import Heads
 from fedflat.core.types import RoundState
-from fedflat.engine import checkpoint
-from fedflat.engine.choose import one_thread
 from fedflat.engine.evaluate import scores
-from fedflat.engine.heads import Heads
 from fedflat.engine.train import finetuned
-from fedflat.federation.client import Client
+from fedflat.federation.client.session import Client
+from fedflat.federation.client.store import Store, read_examples
 from fedflat.federation.exits import status_of
-from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
+from fedflat.records import checkpoint
 
 
 def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.federation.client.store import Store
 from fedflat.federation.exits import status_of
-from fedflat.federation.store import Store
 
 
 def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
@@ -31,7 +31,7 @@ def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-    from fedflat.federation.secure_client import signing_key
+    from fedflat.federation.secagg.client import signing_key
 
     if not certificates.is_file():
         raise wrong("--root-certificates", str(certificates), "the authority's certificate (ca.crt)")

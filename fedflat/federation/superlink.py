@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, wrong
-from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.exits import status_of
-from fedflat.federation.flower import check_flower
+from fedflat.federation.launch.certificates import write_authority_and_server
+from fedflat.federation.launch.flower import check_flower
+from fedflat.federation.launch.processes import hang_up_is_an_end, private
+from fedflat.federation.launch.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, environment
 from fedflat.federation.lock import LOCK, OperatorOnly, address_of, fleet_only, loopback_of, read_lock
-from fedflat.federation.processes import hang_up_is_an_end, private
-from fedflat.federation.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, environment
 from fedflat.federation.roster import Roster
 from fedflat.federation.task import ROSTER
 from fedflat.federation.worker import Runtime, server_work, start_worker

@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.exits import status_of
-from fedflat.federation.flower import check_flower
-from fedflat.federation.processes import hang_up_is_an_end, private
-from fedflat.federation.project import QUIET
+from fedflat.federation.launch.certificates import write_authority_and_server
+from fedflat.federation.launch.flower import check_flower
+from fedflat.federation.launch.processes import hang_up_is_an_end, private
+from fedflat.federation.launch.project import QUIET
 from fedflat.federation.task import Task
 from fedflat.federation.worker import Runtime, client_work, start_worker
 

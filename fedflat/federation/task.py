@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated
 from fedflat.federation.roster import Roster
 from fedflat.federation.wire import PROTOCOL
-from fedflat.recipe import Recipe
 
 RECIPE, TASK, ROSTER = "recipe.yaml", "task.json", "roster.json"
 

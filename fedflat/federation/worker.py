@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedflat.federation.processes import dies_with, end, end_with_an_exit, gone, named
+from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, gone, named
 
 log = logging.getLogger("fedflat.worker")
 
@@ -160,8 +160,8 @@ def server_work(app: Path) -> Work:
 
 def client_work(app: Path) -> Work:
     """Answer a message with the installed fedflat and the owner's copy of the app; refuse runs of another app."""
-    import fedflat.federation.client
-    import fedflat.simulation  # noqa: F401  # loaded once, before the forks
+    import fedflat.federation.client.session
+    import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
     def work(runtime: Runtime, task: Any, token: str) -> None:
         from flwr.app import Error, Message

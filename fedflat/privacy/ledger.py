@@ -4,9 +4,9 @@ An event is on disk *before* its round's model is released; whatever happens aft
 was released. A line is JSON: ``line`` (0, 1, …), the payload, ``previous`` (SHA-256 of the line before, of a fixed
 header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other fields). The first line, and each line
 from which something changed that may change bits, also says whose events these are, under ``run``: format, run id,
-attempt, the recipe's digest, keyed digests of data, model and method, and the software (``engine.opening``). The chain
+attempt, the recipe's digest, keyed digests of data, model and method, and the software (``records.opening``). The chain
 finds accidents and careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its
-end, goes unseen here (``engine.resume`` and ``verify.verify_run`` compare with what else a run left).
+end, goes unseen here (``records.resume`` and ``verify.verify_run`` compare with what else a run left).
 """
 
 from __future__ import annotations

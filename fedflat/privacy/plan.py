@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
 from fedflat.core.rounding import MOST, ROUNDING
-from fedflat.privacy.accounting import PROVEN, calibrate, default_delta, guess, largest, split_noise
+from fedflat.privacy.accounting.epsilon import PROVEN, calibrate, default_delta, guess, largest, split_noise
 from fedflat.privacy.trust import TRUSTS, Guarantee, Terms, default_minimum, guarantees
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
+from fedflat.privacy.accounting.steps import Step, alone, steps_epsilon
 from fedflat.privacy.ledger import CHAIN, REASONS, event
-from fedflat.privacy.steps import Step, alone, steps_epsilon
 from fedflat.privacy.verify import multiplier, recompute
 
 Entry = Mapping[str, Any]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Sampler
-from fedflat.privacy.curves import EpsilonCurve, proving, refusal
-from fedflat.privacy.gaussian import schedule_epsilon
+from fedflat.privacy.accounting.curves import EpsilonCurve, proving, refusal
+from fedflat.privacy.accounting.gaussian import schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
 

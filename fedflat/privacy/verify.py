@@ -112,7 +112,7 @@ def _not_shortened(found: Recomputed, events: Sequence[tuple[Any, int]], delta: 
 
     What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
     """
-    from fedflat.privacy.curves import compose_epsilon
+    from fedflat.privacy.accounting.curves import compose_epsilon
 
     if len(events) > 1 or accountant not in ("pld", "fft"):
         return found
@@ -132,7 +132,7 @@ def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recompute
     if from_library is not None:
         return from_library
     if len(steps) == 1 and accountant != "fft":
-        from fedflat.privacy.independent import epsilon_bounds
+        from fedflat.privacy.accounting.independent import epsilon_bounds
 
         ((q, sigma), rounds) = next(iter(steps.items()))
         low, high = epsilon_bounds(q, sigma, rounds, delta)
@@ -279,7 +279,7 @@ def _truncated(entries: Entries, delta: float) -> Recomputed:
 
 def _ddgauss(entries: Entries, delta: float) -> Recomputed:
     """By the published bound from the line's own fields: no second library knows this mechanism."""
-    from fedflat.privacy.discrete_accounting import DDGaussAccount
+    from fedflat.privacy.accounting.discrete import DDGaussAccount
 
     e = entries[0]
     try:

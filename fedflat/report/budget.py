@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, one_of
-from fedflat.privacy.budget import Row, approximation_against, epsilon_against
-from fedflat.privacy.curves import APPROXIMATIONS
+from fedflat.privacy.accounting.budget import Row, approximation_against, epsilon_against
+from fedflat.privacy.accounting.curves import APPROXIMATIONS
 
 SUFFIXES = (".html", ".svg", ".png")
 POINTS = 24

@@ -21,7 +21,7 @@ PRIVATE = html.PRIVATE
 
 
 def write_page(found: Record, target: Path) -> Path:
-    """Write the page of what ``fedflat.flatness.measure`` found to the file ``target``, replaced in one step."""
+    """Write the page of what ``analysis.flatness.measure`` found to the file ``target``, replaced in one step."""
     draft = target.with_name(f".{target.name}.part")
     draft.write_text(render(found), encoding="utf-8")
     draft.replace(target)

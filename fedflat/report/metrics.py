@@ -1,4 +1,4 @@
-"""The records of a run folder, read back, and the headline numbers. (``engine.folder`` writes them.)
+"""The records of a run folder, read back, and the headline numbers. (``records.folder`` writes them.)
 
 A run folder holds ``recipe.yaml``, ``metrics.jsonl`` (released or public), ``private/private.jsonl`` (simulation only,
 never covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everything but the folder itself may be missing:

@@ -10,18 +10,18 @@ from functools import lru_cache
 from pathlib import Path
 
 from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.config.recipe import Recipe, override
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
 from fedflat.core.params import Layout, layout_of
-from fedflat.experiment import compare
-from fedflat.experiment.settings import expand
-from fedflat.privacy.accounting import default_delta
-from fedflat.privacy.published import PAPERS, Published, formula, with_tensors
-from fedflat.recipe import Recipe, override
+from fedflat.methods.published.accounting import PAPERS, Published, formula, with_tensors
+from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
 from fedflat.report.progress import RunEvent
 from fedflat.reproduce.scales import SCALES, differences, scaled
 from fedflat.reproduce.tables import Cell, Table
+from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment_settings import expand
 
 
 @dataclass(frozen=True)

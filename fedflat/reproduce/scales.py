@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of
-from fedflat.recipe import Recipe
 
 
 @dataclass(frozen=True)

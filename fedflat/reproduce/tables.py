@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.algorithms import ALGORITHMS
+from fedflat.config.recipe import Recipe, override
 from fedflat.core.checks import nearest, one_of, wrong
-from fedflat.recipe import Recipe, override
 
 FOLDER = Path(__file__).parent
 ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "v": "5", "vi": "6"}

@@ -21,7 +21,7 @@ from fedflat.audit.bounds import (
     one_run_p_value,
 )
 from fedflat.core.rng import stream
-from fedflat.privacy.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(1, 10), (7, 10), (3, 10_000), (9_990, 10_000)])

@@ -20,7 +20,7 @@ from fedflat.audit.releases import Neighbours, coupled_difference, must_loop, ru
 from fedflat.core.checks import InputError
 from fedflat.engine.accumulate import Accumulator
 from fedflat.pieces import clipping, mechanisms
-from fedflat.privacy.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 CLAIMED = gaussian_epsilon(1 / 3, 1e-5)
 PRIVATE = [name for name, factory in ALGORITHMS.items() if (a := factory()).private and a.kind == "update"]

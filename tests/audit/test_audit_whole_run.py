@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from fedflat import simulation
 from fedflat.audit import AuditResult, audit_run
 from fedflat.audit.injection import CanaryBackend, Directions, observe, with_canaries
 from fedflat.audit.one_run import guess
 from fedflat.audit.one_shot import estimate, spread
 from fedflat.audit.whole_run import write_audit
-from fedflat.commands.audit import _failed, table
+from fedflat.cli.audit import _failed, table
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.recipe import Recipe
+from fedflat.simulation import run as simulation
 
 CLIENTS, FEATURES = 20, 40
 
@@ -116,7 +116,7 @@ def test_one_shot_estimate_grows_with_less_noise_and_is_no_bound():
 def test_estimate_of_known_gaussians():
     generator = stream(3, "test")
     observed, unseen = generator.standard_normal(20_000) + 1.0, generator.standard_normal(20_000)
-    from fedflat.privacy.gaussian import gaussian_epsilon
+    from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
     assert estimate(observed, unseen, 1e-3) == pytest.approx(gaussian_epsilon(1.0, 1e-3), rel=0.1)
     low, high = spread(observed[:2000], unseen[:2000], 1e-3, 0)
@@ -201,7 +201,7 @@ def test_audit_file_of_a_run_is_json_without_infinities(tmp_path):
 
 
 def test_command_writes_audit_json_into_the_run_folder(tmp_path, capsys):
-    from fedflat.commands.audit import audit
+    from fedflat.cli.audit import audit
 
     digits = {
         "name": "r", "rounds": 2, "data": {"dataset": "digits", "clients": 10}, "model": {"name": "mlp", "hidden": 4},
@@ -217,7 +217,7 @@ def test_command_writes_audit_json_into_the_run_folder(tmp_path, capsys):
 
 
 def test_command_without_anything_says_what_to_give():
-    from fedflat.commands.audit import audit
+    from fedflat.cli.audit import audit
 
     with pytest.raises(InputError, match="--methods all"):
         audit(None)

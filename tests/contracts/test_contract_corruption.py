@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import fedflat
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.engine import checkpoint, resume
-from fedflat.engine.folder import RunFolder
-from fedflat.engine.opening import Opening
-from fedflat.recipe import Recipe
-from fedflat.simulation import run
+from fedflat.engine import resume
+from fedflat.records import checkpoint
+from fedflat.records.folder import RunFolder
+from fedflat.records.opening import Opening
+from fedflat.simulation.run import run
 
 ROUNDS = 4
 

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from small_federation import recipe
 from torch import Tensor, nn
 
+from fedflat.backends.mlp.lowrank import LowRankProblem
+from fedflat.config.recipe import Recipe
 from fedflat.core.params import flatten, layout_of
+from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
 from fedflat.engine import accumulate, measured
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.factored import Factored, Trace
-from fedflat.engine.heads import Heads
-from fedflat.engine.lowrank import LowRankProblem
+from fedflat.engine.mlp import Linear, stack_of
 from fedflat.engine.problem import Batch
 from fedflat.engine.round import accumulator_of, broadcast_of
-from fedflat.engine.stack import Linear, stack_of
 from fedflat.pieces.clipping import Adaptive, PerTensor, WholeVector, norms_of
 from fedflat.privacy.plan import build_plan
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare
+from fedflat.simulation.run import prepare
 
 WIDTH, CLASSES, EXAMPLES = 12, 3, 6
 Data = tuple[Tensor, Tensor]

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 import fedflat
-from fedflat.engine import checkpoint
-from fedflat.engine.folder import RunFolder, plain
 from fedflat.privacy.ledger import Ledger
+from fedflat.records import checkpoint
+from fedflat.records.folder import RunFolder, plain
 
 ROUNDS = 25
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports for every kill

@@ -12,17 +12,17 @@ from small_federation import clients, module, recipe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedflat.backends.vectorized import Vectorized
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
+from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import from_pairs
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.batches import BlockFeed, Order
 from fedflat.engine.factored import Factored
-from fedflat.engine.feed import BlockFeed, Order
-from fedflat.engine.heads import Heads
 from fedflat.engine.round import broadcast_of
-from fedflat.engine.vectorized import Vectorized
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare
+from fedflat.simulation.run import prepare
 
 WATCHED = 2
 """The client whose data changes from world to world: the largest, so that widths would follow it."""
@@ -191,7 +191,7 @@ def shapes(world: str) -> list[Any]:
 
 def test_no_shape_depends_on_who_has_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(shapes(world) == shapes("present") for world in WORLDS)
-    monkeypatch.setattr("fedflat.engine.feed.width_of", lambda data, batch: min(batch, int(data.sizes.max())))
+    monkeypatch.setattr("fedflat.engine.batches.width_of", lambda data, batch: min(batch, int(data.sizes.max())))
     assert shapes("empty") != shapes("present"), "the twin: a width that follows the largest client"
 
 

@@ -20,11 +20,11 @@ from fedflat.audit.hostile import Case
 from fedflat.audit.movements import INPUTS, PLANTED, SEED_ONLY, audit_planted, planted_stage
 from fedflat.audit.shared_noise import shared_noise
 from fedflat.audit.worlds import SLACK, Engine, Stage, Worlds
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import from_pairs
-from fedflat.recipe import Recipe
 
 EVERY = [*PRIVATE, "ddgauss", "ae-dpfl"]
 SHORT = [

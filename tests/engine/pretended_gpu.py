@@ -230,7 +230,7 @@ class PretendedLane:
 @contextmanager
 def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, PyTorch says it has a GPU, and training on it is pretended."""
-    from fedflat.engine import graphs
+    from fedflat.backends.cuda import graphs
 
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from fedflat import simulation
+from fedflat.config.recipe import Recipe
 from fedflat.core.rng import stream
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Algorithm, Phase
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
-from fedflat.recipe import Recipe
+from fedflat.simulation import run as simulation
 
 KEY = b"\3" * 32
 CLIENTS = 400

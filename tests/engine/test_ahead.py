@@ -15,11 +15,12 @@ import fedflat
 from fedflat.core.checks import RunError
 from fedflat.core.params import layout_of
 from fedflat.core.rng import stream
-from fedflat.engine import checkpoint, train
+from fedflat.engine import train
 from fedflat.engine.ahead import Ahead
 from fedflat.engine.evaluate import scores
 from fedflat.engine.problem import ModuleProblem
 from fedflat.pieces.mechanisms import GaussianNoise
+from fedflat.records import checkpoint
 
 
 def pairs(clients: int = 6) -> list[tuple[Tensor, Tensor]]:

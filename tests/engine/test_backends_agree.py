@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.algorithms import ALGORITHMS
+from fedflat.backends import trial
+from fedflat.backends.trial import Choice, cache_file, remember, remembered
+from fedflat.backends.vectorized import _in_order
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import from_pairs
-from fedflat.engine import trial
-from fedflat.engine.feed import BlockFeed, Order
-from fedflat.engine.trial import Choice, cache_file, remember, remembered
-from fedflat.engine.vectorized import _in_order
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare
+from fedflat.engine.batches import BlockFeed, Order
+from fedflat.simulation.run import prepare
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]
@@ -127,7 +127,7 @@ def test_auto_tries_blocks_in_both_precisions(
         tried.append(backend.name)
         return {"sequential": 1e-2, "lowrank": 1e-2, slow: 2e-3}.get(backend.name, 1e-3)
 
-    monkeypatch.setattr("fedflat.engine.choose.seconds_per_client", seconds)
+    monkeypatch.setattr("fedflat.backends.choose.seconds_per_client", seconds)
     prepare(Recipe.of(recipe("dp-fedavg")), module(), clients())
     assert "vectorized-fp32" not in tried
     job = prepare(Recipe.of(recipe("dp-fedavg", precision="bf16", processes=2)), module(), clients())
@@ -225,7 +225,7 @@ def test_a_trial_leaves_nothing_behind_and_is_made_once(monkeypatch: pytest.Monk
     def again(*_: Any) -> float:
         raise AssertionError("measured twice")
 
-    monkeypatch.setattr("fedflat.engine.choose.seconds_per_client", again)
+    monkeypatch.setattr("fedflat.backends.choose.seconds_per_client", again)
     second = prepare(Recipe.of(recipe("dp-fedsam", backend="auto")), module(), clients())
     assert second.backend.name == first.backend.name
     assert torch.equal(first.first, torch.cat([p.detach().reshape(-1) for p in module().parameters()]))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedflat.backends.mlp.dense import DenseProblem
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import seeded_torch
-from fedflat.engine.dense import DenseProblem
+from fedflat.engine.mlp import FEW_CLASSES, Linear, _log_softmax, stack_of
 from fedflat.engine.problem import Batch, BlockProblem, ModuleProblem
-from fedflat.engine.stack import FEW_CLASSES, Linear, _log_softmax, stack_of
 from fedflat.models.vision import linear, mlp
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedflat.backends.mlp.dense import DenseProblem
+from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import LocalView
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.dense import DenseProblem
 from fedflat.engine.factored import Declined, Factored
-from fedflat.engine.lowrank import LowRankProblem
+from fedflat.engine.mlp import stack_of
 from fedflat.engine.problem import Batch
-from fedflat.engine.stack import stack_of
 from fedflat.pieces.clipping import norms_of, per_tensor, whole_vector
 from fedflat.pieces.gradients import blur, compose, pgn, sam
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedflat
+from fedflat.backends import features
+from fedflat.backends.features import computed, with_features
 from fedflat.core.checks import InputError
 from fedflat.data.clients import Federated, from_pairs
-from fedflat.engine import features
-from fedflat.engine.features import computed, with_features
 from fedflat.models.headed import Headed
-from fedflat.simulation import prepare
+from fedflat.simulation.run import prepare
 
 
 class Body(Headed):
@@ -79,7 +79,7 @@ def same_noise(job: Any) -> None:
     job.key = KEY
 
 
-def run(module: nn.Module, on_start: Any = same_noise, **changes: Any) -> fedflat.simulation.Result:
+def run(module: nn.Module, on_start: Any = same_noise, **changes: Any) -> fedflat.simulation.run.Result:
     pairs = [texts(17 + i, i) for i in range(5)]
     return fedflat.run(recipe(**changes), model=module, clients=pairs, test=texts(30, 99), on_start=on_start)
 

@@ -16,19 +16,22 @@ from pretended_gpu import Elsewhere, PretendedLane, elsewhere, here, pretended_g
 from torch import Tensor, nn
 
 import fedflat
-from fedflat import experiment, simulation
 from fedflat.algorithms import ALGORITHMS
+from fedflat.backends.cuda import choose as choose_gpu
+from fedflat.backends.cuda import graphs
+from fedflat.backends.cuda.graphs import Graphs
+from fedflat.backends.cuda.streams import CudaLane
+from fedflat.backends.trial import Choice
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Broadcast, Phase
-from fedflat.engine import choose_gpu, device, graphs
+from fedflat.engine import device
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.evaluate import scores
-from fedflat.engine.graphs import Graphs
-from fedflat.engine.lanes import CudaLane
 from fedflat.engine.train import train
-from fedflat.engine.trial import Choice
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare
+from fedflat.simulation import experiment
+from fedflat.simulation import run as simulation
+from fedflat.simulation.run import prepare
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]
@@ -153,7 +156,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_every_kind_of_run_agrees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, changes = KINDS[kind]
     if kind == "secure noise":  # its key differs from run to run; the sum does not
-        monkeypatch.setattr("fedflat.simulation.fresh_key", lambda: bytes(32), raising=False)
+        monkeypatch.setattr("fedflat.simulation.run.fresh_key", lambda: bytes(32), raising=False)
         changes = changes | {"privacy.noise_multiplier": 0}
     sizes = SIZES * 6 if kind == "ddgauss" else SIZES
     expected = trained(method, changes, sizes=sizes, backend="sequential", device="cpu")

@@ -15,15 +15,15 @@ from torch import nn
 
 import fedflat
 from fedflat.algorithms import dp_fedavg
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import Algorithm
-from fedflat.engine import checkpoint, keys
-from fedflat.engine import opening as opening_module
-from fedflat.engine.folder import RunFolder
-from fedflat.engine.opening import Opening
 from fedflat.privacy.ledger import extra_rounds, read
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare, run
+from fedflat.records import checkpoint, keys
+from fedflat.records import opening as opening_module
+from fedflat.records.folder import RunFolder
+from fedflat.records.opening import Opening
+from fedflat.simulation.run import prepare, run
 
 RECIPE: dict[str, Any] = {
     "rounds": 3,

@@ -15,7 +15,7 @@ from fedflat.engine.accumulate import GridAccumulator
 from fedflat.engine.parts import Parts
 from fedflat.engine.round import accumulator_of, broadcast_of, noisy_sum
 from fedflat.engine.train import Job
-from fedflat.simulation import prepare
+from fedflat.simulation.run import prepare
 
 KEY = b"\5" * 32
 D = 4000
@@ -38,7 +38,7 @@ def job(name: str = "dp-fedavg", *, sampling: str = "poisson", **privacy: object
 
 
 def recipe_of(mapping: dict) -> object:
-    from fedflat.recipe import Recipe
+    from fedflat.config.recipe import Recipe
 
     return Recipe.of(mapping)
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.algorithms import ALGORITHMS
+from fedflat.backends.ray import tasks as ray_tasks
+from fedflat.backends.ray.tasks import IN_FLIGHT, RayTasks
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Phase
-from fedflat.engine import ray_tasks
-from fedflat.engine.ray_tasks import IN_FLIGHT, RayTasks
-from fedflat.recipe import Recipe
-from fedflat.simulation import prepare
+from fedflat.simulation.run import prepare
 
 ray = pytest.importorskip("ray")
 
@@ -198,7 +198,7 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_command_line_runs_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedflat import cli
+    from fedflat.cli import main as cli
 
     options = ["rounds=1", "data.clients=10", "cohort.size=4", "local.steps=1", "engine.processes=2"]
     models, before = [], signal.getsignal(signal.SIGINT)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import fedflat
-from fedflat import simulation
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.engine import keys
-from fedflat.engine.folder import read_lines
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
-from fedflat.recipe import Recipe
+from fedflat.records import keys
+from fedflat.records.folder import read_lines
+from fedflat.simulation import run as simulation
 
 ROUNDS = 5
 RECIPE = {

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from fedflat import simulation
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
-from fedflat.engine.folder import read_lines
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, within_cap
 from fedflat.engine.train import train
-from fedflat.privacy.discrete_accounting import ddgauss_epsilon
+from fedflat.privacy.accounting.discrete import ddgauss_epsilon
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import rounds_charged
 from fedflat.privacy.trust import default_minimum
 from fedflat.privacy.verify import verify_run
-from fedflat.recipe import Recipe
+from fedflat.records.folder import read_lines
+from fedflat.simulation import run as simulation
 
 RECIPE = {
     "name": "trust",

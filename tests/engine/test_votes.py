@@ -13,16 +13,16 @@ import torch
 from scipy import stats
 
 import fedflat
-from fedflat import simulation
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Broadcast
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
 from fedflat.engine.train import Job
-from fedflat.engine.votes import VoteClip, winners
+from fedflat.methods.ae_dpfl.rounds import VoteClip, winners
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
-from fedflat.recipe import Recipe
+from fedflat.simulation import run as simulation
 
 
 @pytest.fixture(autouse=True)

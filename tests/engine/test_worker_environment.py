@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fedflat.engine.workers import _worker_environment
+from fedflat.backends.workers import _worker_environment
 
 NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLIBC_TUNABLES")
 LARGE = "glibc.malloc.hugetlb=1"

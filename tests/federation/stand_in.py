@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fedflat.federation.client import Client, Refused
-from fedflat.federation.project import PACKAGE, client_folder, write_project
-from fedflat.federation.server import Settings
-from fedflat.federation.store import Store
+from fedflat.config.recipe import Recipe
+from fedflat.federation.client.session import Client, Refused
+from fedflat.federation.client.store import Store
+from fedflat.federation.launch.project import PACKAGE, client_folder, write_project
+from fedflat.federation.server.session import Settings
 from fedflat.federation.task import Task
-from fedflat.recipe import Recipe
 
 BASE: dict[str, Any] = {
     "name": "small",
@@ -124,7 +124,7 @@ def grid_of(task: Task, clients: Iterable[Client]) -> Grid:
 
 def final_shared(folder: Path) -> torch.Tensor:
     """w after the last checkpoint of a run."""
-    from fedflat.engine import checkpoint
+    from fedflat.records import checkpoint
 
     found = checkpoint.newest(folder / "checkpoints")
     return found[0].shared if found else torch.empty(0)

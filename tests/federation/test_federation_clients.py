@@ -18,13 +18,13 @@ from stand_in import deployed, grid_of, pem, settings, small
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
-from fedflat.federation import client as client_module
 from fedflat.federation import wire
-from fedflat.federation.certificates import write_client_keys
-from fedflat.federation.client import Client, Refused, client_of, reply_to
-from fedflat.federation.project import PACKAGE, client_folder, write_project
+from fedflat.federation.client import session as client_module
+from fedflat.federation.client.session import Client, Refused, client_of, reply_to
+from fedflat.federation.client.store import Store, read_examples, write_examples
+from fedflat.federation.launch.certificates import write_client_keys
+from fedflat.federation.launch.project import PACKAGE, client_folder, write_project
 from fedflat.federation.roster import Roster
-from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Ask
 
@@ -272,7 +272,7 @@ def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, T
 
 
 def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
-    from fedflat.federation.server import serve
+    from fedflat.federation.server.session import serve
 
     folder, task, clients = project
     serve(grid_of(task, clients), task, settings(folder))
@@ -282,7 +282,7 @@ def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task,
 
 
 def test_a_rotated_key_changes_the_pin_and_not_the_run(tmp_path: Path) -> None:
-    from fedflat.federation.server import serve
+    from fedflat.federation.server.session import serve
 
     task, clients = deployed(tmp_path / "fed", small(rounds=1))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
@@ -297,7 +297,7 @@ def test_a_rotated_key_changes_the_pin_and_not_the_run(tmp_path: Path) -> None:
 
 
 def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedflat.commands.deploy import deploy
+    from fedflat.cli.deploy import deploy
 
     changes = ["cohort.size=2", "rounds=3", "model.hidden=4"]
     deploy("quick-start", tmp_path / "fed", 3, changes, as_json=True)

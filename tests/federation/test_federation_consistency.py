@@ -17,9 +17,10 @@ pytest.importorskip("flwr")
 from stand_in import deployed, small
 from test_federation_secure_rounds import question, refused, set_of, through_shares
 
-from fedflat.federation import consistency, dealing, secure_client, stages
-from fedflat.federation.client import Client
-from fedflat.federation.secagg import Aborted, Collector, PublicKeys, Secrets
+from fedflat.federation.client.session import Client
+from fedflat.federation.secagg import client as secure_client
+from fedflat.federation.secagg import consistency, dealing, stages
+from fedflat.federation.secagg.protocol import Aborted, Collector, PublicKeys, Secrets
 
 SESSION = b"s" * 16
 TOLD = {0: {0, 1, 4}, 1: {0, 1, 3}, 2: {0, 1, 2}, 3: {0, 1, 3}, 4: {0, 1, 4}}

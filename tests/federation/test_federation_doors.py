@@ -29,8 +29,8 @@ from stand_in import deployed, small
 from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, free_port, logs
 
 from fedflat.federation import lock, superlink, supernode
+from fedflat.federation.launch.project import PACKAGE, client_folder, node_port, supernode_command, write_project
 from fedflat.federation.local import Federation
-from fedflat.federation.project import PACKAGE, client_folder, node_port, supernode_command, write_project
 from fedflat.federation.wire import Answer, write_answer
 from fedflat.federation.worker import difference
 

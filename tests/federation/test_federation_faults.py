@@ -27,15 +27,15 @@ pytest.importorskip("flwr")
 from stand_in import client_at, deployed, grid_of, honest, settings, small
 
 from fedflat.core.checks import InputError, RunError
-from fedflat.engine import checkpoint, keys
-from fedflat.engine.folder import RunFolder
-from fedflat.federation.client import Client
-from fedflat.federation.server import serve
+from fedflat.federation.client.session import Client
+from fedflat.federation.server.session import serve
+from fedflat.federation.server.transport import Flower
 from fedflat.federation.task import Task
-from fedflat.federation.transport import Flower
 from fedflat.privacy import ledger as ledger_module
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import checkpoint, keys
+from fedflat.records.folder import RunFolder
 
 FORK = multiprocessing.get_context("fork")
 ROUNDS = 3
@@ -184,7 +184,7 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
 ) -> None:
     """A server killed in its second round and never started again: an uncertain release counts in the statement."""
     from fedflat.federation import close
-    from fedflat.federation.project import PACKAGE
+    from fedflat.federation.launch.project import PACKAGE
 
     folder, task = federation
     words = [str(folder / "app" / PACKAGE), str(folder / "run")]
@@ -209,7 +209,7 @@ def test_a_key_in_another_account_is_not_called_deleted(
     federation: tuple[Path, Task], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from fedflat.federation import close
-    from fedflat.federation.project import PACKAGE
+    from fedflat.federation.launch.project import PACKAGE
 
     folder, task = federation
     words = [str(folder / "app" / PACKAGE), str(folder / "run")]
@@ -390,7 +390,7 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
     """Killed between keeping its head and answering: asked again, it gives the same answer."""
     task, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
     from fedflat.core.types import Broadcast
-    from fedflat.federation.store import Store
+    from fedflat.federation.client.store import Store
 
     job = clients[0].job
     ask = Broadcast(0, job.first[: job.parts.layout.dimension], job.threshold, 1.0)
@@ -413,7 +413,7 @@ def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a masked vector has left, clients refuse the round: it is aborted and charged. Before, it is done again."""
-    from fedflat.federation.secure_rounds import SecureFlower
+    from fedflat.federation.secagg.rounds import SecureFlower
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     recipe = small(algorithm="ddgauss", rounds=2, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})

@@ -20,13 +20,13 @@ pytest.importorskip("flwr")
 
 from stand_in import Grid, client_at, deployed, grid_of, settings, small
 
-from fedflat.federation import server
 from fedflat.federation.close import close
-from fedflat.federation.processes import private
-from fedflat.federation.project import PACKAGE
+from fedflat.federation.launch.processes import private
+from fedflat.federation.launch.project import PACKAGE
+from fedflat.federation.server import session as server
 from fedflat.federation.task import Task
-from fedflat.inspection import inspect_run
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.simulation.inspection import inspect_run
 
 OPERATIONS = ("fsync", "replace", "unlink", "write")
 ROUNDS = 3

@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from stand_in import Grid, deployed, grid_of, honest, settings, small
 
 from fedflat.core.checks import InputError, RunError
-from fedflat.federation import server
-from fedflat.federation.desk import DATA_FAULTS, PROTOCOL_FAULTS
 from fedflat.federation.events import JsonLines, log_to_stderr, told
-from fedflat.federation.monitor import Monitor, shown
+from fedflat.federation.server import session as server
+from fedflat.federation.server.monitor import Monitor, shown
+from fedflat.federation.server.replies import DATA_FAULTS, PROTOCOL_FAULTS
 
 SHOWN = {
     "fedflat_rounds_finished", "fedflat_rounds_planned", "fedflat_epsilon", "fedflat_epsilon_budget", "fedflat_delta",
@@ -100,7 +100,7 @@ def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(
 
 
 def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from fedflat.federation.transport import Refusals
+    from fedflat.federation.server.transport import Refusals
 
     monitor = Monitor()
     logger = logging.getLogger("fedflat.server")

@@ -14,10 +14,10 @@ pytest.importorskip("flwr")
 
 from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
-from fedflat import simulation
 from fedflat.engine import resume
-from fedflat.federation.server import serve
+from fedflat.federation.server.session import serve
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.simulation import run as simulation
 
 METHODS: dict[str, dict[str, Any]] = {
     "dp-fedsam": {},
@@ -118,7 +118,7 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
     for message in grid.pushed:
         sent += [array.shape[0] for array in message.content["arrays"].values()]
     assert set(sent) == {shared}
-    from fedflat.engine import checkpoint
+    from fedflat.records import checkpoint
 
     stored = checkpoint.newest(tmp_path / "fed" / "run" / "checkpoints")
     assert stored is not None and stored[1].kept == {}

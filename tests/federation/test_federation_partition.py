@@ -25,10 +25,10 @@ from test_federation_processes import free_port, logs, programs
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
-from fedflat.engine import checkpoint
+from fedflat.federation.launch.project import node_port, write_project
 from fedflat.federation.local import Federation
-from fedflat.federation.project import node_port, write_project
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import checkpoint
 
 PATIENCE, CLIENTS, ROUNDS, ANSWER_SECONDS = 240.0, 2, 3, 20.0
 

@@ -15,13 +15,13 @@ pytest.importorskip("flwr")
 from stand_in import client_at, deployed, grid_of, settings, small
 from test_federation_clients import ask_of
 
-from fedflat import simulation
 from fedflat.core.checks import InputError
 from fedflat.federation import personal
-from fedflat.federation.client import Client, client_of
-from fedflat.federation.project import PACKAGE, client_folder, supernode_command
-from fedflat.federation.server import serve
-from fedflat.federation.store import Store, read_examples, write_examples
+from fedflat.federation.client.session import Client, client_of
+from fedflat.federation.client.store import Store, read_examples, write_examples
+from fedflat.federation.launch.project import PACKAGE, client_folder, supernode_command
+from fedflat.federation.server.session import serve
+from fedflat.simulation import run as simulation
 
 
 @pytest.fixture(autouse=True)

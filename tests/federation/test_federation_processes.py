@@ -23,14 +23,14 @@ if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).par
 
 from stand_in import client_at, final_shared, small
 
-from fedflat import simulation
 from fedflat.core.types import Broadcast
-from fedflat.engine import checkpoint
+from fedflat.federation.launch.project import PACKAGE, node_port, write_project
 from fedflat.federation.local import Federation
-from fedflat.federation.project import PACKAGE, node_port, write_project
-from fedflat.federation.server import _name
+from fedflat.federation.server.session import _name
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import checkpoint
+from fedflat.simulation import run as simulation
 
 PATIENCE = 240.0
 WINDOW = 160

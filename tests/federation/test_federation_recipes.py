@@ -11,13 +11,13 @@ pytest.importorskip("flwr")
 
 from stand_in import settings
 
-from fedflat import cli
+from fedflat.cli import main as cli
+from fedflat.config.recipe import Recipe, names
 from fedflat.core.types import Algorithm
-from fedflat.federation.project import PACKAGE, write_project
-from fedflat.federation.server import job_of
+from fedflat.federation.launch.project import PACKAGE, write_project
+from fedflat.federation.server.session import job_of
 from fedflat.federation.task import Task
-from fedflat.recipe import Recipe, names
-from fedflat.simulation import algorithm_of
+from fedflat.simulation.run import algorithm_of
 
 CLIENTS = 6
 

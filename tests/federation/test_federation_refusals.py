@@ -24,12 +24,14 @@ from stand_in import deployed, final_shared, grid_of, honest, settings, small
 
 from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
-from fedflat.engine import keys
-from fedflat.federation import desk as desk_module
-from fedflat.federation import server, transport, wire
-from fedflat.federation.desk import DATA_FAULTS, PROTOCOL_FAULTS, Desk, loggable
-from fedflat.federation.server import serve
+from fedflat.federation import wire
+from fedflat.federation.server import replies as desk_module
+from fedflat.federation.server import session as server
+from fedflat.federation.server import transport
+from fedflat.federation.server.replies import DATA_FAULTS, PROTOCOL_FAULTS, Desk, loggable
+from fedflat.federation.server.session import serve
 from fedflat.federation.wire import Answer, Ask, Malformed
+from fedflat.records import keys
 
 D = 5
 

@@ -12,7 +12,7 @@ pytest.importorskip("flwr")
 
 from stand_in import deployed, final_shared, grid_of, settings, small
 
-from fedflat.federation import server
+from fedflat.federation.server import session as server
 from fedflat.privacy.ledger import read as read_ledger
 
 

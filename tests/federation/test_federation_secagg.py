@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation import consistency, dealing, secagg, sharing
-from fedflat.federation.secagg import Aborted, Collector, PublicKeys, Secrets, Shares
+from fedflat.federation.secagg import consistency, dealing, sharing
+from fedflat.federation.secagg import protocol as secagg
+from fedflat.federation.secagg.protocol import Aborted, Collector, PublicKeys, Secrets, Shares
 
 BITS, SIZE = 16, 300
 SIGNERS = {i: ec.generate_private_key(ec.SECP384R1()) for i in range(7)}

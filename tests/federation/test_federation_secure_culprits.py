@@ -24,17 +24,20 @@ from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
 from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
 
 from fedflat.core.checks import InputError, RunError
+from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
-from fedflat.engine.heads import Heads
-from fedflat.federation import dealing, rejoin, secagg, secure_client, sharing, stages
-from fedflat.federation.client import Client
-from fedflat.federation.culprits import Culprits
-from fedflat.federation.dealing import Deal
-from fedflat.federation.noise_shares import ClientsSum
-from fedflat.federation.secagg import Aborted, Secrets
-from fedflat.federation.secure_rounds import SecureFlower
-from fedflat.federation.server import Settings, serve
-from fedflat.federation.store import Store
+from fedflat.federation import rejoin
+from fedflat.federation.client.session import Client
+from fedflat.federation.client.store import Store
+from fedflat.federation.secagg import client as secure_client
+from fedflat.federation.secagg import dealing, sharing, stages
+from fedflat.federation.secagg import protocol as secagg
+from fedflat.federation.secagg.dealing import Deal
+from fedflat.federation.secagg.noise_shares import ClientsSum
+from fedflat.federation.secagg.protocol import Aborted, Secrets
+from fedflat.federation.secagg.rounds import SecureFlower
+from fedflat.federation.server.culprits import Culprits
+from fedflat.federation.server.session import Settings, serve
 from fedflat.federation.task import Task
 
 N, LIAR = 5, 1

@@ -18,16 +18,18 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
 
-from fedflat import simulation
 from fedflat.core.types import Broadcast
-from fedflat.engine import keys
-from fedflat.federation import secagg, secure_client, stages
-from fedflat.federation.client import Client, Refused
-from fedflat.federation.desk import Slip
-from fedflat.federation.secure_client import threshold_of
-from fedflat.federation.server import serve
+from fedflat.federation.client.session import Client, Refused
+from fedflat.federation.secagg import client as secure_client
+from fedflat.federation.secagg import protocol as secagg
+from fedflat.federation.secagg import stages
+from fedflat.federation.secagg.client import threshold_of
+from fedflat.federation.server.replies import Slip
+from fedflat.federation.server.session import serve
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import keys
+from fedflat.simulation import run as simulation
 
 STEPS = (stages.KEYS, stages.SHARES, stages.CHECK, stages.VECTOR, stages.CONSENT, stages.REVEAL)
 

@@ -12,10 +12,10 @@ import tiny_texts as tiny
 import torch
 
 import fedflat
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.hub import _reachable
 from fedflat.data.sources import load
-from fedflat.recipe import Recipe
 
 pytest.importorskip("transformers")
 REAL = Path(os.environ.get("FEDFLAT_DATA", "/nonexistent"))

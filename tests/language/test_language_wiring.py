@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
+from fedflat.config.recipe import Recipe
 from fedflat.core import hub
 from fedflat.core.checks import InputError
 from fedflat.data.clients import Federated
 from fedflat.data.text import SEPARATOR, tokenize
 from fedflat.models import build
-from fedflat.recipe import Recipe
 
 pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from torch import nn
 import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.data.clients import from_pairs, hold_back
-from fedflat.engine.feed import Order
+from fedflat.engine.batches import Order
 
 LINEAR, TANH, RELU = ref.Net((6, 3)), ref.Net((6, 5, 3), "tanh"), ref.Net((6, 5, 3), "relu")
 SIZES = (7, 1, 0, 12, 5)

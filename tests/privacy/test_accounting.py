@@ -14,10 +14,12 @@ from dp_accounting import pld, rdp
 from dp_accounting.pld import privacy_loss_distribution
 from scipy import stats
 
-import fedflat.privacy.accounting as accounting
+import fedflat.privacy.accounting.epsilon as accounting
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
-from fedflat.privacy.accounting import (
+from fedflat.privacy.accounting.composition import LossDistribution
+from fedflat.privacy.accounting.curves import RDP_ORDERS
+from fedflat.privacy.accounting.epsilon import (
     ACCOUNTANTS,
     PROVEN,
     EpsilonCurve,
@@ -34,10 +36,8 @@ from fedflat.privacy.accounting import (
     split_noise,
     terms,
 )
-from fedflat.privacy.composition import LossDistribution
-from fedflat.privacy.curves import RDP_ORDERS
-from fedflat.privacy.gaussian import gaussian_epsilon, schedule_epsilon
-from fedflat.privacy.independent import epsilon_bounds
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
+from fedflat.privacy.accounting.independent import epsilon_bounds
 from fedflat.privacy.trust import Terms, default_minimum, guarantees, headline
 
 PAPER = {"clients": 500, "cohort": 50, "delta": 1 / 500}
@@ -301,7 +301,11 @@ def test_other_events_go_to_the_library() -> None:
         (Truncated(10, 4, 5).event(1.0), "fft", "fft has no bound for truncated"),
         (Fixed(10, 4).event(1.0), "fft", "fft covers Poisson"),
         (dp.LaplaceDpEvent(2.0), "fft", "fft covers Gaussian"),
-        (dp.GaussianDpEvent(1.0), "gdp", "gdp is an approximation, no bound: fedflat.privacy.accounting.approx"),
+        (
+            dp.GaussianDpEvent(1.0),
+            "gdp",
+            "gdp is an approximation, no bound: fedflat.privacy.accounting.epsilon.approx",
+        ),
         (dp.RandomizedResponseDpEvent(0.5, 2), "rdp", "cannot account"),
         (dp.UnsupportedDpEvent(), "pld", "cannot account"),
         (dp.GaussianDpEvent(1.0), "plds", "Did you mean pld?"),

@@ -11,7 +11,7 @@ from scipy import special, stats
 from fedflat.core.checks import InputError
 from fedflat.core.discrete import discrete_gaussian
 from fedflat.core.rng import stream
-from fedflat.privacy.discrete_accounting import (
+from fedflat.privacy.accounting.discrete import (
     ORDERS,
     WHOLE_ORDERS,
     DDGaussAccount,

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from fedflat.core.checks import InputError
-from fedflat.privacy.discrete_accounting import ddgauss_epsilon
-from fedflat.privacy.discrete_plan import DDGaussPlan, most_messages
+from fedflat.methods.ddgauss.plan import DDGaussPlan, most_messages
+from fedflat.privacy.accounting.discrete import ddgauss_epsilon
 from fedflat.privacy.plan import build_plan
 
 

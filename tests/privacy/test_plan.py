@@ -11,8 +11,8 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import ROUNDING
-from fedflat.privacy import budget
-from fedflat.privacy.accounting import compose_epsilon, epsilon, split_noise
+from fedflat.privacy.accounting import budget
+from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon, split_noise
 from fedflat.privacy.plan import Guarantee, Plan, build_plan
 
 SMALL = {"clients": 100, "cohort_size": 10, "rounds": 20, "delta": 1e-3}

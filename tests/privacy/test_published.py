@@ -8,9 +8,17 @@ import pytest
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
-from fedflat.privacy.gaussian import gaussian_epsilon
+from fedflat.methods.published.accounting import (
+    PAPER_OF,
+    PAPERS,
+    Published,
+    formula,
+    paper_of,
+    published_plan,
+    with_tensors,
+)
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.published import PAPER_OF, PAPERS, Published, formula, paper_of, published_plan, with_tensors
 from fedflat.privacy.statement import PAPER_ITEMS
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedflat.privacy.accounting import epsilon
-from fedflat.privacy.budget import needed_table
-from fedflat.privacy.discrete_accounting import DDGaussAccount
+from fedflat.methods.ae_dpfl.plan import VotesPlan
+from fedflat.privacy.accounting.budget import needed_table
+from fedflat.privacy.accounting.discrete import DDGaussAccount
+from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.votes_plan import VotesPlan
 
 
 def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:

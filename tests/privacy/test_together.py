@@ -11,18 +11,18 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 from safetensors.numpy import save_file
 
-from fedflat.privacy import composition
-from fedflat.privacy import steps as module
-from fedflat.privacy.accounting import compose_epsilon
-from fedflat.privacy.composition import LossDistribution
-from fedflat.privacy.discrete_plan import DDGaussPlan
-from fedflat.privacy.gaussian import gaussian_epsilon, schedule_epsilon
-from fedflat.privacy.independent import epsilon_bounds
+from fedflat.methods.ae_dpfl.plan import VotesPlan
+from fedflat.methods.ddgauss.plan import DDGaussPlan
+from fedflat.methods.published.accounting import published_plan
+from fedflat.privacy.accounting import composition
+from fedflat.privacy.accounting import steps as module
+from fedflat.privacy.accounting.composition import LossDistribution
+from fedflat.privacy.accounting.epsilon import compose_epsilon
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
+from fedflat.privacy.accounting.independent import epsilon_bounds
+from fedflat.privacy.accounting.steps import Step, steps_epsilon
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.published import published_plan
-from fedflat.privacy.steps import Step, steps_epsilon
 from fedflat.privacy.together import Published, release_digest, total
-from fedflat.privacy.votes_plan import VotesPlan
 
 DELTA = 2e-3
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.recipe import Recipe
 from fedflat.report import trackers
 
 RELEASED = {
@@ -156,7 +156,7 @@ def test_a_real_run_writes_what_metrics_jsonl_holds(
 ) -> None:
     import typer
 
-    from fedflat.commands import training
+    from fedflat.cli import training
 
     app = typer.Typer()
     training.add_to(app)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fedflat.commands.reproduce import WIDTH, as_dict, lines
+from fedflat.cli.reproduce import WIDTH, as_dict, lines
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.recipe import Recipe
 from fedflat.reproduce import SCALES, Table, dry, find, load, names, scaled, train
 from fedflat.reproduce.rows import claimed_epsilon
 from fedflat.reproduce.scales import differences

@@ -1,0 +1,287 @@
+"""Which back end trains a cohort: the one a recipe names, or the one a short trial on this machine finds fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import torch
+
+from fedflat.backends.cuda.choose import STREAMS, VMAPPED, fastest_on_gpu
+from fedflat.backends.cuda.graphs import Graphs
+from fedflat.backends.mlp.dense import DenseProblem
+from fedflat.backends.mlp.lowrank import LowRankProblem
+from fedflat.backends.ray.session import require_ray
+from fedflat.backends.ray.tasks import RayTasks
+from fedflat.backends.sequential import Sequential
+from fedflat.backends.trial import Choice, remember, remembered, seconds_per_client, shortened, situation
+from fedflat.backends.vectorized import Vectorized
+from fedflat.backends.workers import Workers, portable
+from fedflat.core.checks import InputError, one_of, wrong
+from fedflat.data.clients import Federated
+from fedflat.engine.batches import width_of
+from fedflat.engine.device import PROCESSES
+from fedflat.engine.mlp import Linear, stack_of
+from fedflat.engine.parts import Parts
+from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
+from fedflat.engine.train import Backend
+
+BACKENDS = ("auto", "sequential", "vectorized", "vectorized-fp32", "lowrank", "workers", "ray", "graphs")
+GPU_ONLY = ("graphs",)
+FLOAT32 = ("vectorized-fp32", "lowrank")
+"""Back ends that compute in float32 whatever the precision: where a product has few rows, bf16 is slower in blocks."""
+BLOCK_ENTRIES = 32_000_000
+"""Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
+GPU_ENTRIES = 250_000_000
+"""The same on a GPU (1 GB)."""
+CACHED_ENTRIES = 1_000_000
+"""The same for a block that stays in a core's caches."""
+LONG_ROUND = 0.5
+"""Seconds of local training per round above which worker processes pay for their start."""
+UNEVEN = 1.1
+"""A round by worker processes, over one that fills the cores evenly, above which all cores on one client are tried."""
+FEW_ROWS = 1_000
+"""Rows per client (steps · batch · passes) above which the low-rank form is not even tried."""
+FEW_STEPS = 4
+"""Different numbers of local steps up to which they are recorded on a GPU (only published procedures have several)."""
+SMALL_STEP = 0.02
+"""Seconds of one client's training below which a block by ``torch.func.vmap`` is tried."""
+
+
+def backend_for(
+    name: str,
+    block: int | None,
+    processes: int | None,
+    parts: Parts,
+    problem: ModuleProblem,
+    data: Federated,
+    seed: int,
+    compiled: bool | None = None,
+) -> Backend:
+    """The back end a recipe asks for; ``auto`` measures the ones that apply, once per machine, model and shape."""
+    one_of("engine.backend", name, BACKENDS)
+    gpu = problem.device.type != "cpu"
+    if name in (PROCESSES if gpu else GPU_ONLY):
+        raise wrong("engine.backend", f"{name} on {problem.device}", _allowed(gpu))
+    if compiled and name not in ("auto", "sequential", "graphs"):
+        raise wrong("engine.compile", f"true with engine.backend {name}", "sequential, graphs or auto")
+    makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads(), compiled)
+    if name == "auto" and compiled and not gpu:
+        name = "sequential"  # the only one on the processor that runs compiled models
+    if name == "auto":
+        choice = _fastest(makers)
+        problem.compiled = compiled if compiled is not None else choice.compiled
+        threads = processes or choice.threads if choice.backend == "graphs" else choice.threads
+        return makers.make(choice.backend, block or choice.block, threads=threads)
+    if name == "ray":
+        require_ray()
+    if name in PROCESSES and not portable(problem.module):
+        raise InputError(
+            f"engine.backend: found {name} with a model that cannot be sent to another process; allowed: a model whose "
+            "class is defined at the top of a module, or engine.backend=sequential."
+        )
+    if name == "lowrank":
+        reason = makers.no_factors()
+        if reason:
+            raise InputError(
+                f"engine.backend: found lowrank with {reason}; allowed: vectorized, sequential, workers or auto."
+            )
+    return makers.make(name, block, threads=_threads(name, processes, makers))
+
+
+def _threads(name: str, processes: int | None, makers: _Makers) -> int:
+    """Cores of a back end asked for by name, or a GPU's streams."""
+    if makers.problem.device.type != "cpu":
+        return processes or STREAMS[1] if name == "graphs" else 1
+    return makers.cores if makers.stack is not None else processes or 1
+
+
+def _allowed(gpu: bool) -> str:
+    left = [name for name in BACKENDS if name not in (PROCESSES if gpu else GPU_ONLY)]
+    return f"{', '.join(left)}; or another engine.device"
+
+
+class _Makers:
+    """Builds back ends for one run. compiled: as the recipe says, or None where a trial may find it faster."""
+
+    def __init__(
+        self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int, compiled: bool | None = None
+    ) -> None:
+        self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
+        self.compiled = compiled
+        plain = data.targets.dim() == 1 and data.inputs.is_floating_point()
+        self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
+
+    def make(self, name: str, block: int | None, parts: Parts | None = None, threads: int = 1) -> Backend:
+        """A back end by name; ``parts`` with fewer steps for a trial. threads: cores for blocks, or for one client."""
+        parts, layout = parts or self.parts, self.parts.layout
+        alone = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
+        if name == "sequential":
+            return replace(alone, threads=threads)
+        if name == "workers":
+            return Workers(alone, self.cores)
+        if name == "ray":
+            return RayTasks(alone, self.cores, block)
+        if name == "graphs" and ((block or 1) == 1 or self.problem.random):
+            return Graphs(parts.algorithm, self.problem, parts.local, self.data, self.seed, 1, threads)
+        precision = "fp32" if name in FLOAT32 else self.problem.precision
+        written: Problem = BlockProblem(self.problem.module, layout, precision)
+        factors = None
+        if self.stack is not None:
+            written = DenseProblem(layout, self.stack, precision)
+            factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
+        if name == "graphs":
+            return Graphs(parts.algorithm, written, parts.local, self.data, self.seed, block or 1, threads)
+        size, random = block or self.block(name == "lowrank", BLOCK_ENTRIES), self.problem.random
+        apart = self.stack is not None and self.problem.device.type == "cpu" and not random
+        return Vectorized(
+            parts.algorithm,
+            written,
+            parts.local,
+            self.data,
+            self.seed,
+            size,
+            factors,
+            threads,
+            apart,
+            name,
+            alone,
+            random,
+        )
+
+    def block(self, factors: bool, entries: int) -> int:
+        """Clients per block; as factors a client holds its rows, otherwise all its weights."""
+        width = width_of(self.data, self.parts.local.batch_size)
+        per_client = max(self.parts.layout.size, width * math.prod(self.data.input_shape))
+        if factors and self.stack is not None:
+            per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.stack)
+        return max(1, min(512, entries // max(per_client, 1)))
+
+    @property
+    def rows(self) -> int:
+        """Examples a client looks at in one round, about: two passes for every step."""
+        return 2 * self.parts.local.steps * width_of(self.data, self.parts.local.batch_size)
+
+    def no_factors(self) -> str:
+        """Why the low-rank form does not apply; empty if it does."""
+        if self.stack is None:
+            return "a model that is not a stack of linear layers"
+        if self.parts.algorithm.head is not None or any(p.part != "all" for p in self.parts.algorithm.phases):
+            return "a personal part"
+        return "local epochs of each client's own length" if self.parts.local.epochs is not None else ""
+
+
+def _fastest(makers: _Makers) -> Choice:
+    """The choice of an earlier trial, or of one made now."""
+    sizes = makers.data.sizes
+    if not sizes.any():
+        return Choice("sequential")
+    key = situation(makers.parts, makers.problem, makers.data, makers.cores, makers.compiled)
+    known = remembered(key)
+    if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
+        return known
+    with one_thread():  # as in the run
+        found = _measured(makers) if makers.problem.device.type == "cpu" else _measured_on_gpu(makers)
+    remember(key, found)
+    return found
+
+
+def _measured(makers: _Makers) -> Choice:
+    """Try what applies on a few clients and keep the least seconds per client, workers' start included."""
+    parts, data, first = makers.parts, makers.data, _weights(makers.problem)
+    short, factor = shortened(parts)
+    alone = factor * seconds_per_client(makers.make("sequential", None, short), short, data, first, 1)
+    makers.problem.bind(first)
+    found = {Choice("sequential"): alone}
+    cohort = max(1, math.ceil(parts.plan.sampler.size))
+    # A worker's share of the cohort: its last turn may not fill the cores.
+    turns = math.ceil(cohort / makers.cores) / cohort
+    if makers.cores > 1 and alone * cohort > LONG_ROUND:
+        if portable(makers.problem.module):
+            found[Choice("workers")] = alone * turns * 1.1
+        if turns * makers.cores > UNEVEN or not portable(makers.problem.module):
+            together = makers.make("sequential", None, short, makers.cores)
+            found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(
+                together, short, data, first, 1
+            )
+    if parts.local.epochs is None and not makers.problem.random:
+        _measure_blocks(makers, first, min(found.values()), found)
+    makers.problem.bind(first)
+    best = min(found, key=lambda choice: found[choice])
+    return _with_threads(makers, first, best, found[best]) if best.block is not None and makers.cores > 1 else best
+
+
+def _measured_on_gpu(makers: _Makers) -> Choice:
+    """As ``_measured``, with the choices that a GPU has."""
+    parts, problem, data, first = makers.parts, makers.problem, makers.data, _weights(makers.problem).cpu()
+    blocks: list[Choice] = []
+    cohort = max(1, math.ceil(parts.plan.sampler.size))
+    sizes = np.unique(data.sizes[data.sizes > 0])
+    if len({parts.local.steps_for(size) for size in sizes.tolist()}) > FEW_STEPS:
+        return Choice("sequential")  # each number of steps would be recorded on its own
+    if parts.local.epochs is None and not problem.random and not makers.compiled:
+        many = makers.block(False, GPU_ENTRIES) if makers.stack is not None else VMAPPED
+        blocks = [Choice("graphs", size) for size in {min(size, cohort) for size in (VMAPPED, many)} if size > 1]
+
+    def make(choice: Choice, some: Parts) -> Backend:
+        problem.compiled = bool(makers.compiled) or choice.compiled
+        return makers.make(choice.backend, choice.block, some, choice.threads)
+
+    found = fastest_on_gpu(make, parts, problem, data, first, tuple(blocks), makers.compiled is None)
+    problem.bind(first.to(problem.device))
+    return found
+
+
+def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: float) -> Choice:
+    """Smaller blocks, one for each core at a time, or (by vmap) all cores on one block, if that is clearly faster."""
+    whole, cores = best.backend == "lowrank", makers.cores
+    parts, factor = (makers.parts, 1.0) if whole else shortened(makers.parts)
+    most = 256 if whole else 64
+    block, clients = best.block or 1, min(best.block or 1, most)
+    if makers.stack is not None:
+        block = min(block, most, max(1, math.ceil(makers.parts.plan.sampler.size / cores)))
+        clients = cores * block
+    backend = makers.make(best.backend, block, parts, cores)
+    together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
+    least = 0.9 if makers.stack is None else 1.0  # blocks of their own give the same bits with any number of threads
+    return replace(best, block=block, threads=cores) if together < least * seconds else best
+
+
+def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: dict[Choice, float]) -> None:
+    parts, data = makers.parts, makers.data
+    short, factor = shortened(parts)
+    cohort = max(1, math.ceil(parts.plan.sampler.size))
+    if makers.stack is None and best > SMALL_STEP:
+        return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
+    sizes = {min(makers.block(False, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES // 2)}
+    both = makers.stack is not None and makers.problem.precision == "bf16"
+    for name, size in product(("vectorized", "vectorized-fp32") if both else ("vectorized",), sorted(sizes)):
+        backend = makers.make(name, size, short)
+        found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
+    if not makers.no_factors() and makers.rows <= FEW_ROWS:
+        sizes = {min(makers.block(True, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES)}
+        for size in sorted(sizes):
+            backend = makers.make("lowrank", size)
+            found[Choice("lowrank", size)] = seconds_per_client(backend, parts, data, first, min(size, 256))
+
+
+def _weights(problem: ModuleProblem) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in problem.parameters])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread during a run, put back afterwards: cores work on different clients, not on one matrix.
+
+    It also makes the sequential and the worker back ends equal bit for bit.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,127 @@
+"""A frozen body's output for every example, computed once: head-only training then never runs the body again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.backends.choose import one_thread
+from fedflat.core.checks import wrong
+from fedflat.core.held import global_generators
+from fedflat.data.clients import Federated
+from fedflat.engine.device import exact
+
+BATCH = 64
+"""Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
+
+
+class Frozen(Protocol):
+    """A module that says whether its features stay the same, and that takes features for its inputs."""
+
+    @property
+    def frozen(self) -> bool: ...
+    def features(self, inputs: Tensor) -> Tensor: ...
+
+
+def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -> Federated:
+    """The federation with each input replaced by its features ``(n,)``, if ``module`` has a frozen body.
+
+    Only then: with a body that is trained, or draws dropout, features change from step to step. The numbers of a run
+    are those of a run without, up to rounding. Each example's features depend on that example alone, so a client in a
+    deployment computes its own. precision: ``bf16`` as in the run's arithmetic. The last federation's are remembered.
+    """
+    known = data.inputs.dim() == 2 and data.inputs.is_floating_point()
+    if known or getattr(module, "frozen", False) is not True:
+        return data
+    name = _name(data, module, f"{precision} {_device(module, data.inputs)}")
+    if name not in _LAST:
+        _LAST.clear()
+        test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
+        owned = [
+            np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)
+        ]
+        before = global_generators()
+        found = computed(module, data.inputs, precision, owned)
+        if global_generators() != before:  # how often the others' are drawn would follow from each client's size
+            raise wrong(
+                "model", "features that draw random numbers", "a frozen body that draws none, or frozen = False"
+            )
+        _LAST[name] = found, test
+    inputs, test = _LAST[name]
+    return replace(data, inputs=inputs, test_inputs=test)
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+
+def computed(
+    module: nn.Module, inputs: Tensor, precision: str = "fp32", owned: Sequence[np.ndarray] | None = None
+) -> Tensor:
+    """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding.
+
+    owned: each client's rows. Examples of different clients never share a batch: its shape, and so its rounding, would
+    tell one client of another's. None: all are one owner's. Features of rows that nobody owns are zero.
+    """
+    body, device = cast(Frozen, module), _device(module, inputs)
+    if len(inputs) == 0:
+        return body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
+    lengths = _lengths(module, inputs)
+    groups = [torch.arange(len(inputs))] if owned is None else [torch.from_numpy(rows).long() for rows in owned]
+    rows = [piece for group in groups for piece in group[torch.argsort(lengths[group], stable=True)].split(BATCH)]
+    rows = [piece for piece in rows if len(piece)]
+    fast = precision == "bf16"
+
+    def one(chosen: Tensor) -> Tensor:
+        batch = inputs[chosen]
+        if inputs.dim() == 2:
+            batch = batch[:, : max(1, int(lengths[chosen].max()))]
+        with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
+            return body.features(batch.to(device)).float().to(inputs.device)
+
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found: Tensor = torch.cat(list(pool.map(one, rows)))
+    result = found.new_zeros(len(inputs), found.shape[1])
+    result[torch.cat(rows)] = found
+    return result
+
+
+def _device(module: nn.Module, inputs: Tensor) -> torch.device:
+    return next((p.device for p in module.parameters()), inputs.device)
+
+
+def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Ids up to the last that is not padding ``(N,)``; 0 for anything but ids."""
+    padding = getattr(module, "padding", None)
+    if inputs.dim() != 2 or padding is None:
+        return torch.full((len(inputs),), inputs.shape[1] if inputs.dim() == 2 else 0)
+    places = torch.arange(1, inputs.shape[1] + 1)
+    return torch.where(inputs != padding, places, 0).amax(1)
+
+
+def _name(data: Federated, module: nn.Module, precision: str) -> str:
+    """A hash of everything that the features depend on."""
+    total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
+    for layer in module.modules():
+        # whole numbers are left out: they are in the module's text or its config, or count calls
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (float, str, bool, tuple)) and k != "training"}
+        told = getattr(getattr(layer, "config", None), "to_json_string", str)()
+        total.update(f"{sorted(plain.items())!r} {told}".encode())
+    own = (p.detach() for p in module.parameters() if not p.requires_grad)
+    for value in (*own, *module.buffers(), data.inputs, data.test_inputs):
+        if value is not None:
+            total.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            total.update(np.ascontiguousarray(value.cpu().numpy()).reshape(-1).view(np.uint8).data)
+    for rows in (*data.parts, *data.held_back):  # who shares a batch
+        total.update(f"{len(rows)}".encode() + np.ascontiguousarray(rows, dtype=np.int64).tobytes())
+    return str(total.hexdigest())

@@ -1,0 +1,1 @@
+"""Blocks of clients on multilayer perceptrons, in matrix products."""

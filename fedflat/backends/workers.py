@@ -1,0 +1,266 @@
+"""Worker processes of one thread each: the sequential loop, several clients at a time, over shared memory.
+
+Data, broadcast and messages live in shared memory; only client numbers and small facts go through queues. The parent
+adds the messages in client order, one by one, so the result is bit for bit that of one process with one thread, for any
+number of workers; memory is O(workers), not O(cohort).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import sys
+import traceback
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor, nn
+
+from fedflat.backends.resident import keep_freed_memory
+from fedflat.backends.sequential import Sequential
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.personal import Heads
+from fedflat.core.types import Broadcast
+from fedflat.data.clients import Federated
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.problem import ModuleProblem
+
+WAIT = 5.0
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a worker says of a client: the slot its vector ``(D,)`` is in, and two numbers; or what went wrong."""
+
+    client: int
+    slot: int
+    loss: float = 0.0
+    accuracy: float = 0.0
+    error: str = ""
+    refused: bool = False
+
+
+@dataclass
+class Workers:
+    """Trains a cohort in ``count`` processes; started at the first round, stopped with ``close`` or the parent."""
+
+    inner: Sequential
+    count: int
+    name: str = "workers"
+    _pool: _Pool | None = field(default=None, repr=False)
+
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+        """Train each client of the cohort and add its message, in client order."""
+        if self._pool is None:
+            self._pool = _Pool(self.inner, self.count)
+        sizes = {int(c): len(self.inner.data.parts[c]) for c in cohort}
+        dimension = broadcast.shared.numel()
+        self._pool.broadcast(broadcast)
+        results = self._pool.train([c for c, size in sizes.items() if size], broadcast, heads)
+        for client, size in sizes.items():
+            if size == 0:
+                accumulator.add(torch.zeros(1, dimension), [0])
+                continue
+            done, vector = next(results)
+            heads.keep(client, vector[dimension:])
+            facts = {"train_loss": torch.tensor(done.loss), "train_accuracy": torch.tensor(done.accuracy)}
+            accumulator.add(vector[None, :dimension], [size], facts)
+        for _ in results:  # lets the last slot go back
+            pass
+
+    def close(self) -> None:
+        """Stop the processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+class _Pool:
+    """The processes, their shared tensors and their queues."""
+
+    def __init__(self, inner: Sequential, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        layout, slots = inner.problem.layout, 2 * count + 1
+        self.tasks: Any = context.Queue()
+        self.answers: Any = context.Queue()
+        self.slots = torch.zeros(slots, layout.size).share_memory_()
+        self.shared = torch.zeros(3, layout.dimension).share_memory_()
+        self.free = list(range(slots))
+        shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
+        with _worker_environment(), _without_main():
+            self.processes = [
+                context.Process(
+                    target=_work, args=(shared_inner, self.tasks, self.answers, self.slots, self.shared), daemon=True
+                )
+                for _ in range(count)
+            ]
+            for process in self.processes:
+                process.start()
+        atexit.register(self.close)
+
+    def broadcast(self, broadcast: Broadcast) -> None:
+        """Put the round's vectors where the workers read them; no task is under way then."""
+        self.shared[0] = broadcast.shared
+        if broadcast.memory is not None:
+            self.shared[1] = broadcast.memory
+        if broadcast.mask is not None:
+            self.shared[2] = broadcast.mask
+
+    def train(self, clients: list[int], broadcast: Broadcast, heads: Heads) -> Any:
+        """Yield (answer, vector) in client order, handing out tasks as slots come free."""
+        small = replace(
+            broadcast,
+            shared=torch.empty(0),
+            memory=None if broadcast.memory is None else torch.empty(0),
+            mask=None if broadcast.mask is None else torch.empty(0),
+        )
+        waiting, ready = list(reversed(clients)), {}
+        for client in clients:
+            while client not in ready:
+                self._hand_out(waiting, small, heads)
+                done = self._answer()
+                if done.error:
+                    raise (InputError if done.refused else RunError)(done.error)
+                ready[done.client] = done
+            done = ready.pop(client)
+            yield done, self.slots[done.slot]
+            self.free.append(done.slot)
+
+    def _hand_out(self, waiting: list[int], small: Broadcast, heads: Heads) -> None:
+        dimension = self.shared.shape[1]
+        while waiting and self.free:
+            client, slot = waiting.pop(), self.free.pop()
+            self.slots[slot, dimension:] = heads.of(client)
+            self.tasks.put((client, slot, small))
+
+    def _answer(self) -> _Done:
+        while True:
+            try:
+                return self.answers.get(timeout=WAIT)  # type: ignore[no-any-return]
+            except queue.Empty:
+                dead = [p.exitcode for p in self.processes if not p.is_alive()]
+                if dead:
+                    raise RunError(
+                        f"a worker process ended with status {dead[0]}; resume the run, engine.backend=sequential if "
+                        "memory is short"
+                    ) from None
+
+    def close(self) -> None:
+        """Ask the processes to end, and end those that do not."""
+        atexit.unregister(self.close)
+        for _ in self.processes:
+            with contextlib.suppress(ValueError, OSError):
+                self.tasks.put(None)
+        for process in self.processes:
+            process.join(timeout=WAIT)
+            if process.is_alive():
+                process.terminate()
+
+
+def _share(data: Federated) -> Federated:
+    """The federation with its training tensors in shared memory (layout kept) and without test data."""
+    inputs, targets = data.inputs, data.targets.clone().share_memory_()
+    last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
+    stored = inputs.permute(0, 2, 3, 1).clone().share_memory_() if last else inputs.clone().share_memory_()
+    shown = stored.permute(0, 3, 1, 2) if last else stored
+    return replace(data, inputs=shown, targets=targets, test_inputs=None, test_targets=None)
+
+
+def _portable(problem: ModuleProblem) -> ModuleProblem:
+    """A problem whose module can be sent to another process: parameters unbound from any shared vector."""
+    import copy
+
+    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision, onednn=problem.onednn)
+
+
+@contextlib.contextmanager
+def _without_main() -> Any:
+    """Children must not run the user's script again, as ``spawn`` would: they need nothing of it (see ``portable``)."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(**hidden)
+
+
+def portable(module: nn.Module) -> bool:
+    """Whether worker processes can be handed the module: it is sent as a pickle (nothing is read back), and none of its
+    classes may live in the user's script, which the workers do not run."""
+    if any(type(layer).__module__ == "__main__" for layer in module.modules()):
+        return False
+    try:
+        pickle.dumps(module)
+    except Exception:  # any class may refuse in its own way
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _worker_environment() -> Any:
+    """Children read these when they start: one thread each, and memory in large pages where glibc and Linux offer them
+    on request (activations of 10 MB are thousands of small ones)."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    pages = "" if "glibc.malloc.hugetlb" in tunables else "glibc.malloc.hugetlb=1"
+    wanted = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": ":".join(filter(None, (tunables, pages))),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _next(tasks: Any) -> Any:
+    """The next task; None to end, also when the parent has died without saying so."""
+    parent = multiprocessing.parent_process()
+    while True:
+        try:
+            return tasks.get(timeout=WAIT)
+        except queue.Empty:
+            if parent is not None and not parent.is_alive():
+                return None
+
+
+def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
+    """A worker: train the clients it is given until it is given None."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dimension = shared.shape[1]
+    while (task := _next(tasks)) is not None:
+        client, slot, small = task
+        try:
+            broadcast = replace(
+                small,
+                shared=shared[0],
+                memory=None if small.memory is None else shared[1],
+                mask=None if small.mask is None else shared[2].bool(),
+            )
+            result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, dimension:]]))
+            inner.problem.settle(everything=getattr(inner.problem.module, "frozen", False) is not True)
+            slots[slot, :dimension] = result.message
+            slots[slot, dimension:] = result.personal
+            answers.put(_Done(client, slot, float(result.loss), float(result.accuracy)))
+        except InputError as error:
+            answers.put(_Done(client, slot, error=str(error), refused=True))
+        except Exception as error:
+            text = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-2000:]
+            answers.put(_Done(client, slot, error=f"worker, client {client}: {text}"))

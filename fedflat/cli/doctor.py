@@ -1,0 +1,271 @@
+"""``fedflat doctor``: whether this machine and this installation can work, and what to do where not."""
+
+from __future__ import annotations
+
+import json
+import locale
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
+"""Packages with a line of their own; the others appear only where something is wrong with them."""
+GIB = 1 << 30
+LITTLE, TOO_LITTLE = GIB, GIB // 16
+"""Free disk: below the first a note, below the second a run's checkpoints have no room."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. state: ok, note (it works, but look) or broken (a run fails). remedy: what to do, if anything."""
+
+    what: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Check this machine and this installation: versions, folders, disk, clock, extras, and whether torch computes.
+
+    Exit status 1 if something that every run needs is broken. Nothing is changed, and no network is used.
+
+    Example: fedflat doctor
+    """
+    found = [finding for check in CHECKS for finding in _made(check)]
+    broken = sum(one.state == "broken" for one in found)
+    if as_json:
+        print(json.dumps({"ok": not broken, "findings": [asdict(one) for one in found]}, ensure_ascii=False, indent=2))
+    else:
+        _print(found)
+        print(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
+    if broken:
+        raise typer.Exit(1)
+
+
+def _made(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """A check's findings; one that needs a package that is missing or broken says so."""
+    try:
+        yield from check()
+    except ImportError as error:
+        yield Finding(check.__name__.strip("_"), "note", f"not checked ({error})", "mend what is broken above first")
+
+
+def _print(found: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for style in ("bold", "", ""):
+        table.add_column(style=style, overflow="fold")
+    for one in found:
+        table.add_row(Text(one.what), one.state, Text(one.found))
+        if one.remedy:
+            table.add_row("", "", Text(f"→ {one.remedy}"))
+    Console(width=min(80, shutil.get_terminal_size((80, 24)).columns), highlight=False).print(table)
+
+
+def _python() -> Iterator[Finding]:
+    from packaging.specifiers import SpecifierSet
+
+    wanted = (_own_metadata().get_all("Requires-Python") or [">=3.11"])[0]
+    fits = SpecifierSet(wanted).contains(platform.python_version())
+    remedy = "" if fits else f"Python {wanted}: make PYTHON=python3.12, or another environment"
+    found = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
+    yield Finding("python", "ok" if fits else "broken", found, remedy)
+
+
+def _packages() -> Iterator[Finding]:
+    """fedflat itself, then what it requires: there, in its range, and whether it is the version that is tested."""
+    from packaging.requirements import Requirement
+
+    from fedflat import __version__
+
+    yield Finding("fedflat", "ok", f"{__version__}, from {Path(__file__).resolve().parents[1]}")
+    tested = _tested()
+    for line in metadata.requires("fedflat") or []:
+        need = Requirement(line)
+        extra = need.marker is not None and not need.marker.evaluate({"extra": ""})
+        version = _version(need.name)
+        if extra and (version is None or need.name not in SHOWN):
+            continue  # the lines of the extras say what is missing
+        usual = tested.get(need.name.lower(), "")
+        if version is None:
+            yield Finding(need.name, "broken", f"not installed; needs {need.specifier}", _install())
+        elif not need.specifier.contains(version, prereleases=True):
+            yield Finding(need.name, "broken", f"{version}; needs {need.specifier}", _install())
+        elif usual and version.partition("+")[0] != usual:
+            yield Finding(need.name, "note", f"{version}; tested with {usual}")
+        elif need.name in SHOWN:
+            yield Finding(need.name, "ok", f"{version}{', the tested version' if usual else ''}")
+
+
+def _extras() -> Iterator[Finding]:
+    """Optional parts: there, or how to get them."""
+    from packaging.requirements import Requirement
+
+    needs = [Requirement(line) for line in metadata.requires("fedflat") or []]
+    for extra in _own_metadata().get_all("Provides-Extra") or []:
+        wanted = [n for n in needs if n.marker and n.marker.evaluate({"extra": extra}) and "extra" in str(n.marker)]
+        lacking = [n.name for n in wanted if _version(n.name) is None]
+        wrong = [n for n in wanted if (v := _version(n.name)) and not n.specifier.contains(v, prereleases=True)]
+        if lacking:
+            yield Finding(f"[{extra}]", "note", f"not installed: {', '.join(lacking)}", f"if wanted: {_install(extra)}")
+        elif wrong:
+            shown = ", ".join(f"{n.name} {_version(n.name)}, needs {n.specifier}" for n in wrong)
+            yield Finding(f"[{extra}]", "note", shown, _install(extra))
+        else:
+            yield Finding(f"[{extra}]", "ok", "installed")
+
+
+def _machine() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("cores", "ok", str(cores))
+    free = _memory()
+    if free is not None:
+        small = free < GIB
+        yield Finding(
+            "memory", "note" if small else "ok", f"{free / GIB:.1f} GiB available",
+            "end other programs, or -o engine.backend=sequential" if small else "",
+        )  # fmt: skip
+
+
+def _memory() -> float | None:
+    """Available bytes, as the kernel says, or as a container's limit leaves."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = float((group / "memory.max").read_text()) - float((group / "memory.current").read_text())
+        return min(free, limit)
+    except (OSError, ValueError):  # no limit is the word max
+        return free
+
+
+def _computing() -> Iterator[Finding]:
+    """One product by torch, checked by NumPy; and the GPU, if there is one."""
+    try:
+        import numpy as np
+        import torch
+
+        left = np.arange(12.0).reshape(3, 4)
+        same = np.array_equal((torch.from_numpy(left) @ torch.from_numpy(left.T)).numpy(), left @ left.T)
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
+    except Exception as error:  # a broken binary raises whatever it likes
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        yield Finding("computing", "broken", words, f"{_install()}, into a new environment")
+        return
+    remedy = "" if same else "another build of torch or NumPy for this processor"
+    found = "torch and NumPy agree" if same else "torch and NumPy disagree on a product of small whole numbers"
+    yield Finding("computing", "ok" if same else "broken", found, remedy)
+    yield Finding("GPU", "ok", gpu)
+
+
+def _text() -> Iterator[Finding]:
+    names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
+    odd = [f"{what} in {name or 'no encoding'}" for what, name in names.items() if not _is_utf8(name)]
+    if odd:
+        found = f"{', '.join(odd)}: ε is spelled eps"
+        yield Finding("text", "note", found, "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+    else:
+        yield Finding("text", "ok", "UTF-8")
+
+
+def _is_utf8(name: str) -> bool:
+    return name.lower().replace("-", "").replace("_", "") == "utf8"
+
+
+def _folders() -> Iterator[Finding]:
+    """Where a run, the caches and the noise keys go: writable; keys for the owner only, and outside the run."""
+    from fedflat.backends.trial import cache_file
+    from fedflat.records import keys
+
+    here, own = Path.cwd(), keys.folder()
+    yield _writable("this folder", here, "go to a folder you may write to, or name one: --out")
+    yield _writable("cache", cache_file().parent, "export XDG_CACHE_HOME=a folder you may write to", "note")
+    yield _writable("noise keys", own, "export XDG_STATE_HOME=a folder you may write to")
+    if own.exists() and stat.S_IMODE(own.stat().st_mode) & 0o077:
+        mode = stat.S_IMODE(own.stat().st_mode)
+        yield Finding("noise keys", "broken", f"{own}: mode {mode:04o}, others may look in", f"chmod 700 '{own}'")
+    if own.resolve().is_relative_to(here.resolve() / "runs"):
+        yield Finding("noise keys", "broken", f"{own} lies in runs/", "another XDG_STATE_HOME")
+    free = shutil.disk_usage(here).free
+    state = "broken" if free < TOO_LITTLE else "note" if free < LITTLE else "ok"
+    yield Finding("disk", state, f"{free / GIB:.1f} GiB free here", "make room" if state != "ok" else "")
+
+
+def _writable(what: str, folder: Path, remedy: str, fault: str = "broken") -> Finding:
+    """Whether a file can be made in a folder, or in the nearest one above that exists."""
+    place = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return Finding(what, fault, f"{folder} ({error.strerror})", remedy)
+    return Finding(what, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
+
+
+def _clock() -> Iterator[Finding]:
+    """A clock that is right enough for certificates: after this program was written, and going forward."""
+    zone = time.strftime("%Z %z").strip()
+    written = Path(__file__).stat().st_mtime
+    before = time.monotonic()
+    time.sleep(0.01)
+    shown = f"{time.strftime('%Y-%m-%d %H:%M')} {zone}"
+    if time.time() < written - 86400:
+        yield Finding(
+            "clock", "broken", f"{shown}, before this program was installed", "set it: timedatectl set-ntp true"
+        )
+    elif time.monotonic() <= before:
+        yield Finding("clock", "broken", f"{shown}; the steady clock stands still", "another machine or virtualisation")
+    else:
+        yield Finding("clock", "ok", shown)
+
+
+def _own_metadata() -> metadata.PackageMetadata:
+    return metadata.metadata("fedflat")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _tested() -> dict[str, str]:
+    """Name -> version, of what the tests ran with; ``make lock`` writes the file with constraints.txt."""
+    lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
+    return dict(line.split("==") for line in lines)
+
+
+def _install(extra: str = "") -> str:
+    """The command that installs fedflat, or an extra, from the checkout if this is one."""
+    root, part = Path(__file__).resolve().parents[2], f"[{extra}]" if extra else ""
+    where = str(root) if (root / "pyproject.toml").is_file() else "fedflat"
+    return f"{Path(sys.executable).name} -m pip install '{where}{part}'"
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python, _packages, _extras, _machine, _computing, _text, _folders, _clock,
+)  # fmt: skip
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command of this module."""
+    app.command()(doctor)

@@ -1,0 +1,39 @@
+"""``fedflat export``: a folder that can be handed over."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """What the guarantee covers and nothing else: weights, statement, ledger, recipe, metrics, report.
+
+    Example: fedflat export runs/quick-start handed-over
+    """
+    from fedflat.simulation.export import export as write
+
+    found = write(run, out)
+    if as_json:
+        facts = {"folder": str(found.folder), "files": found.files, "left": dict(found.left)}
+        print(json.dumps(facts | {"guaranteed": found.guaranteed}, ensure_ascii=False, indent=2))
+        return
+    print(textwrap.fill(f"{found.folder}: {', '.join(found.files)}", 80, subsequent_indent="  "))
+    if not found.guaranteed:
+        print("No finite ε is proven of this run: no guarantee covers what was exported.")
+    print("Left out:")
+    for name, why in found.left.items():
+        print(f"  {name}: {why}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command of this module."""
+    app.command()(export)

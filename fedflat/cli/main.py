@@ -1,0 +1,146 @@
+"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Exit status 0 done, 1 failed, 2 bad input."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+import unicodedata
+from typing import Annotated
+
+import typer
+
+from fedflat import __version__
+from fedflat.core.checks import InputError, RunError
+
+SPELLED = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
+    "σ": "sigma", "Δ": "delta", "Σ": "sum", "√": "sqrt", "∞": "inf", "±": "+-", "≤": "<=", "≥": ">=", "≈": "~",
+    "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "─": "-", "━": "=", "’": "'",
+}  # fmt: skip
+"""For an output that has no such letters: an ε that became a ? would be no statement at all."""
+
+app = typer.Typer(
+    name="fedflat",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Federated learning under client-level differential privacy, with methods that look for flat minima.\n\n"
+    "Start with: fedflat run. Then: fedflat list algorithms, and fedflat compare quick-start "
+    "-o algorithm.name=dp-fedavg,dp-fedsam. What a guarantee costs: fedflat budget. "
+    "Each command's --help has examples.",
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"fedflat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _assemble() -> None:
+    from fedflat.cli import (
+        audit,
+        catalogue,
+        deploy,
+        doctor,
+        explain,
+        export,
+        landscape,
+        privacy,
+        reproduce,
+        training,
+        verify,
+    )
+
+    training.add_to(app)
+    privacy.add_to(app)
+    audit.add_to(app)
+    deploy.add_to(app)
+    landscape.add_to(app)
+    reproduce.add_to(app)
+    catalogue.add_to(app)
+    explain.add_to(app)
+    export.add_to(app)
+    verify.add_to(app)
+    doctor.add_to(app)
+
+
+def main() -> None:
+    """Entry point of the ``fedflat`` command: errors become one line and an exit status."""
+    _assemble()
+    codecs.register_error("spelled", _spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where ε cannot be shown it is spelled, instead of a failure
+            stream.reconfigure(errors="spelled")
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except InputError as error:
+        _complain(str(error), 2)
+    except RunError as error:
+        _complain(str(error), 1)
+    except KeyboardInterrupt:
+        _complain("stopped by Ctrl-C", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        _usage(error)
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks, in letters that every encoding has."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_ascii, error.object[error.start : error.end])), error.end
+
+
+def _ascii(letter: str) -> str:
+    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+    return SPELLED.get(letter) or plain or "?"
+
+
+def _usage(error: Exception) -> None:
+    """Mistakes that the argument parser finds are one line too; anything else is a bug and shows itself."""
+    message = getattr(error, "format_message", None)
+    if type(error).__name__ in ("Exit", "Abort"):
+        sys.exit(getattr(error, "exit_code", 1))
+    if message is None:
+        raise error
+    text = _once(message().replace("\n", " "))
+    if not text:  # no command: the help was shown
+        sys.exit(2)
+    option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    if option:
+        from fedflat.config.recipe import elsewhere
+
+        hint = elsewhere(option).replace("Did you mean ", " A recipe's key is changed with -o ").replace("?", "=VALUE.")
+        _complain(text + hint, 2)
+    _complain(text, 2)
+
+
+def _once(text: str) -> str:
+    """``text`` without a last sentence that says the same as the one before it, as some parsers write it."""
+    head, _, last = text.rpartition(" Did you mean ")
+    return head if last and head.endswith(f"Did you mean {last}") else text
+
+
+def _complain(text: str, status: int) -> None:
+    print(f"fedflat: {text}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""``fedflat budget`` and ``fedflat calibrate``: what noise proves and what a target ε needs, before any training."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedflat.cli.settings import Setting, setting_of
+from fedflat.core.checks import InputError, in_range, one_of, wrong
+
+Row = dict[str, Any]
+Recipe = Annotated[str | None, typer.Argument(help="A recipe to take the numbers from; options change them.")]
+Override = Annotated[
+    list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
+]
+Clients = Annotated[int | None, typer.Option(metavar="M", help="Number of clients.")]
+Cohort = Annotated[float | None, typer.Option(metavar="m", help="Expected cohort.")]
+Rounds = Annotated[int | None, typer.Option(metavar="T", help="Rounds.")]
+Noise = Annotated[float | None, typer.Option(metavar="σ", help="Noise multiplier: noise std / clip.")]
+Delta = Annotated[float | None, typer.Option(metavar="δ", help="Default: 0.1/M.")]
+Sampling = Annotated[str | None, typer.Option(help="Only poisson, truncated or fixed cohorts.")]
+Trust = Annotated[str | None, typer.Option(help="Only central, distributed or local.")]
+Accountant = Annotated[str | None, typer.Option(help="Only pld, rdp or fft (budget: also gdp, an approximation).")]
+MaxCohort = Annotated[int | None, typer.Option(help="Largest cohort (truncated).")]
+MinCohort = Annotated[int | None, typer.Option(help="n_min: fewer shares abort a round (distributed).")]
+MaxParticipations = Annotated[int | None, typer.Option(help="Rounds a client takes part in at most (local).")]
+NoiseCohort = Annotated[float | None, typer.Option(help="Simulate the noise of a larger system with this cohort.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw ε: .html, .svg or .png.")]
+Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+
+
+def budget(
+    recipe: Recipe = None,
+    override: Override = None,
+    clients: Clients = None,
+    cohort: Cohort = None,
+    rounds: Rounds = None,
+    noise_multiplier: Noise = None,
+    delta: Delta = None,
+    sampling: Sampling = None,
+    trust: Trust = None,
+    accountant: Accountant = None,
+    max_cohort: MaxCohort = None,
+    min_cohort: MinCohort = None,
+    max_participations: MaxParticipations = None,
+    noise_cohort: NoiseCohort = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """ε for given noise, by every applicable trust model, cohort law and accountant.
+
+    Example: fedflat budget --clients 500 --cohort 50 --rounds 300 --noise-multiplier 0.95 --delta 0.002
+
+    Example: fedflat budget quick-start --rounds 100 --plot budget.html
+    """
+    given = {
+        "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
+        "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
+        "noise_cohort": noise_cohort,
+    }  # fmt: skip
+    only = _only(trust, sampling, accountant)
+    _check_plot(plot)
+    setting = setting_of(recipe, override or [], given, only)
+    needed = setting.needs("clients", "cohort", "rounds", "noise_multiplier")
+    run, larger = needed.of_this_run(), needed.deployed()
+    found: Row = {"setting": run.as_dict(), "rows": _kept(_budget_rows(run), only)}
+    if larger is not None:
+        found["deployed"] = {"setting": larger.as_dict(), "rows": _kept(_budget_rows(larger), only)}
+    _draw(needed, only, plot)
+    if as_json:
+        _print_json(found)
+        return
+    _heading(run, "" if larger is None else "ε of this run: what is proven for the clients that take part in it")
+    _print_rows(found["rows"], EPSILON)
+    if larger is None:
+        return
+    _heading(larger, f"ε if deployed at population P = {larger.clients:,}: a projection, proven of no run")
+    _print_rows(found["deployed"]["rows"], EPSILON)
+
+
+def calibrate(
+    epsilon: Annotated[float, typer.Option(metavar="ε", help="The target.")],
+    recipe: Recipe = None,
+    override: Override = None,
+    find: Annotated[
+        str | None, typer.Option(help="noise-multiplier, rounds, cohort or clients. Default: what is left out, or σ.")
+    ] = None,
+    clients: Clients = None,
+    cohort: Cohort = None,
+    rounds: Rounds = None,
+    noise_multiplier: Noise = None,
+    delta: Delta = None,
+    sampling: Sampling = None,
+    trust: Trust = None,
+    accountant: Accountant = None,
+    max_cohort: MaxCohort = None,
+    min_cohort: MinCohort = None,
+    max_participations: MaxParticipations = None,
+    noise_cohort: NoiseCohort = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """What a target ε needs: the noise multiplier; with σ given, the most rounds, largest cohort or fewest clients.
+
+    Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --rounds 300
+
+    Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --noise-multiplier 0.95
+    """
+    in_range("--epsilon", epsilon, 0, 1000, open_low=True)  # a larger one promises nothing
+    _check_plot(plot)
+    given = {
+        "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
+        "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
+        "noise_cohort": noise_cohort,
+    }  # fmt: skip
+    from fedflat.privacy.accounting.curves import proving
+
+    only = _only(trust, sampling, None if accountant is None else proving(accountant))
+    setting = setting_of(recipe, override or [], given, only, target=epsilon)
+    wanted = _wanted(find, setting)
+    others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
+    needed = setting.needs(*(others[:3] if wanted == "noise_multiplier" else others))
+    if wanted == "noise_multiplier":
+        rows = _kept(_calibrated(needed, epsilon), only)
+    elif needed.noise_cohort is not None:
+        raise wrong("--noise-cohort", needed.noise_cohort, "nothing when --find is not noise-multiplier")
+    else:
+        rows = _kept(_found(needed, wanted, epsilon, only), only)
+    best = next((row for row in rows if row[wanted] and row["epsilon"] is not None), None)
+    if plot is not None and best is not None:
+        _draw(needed.with_value(wanted, best[wanted]), only, plot)
+    if as_json:
+        _print_json({"epsilon": epsilon, "find": wanted, "setting": needed.as_dict(wanted), "rows": rows})
+        return
+    _heading(needed, f"{WANTED[wanted]} for ε ≤ {epsilon:g}", leave=wanted)
+    _print_rows(rows, (wanted, *EPSILON, *(("run_epsilon",) if needed.noise_cohort else ())))
+    if needed.noise_cohort:
+        print(
+            f"ε: if deployed at population P = {_larger(needed).clients:,}, a projection. ε here: proven of this run."
+        )
+
+
+EPSILON = ("epsilon",)
+WANTED = {
+    "noise_multiplier": "Least noise multiplier σ", "rounds": "Most rounds T", "cohort": "Largest cohort m",
+    "clients": "Fewest clients M",
+}  # fmt: skip
+TITLES = {
+    "epsilon": "ε", "run_epsilon": "ε here", "noise_multiplier": "σ", "rounds": "T", "cohort": "m", "clients": "M",
+}  # fmt: skip
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None:
+        from fedflat.report.budget import check_plot
+
+        check_plot(plot)
+
+
+def _only(trust: str | None, sampling: str | None, accountant: str | None) -> dict[str, str]:
+    """The names that the rows are limited to, checked."""
+    from fedflat.core.cohorts import NAMES as SAMPLINGS
+    from fedflat.privacy.accounting.curves import ACCOUNTANTS
+    from fedflat.privacy.trust import TRUSTS
+
+    found = {}
+    for where, value, names in (
+        ("trust", trust, TRUSTS), ("sampling", sampling, SAMPLINGS), ("accountant", accountant, ACCOUNTANTS)
+    ):  # fmt: skip
+        if value is not None:
+            found[where] = str(one_of(f"--{where}", value, names))
+    return found
+
+
+def _wanted(find: str | None, setting: Setting) -> str:
+    if find is not None:
+        return str(one_of("--find", find, [n.replace("_", "-") for n in WANTED])).replace("-", "_")
+    missing = [name for name in ("clients", "cohort", "rounds") if getattr(setting, name) is None]
+    return missing[0] if len(missing) == 1 and setting.noise_multiplier is not None else "noise_multiplier"
+
+
+def _budget_rows(setting: Setting) -> list[Row]:
+    from fedflat.privacy.accounting.budget import budget_table
+
+    return budget_table(noise_multiplier=float(setting.noise_multiplier or 0.0), **setting.common())
+
+
+def _larger(setting: Setting) -> Setting:
+    return setting.deployed() or setting
+
+
+def _calibrated(setting: Setting, target: float) -> list[Row]:
+    """Rows of the calibration; with noise_cohort the target is that of the simulated system, as in a recipe."""
+    from fedflat.privacy.accounting.budget import calibrate_table
+
+    rows = calibrate_table(target=target, **_larger(setting).common())
+    if setting.noise_cohort is None:
+        return rows
+    return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows]
+
+
+def _run_epsilon(setting: Setting, row: Row) -> float | None:
+    if row["noise_multiplier"] is None:
+        return None
+    run = setting.with_value("noise_multiplier", row["noise_multiplier"]).of_this_run()
+    match = [r for r in _budget_rows(run) if all(r[k] == row[k] for k in ("trust", "sampling", "accountant"))]
+    return match[0]["epsilon"] if match else None
+
+
+def _found(setting: Setting, wanted: str, target: float, only: dict[str, str]) -> list[Row]:
+    from fedflat.privacy.accounting.budget import needed_table
+
+    own = _arguments(setting, only)
+    return needed_table(find=wanted, target=target, **{name: value for name, value in own.items() if name != wanted})
+
+
+def _arguments(setting: Setting, only: dict[str, str]) -> dict[str, Any]:
+    """Arguments of ``epsilon`` under one trust model and cohort law (default: central, poisson)."""
+    own = {"trust": only.get("trust", "central"), "sampling": only.get("sampling", "poisson")}
+    limits = {"max_cohort"} if own["sampling"] != "truncated" else set()
+    limits |= {"min_cohort", "colluders"} if own["trust"] != "distributed" else set()
+    limits |= {"max_participations"} if own["trust"] != "local" else set()
+    common = {name: value for name, value in setting.common().items() if name not in limits}
+    return {"noise_multiplier": float(setting.noise_multiplier or 0), **own, **common}
+
+
+def _kept(rows: list[Row], only: dict[str, str]) -> list[Row]:
+    """The rows asked for. If none of them applies, the reason is the answer.
+
+    Raises:
+        InputError: nothing applies.
+    """
+    kept = [row for row in rows if all(row[name] in (value, "any") for name, value in only.items())]
+    own = [row for row in kept if row["sampling"] == only.get("sampling")] or kept  # "any" answers no law asked for
+    if not any(row["epsilon"] is not None for row in own):
+        reason = next((row["reason"] for row in own if row["reason"]), "no such combination")
+        asked = ", ".join(only.values()) or "every combination"
+        raise InputError(f"{asked}: {reason.rstrip('.')}.")
+    return kept
+
+
+def _heading(setting: Setting, title: str = "", leave: str = "") -> None:
+    if title:
+        print(title)
+    print(setting.text(leave))
+    print()
+
+
+def _print_rows(rows: list[Row], columns: tuple[str, ...]) -> None:
+    """One table of at most 80 columns; what does not apply is left out of it (``--json`` has the reasons)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("trust", "cohorts", "accountant"):
+        table.add_column(name, no_wrap=True)
+    for name in columns:
+        table.add_column(TITLES[name], justify="right", no_wrap=True)
+    described = any(row.get("relation") for row in rows)
+    for name in ("neighbours", "towards") if described else ():
+        table.add_column(name, no_wrap=True)
+    notes: dict[str, None] = {}
+    for row in rows:
+        if row["epsilon"] is None:
+            continue
+        cells = [_cell(row, name) for name in columns]
+        cells += [row["relation"] or "", row["adversary"] or ""] if described else []
+        table.add_row(row["trust"], row["sampling"], _accountant(row, notes), *cells)
+    Console(width=80).print(table)
+    for note in notes:
+        print(note)
+    print()
+
+
+def _accountant(row: Row, notes: dict[str, None]) -> str:
+    """What computed a row; the approximation gets its note."""
+    if row["accountant"] == "gdp":
+        mu = row["reason"].partition("(")[2].partition(")")[0]
+        notes[f"≈ central limit of Gaussian DP ({mu}): an approximation, not proven."] = None
+    return "exact" if row["reason"].startswith("exact") else str(row["accountant"])
+
+
+def _cell(row: Row, name: str) -> str:
+    value: Any = row[name]
+    if value is None:
+        return "–"
+    if name == "noise_multiplier":
+        return f"{value:.4f}"
+    if "epsilon" not in name:
+        return f"{value:,.0f}"
+    return ("≈ " if row["accountant"] == "gdp" else "") + _epsilon(value)
+
+
+def _epsilon(value: float) -> str:
+    if math.isinf(value):
+        return "∞"
+    if value >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:,.1f}" if value >= 1000 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def _draw(setting: Setting, only: dict[str, str], plot: Path | None) -> None:
+    if plot is None:
+        return
+    from fedflat.report.budget import write_plot
+
+    larger = setting.deployed()
+    systems = {"" if larger is None else "this run": _arguments(setting.of_this_run(), only)}
+    if larger is not None:
+        systems[f"deployed at P = {larger.clients:,}"] = _arguments(larger, only)
+    asked = [only["accountant"]] if "accountant" in only else ["pld", "rdp", "gdp"] if larger is None else ["pld"]
+    write_plot(plot, systems, asked)
+    print(f"Plot: {plot}", file=sys.stderr)
+
+
+def _print_json(found: Row) -> None:
+    from fedflat.privacy.ledger import plain_json
+
+    print(json.dumps(plain_json("budget", found), ensure_ascii=False, indent=2))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands of this module."""
+    app.command()(budget)
+    app.command()(calibrate)

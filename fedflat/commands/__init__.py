@@ -1,1 +1,0 @@
-"""One module for each group of commands; cli.py only assembles them."""

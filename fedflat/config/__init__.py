@@ -1,0 +1,1 @@
+"""A recipe: its keys, their meaning, and the packaged ones."""

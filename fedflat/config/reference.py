@@ -1,0 +1,181 @@
+"""Every recipe key with its type, default and meaning, read off the schema: ``fedflat explain`` and docs/recipe.md."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from fedflat.config.recipe import ClipSection, NamedSection, Recipe
+from fedflat.core.checks import nearest, wrong
+
+EXAMPLE = "Example: "
+PLURALS: dict[type, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+ALGORITHM_KEYS = {
+    "rho": "ρ, the radius in L2 at which SAM and PGN take their gradient. Small networks want about 0.05.",
+    "lam": "λ, weight of BLUR's penalty on updates longer than the clip.",
+    "sparsity": "c, the share of each tensor that LUS sets to zero.",
+    "keep": "p, the share of coordinates kept: per tensor by a client's own mask, of the whole vector by a common one.",
+    "explore": "Share of the kept coordinates drawn at random, where no public data choose them.",
+    "public": "Examples that no guarantee covers: held-out, test, or the name, hub id or path of a data set.",
+    "rescale": "Multiply the update by 1/keep before the clip.",
+    "beta": "Weight of the fresh gradient in PGN; in ddgauss the rounding's β.",
+    "smoothing": "σ_ls of the Laplacian smoothing. At 0.01, 98 % of the noise stays.",
+    "scope": "What is smoothed as one sequence: tensor, or the whole vector.",
+    "head": "Patterns of the parameters that stay with the client. None: the last linear layer.",
+    "head_steps": "K_v, steps on the head. None: local.steps.",
+    "head_lr": "Learning rate of the head.",
+    "finetune_steps": "Steps of a client's fine-tuning before it is evaluated. None: local.steps.",
+    "finetune_lr": "Learning rate of that fine-tuning. None: local.lr.",
+    "bits": "Messages are added modulo 2^bits.",
+    "granularity": "γ, the grid's spacing. None: as fine as the modulus allows.",
+    "queries": "Labels bought in all, spread over the rounds. None: one draw of a cohort a round.",
+    "labels_per_draw": "Q, labels that one cohort votes on.",
+    "student_epochs": "Passes of the student over the labelled public examples.",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One recipe key, as people write it. ``example`` is empty where the meaning says enough."""
+
+    path: str
+    kind: str
+    default: str
+    meaning: str
+    example: str = ""
+
+
+def recipe_keys() -> list[Key]:
+    """Every key of a recipe, in the recipe's order; the methods' own keys last."""
+    return [*_keys_of(Recipe, ""), *_algorithm_keys()]
+
+
+def explain(path: str) -> list[Key]:
+    """The key at a path, and all keys below it.
+
+    Raises:
+        InputError: no such key, with the nearest; a key without its section names its places.
+    """
+    found = [key for key in recipe_keys() if key.path == path or key.path.startswith(path + ".")]
+    if found:
+        return found
+    paths = [key.path for key in recipe_keys()]
+    same = [known for known in paths if known.rpartition(".")[2] == path]
+    hint = f"Did you mean {' or '.join(same)}?" if same else nearest(path, paths)
+    raise wrong("explain", path, "a recipe key, for example privacy.clip (fedflat explain lists all)", hint=hint)
+
+
+def markdown() -> str:
+    """docs/recipe.md: one table for each section."""
+    lines = [
+        "# Recipe keys",
+        "",
+        "Made from the schema by `python -m fedflat.config.reference > docs/recipe.md`; `fedflat explain KEY` prints "
+        "the same. A key is written in YAML, in a dict, or as `-o KEY=VALUE`.",
+    ]
+    sections: dict[str, list[Key]] = {}
+    for key in recipe_keys():
+        sections.setdefault(key.path.rpartition(".")[0], []).append(key)
+    for name, inside in sections.items():
+        lines += ["", f"## {name or 'The recipe'}", "", "| key | value | default | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{k.path}` | {_cell(k.kind)} | {_cell(k.default)} | {_cell(_whole(k))} |" for k in inside]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _whole(key: Key) -> str:
+    return key.meaning + (f" {EXAMPLE}`{key.example}`" if key.example else "")
+
+
+def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
+    for name, info in model.model_fields.items():
+        path = before + name
+        inner = _section(info.annotation)
+        meaning, _, example = " ".join((info.description or "").split()).partition(EXAMPLE)
+        if inner is None or issubclass(inner, (NamedSection, ClipSection)) or name == "partition":
+            yield Key(path, _kind(info), _default(info), meaning.strip(), example)
+        if inner is not None and not issubclass(inner, NamedSection):
+            yield from _keys_of(inner, path + ".")
+
+
+def _algorithm_keys() -> Iterator[Key]:
+    from fedflat.algorithms import ALGORITHMS
+
+    for name, meaning in ALGORITHM_KEYS.items():
+        defaults: dict[str, list[str]] = {}
+        for method, factory in ALGORITHMS.items():
+            taken = inspect.signature(factory).parameters.get(name)
+            if taken is not None:
+                defaults.setdefault(_shown(taken.default), []).append(method)
+        shown = "; ".join(f"{value} ({', '.join(methods)})" for value, methods in defaults.items())
+        yield Key(f"algorithm.{name}", "of some methods", shown, meaning)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section inside an annotation, if there is one."""
+    for part in (annotation, *typing.get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def _kind(info: FieldInfo) -> str:
+    parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+    named = [_part(part, info.metadata) for part in parts if part is not type(None)]
+    return " or ".join(dict.fromkeys(named))
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _part(annotation: Any, metadata: list[Any]) -> str:
+    """One alternative of a type, as people write it."""
+    origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        found = inside[1:]
+        return _part(inside[0], [m for f in found for m in (getattr(f, "metadata", None) or [f])])
+    if origin is typing.Literal:
+        return ", ".join(map(str, inside))
+    if origin is list:
+        return f"a list of {PLURALS.get(inside[0], 'values')}s"
+    if isinstance(annotation, type) and issubclass(annotation, NamedSection):
+        return "a name, or {name: …, with its options}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{kind: …, with its keys}"
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = [f"{sign} {getattr(m, mark):g}" for m in metadata for mark, sign in signs.items() if hasattr(m, mark)]
+    return " ".join([PLURALS.get(annotation, "value"), " and ".join(limits)]).strip()
+
+
+def _default(info: FieldInfo) -> str:
+    if info.default is PydanticUndefined:
+        return "required"
+    if isinstance(info.default, NamedSection):
+        return info.default.name
+    if isinstance(info.default, BaseModel):
+        return str(getattr(info.default, "kind", "as below"))
+    return _shown(info.default)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

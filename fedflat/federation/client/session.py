@@ -1,0 +1,185 @@
+"""The client's side of a round: read the ask, train on its own examples, clip, answer. Data and head stay here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.backends.choose import one_thread
+from fedflat.backends.sequential import Sequential
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.rng import fresh_key
+from fedflat.core.types import Broadcast
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.device import exact
+from fedflat.engine.round import accumulator_of, noisy_sum
+from fedflat.engine.train import Job
+from fedflat.federation.client.store import Store, read_examples
+from fedflat.federation.secagg.stages import stage_of
+from fedflat.federation.task import Task
+from fedflat.federation.wire import Answer, Ask, Malformed, read_ask, write_answer
+
+log = logging.getLogger("fedflat.client")
+
+
+class Refused(RunError):
+    """The client does not answer this ask."""
+
+
+@dataclass
+class Client:
+    """One client: its number, its own data file, its own state folder, and what it agreed to (the task).
+
+    pin: a hash that the operator of the client fixed by hand; with it, another recipe is refused whatever the server
+    says. held: examples that are never trained on, for the client's own record of how well the models do for it.
+    """
+
+    task: Task
+    number: int
+    data: Path
+    store: Store
+    pin: str = ""
+    key: Path | None = None
+    held: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.task.form.clients:
+            raise wrong("node config: client", self.number, f"0 to {self.task.form.clients - 1}")
+        if self.pin and self.pin != self.task.pin:
+            raise wrong("node config: pin", self.pin, f"{self.task.pin}, the hash of the app's recipe, task and roster")
+
+    @cached_property
+    def job(self) -> Job:
+        """Model, plan and data, built as the simulation builds them; only this client's rows are there."""
+        from fedflat.simulation.run import prepare
+
+        inputs, targets = read_examples(self.data)
+        self.task.form.check(str(self.data), inputs, targets)
+        return prepare(self.task.recipe, data=self.task.form.federation(self.number, (inputs, targets)))
+
+    def answer(self, content: Any) -> Any:
+        """The content of the reply to a message's content.
+
+        Raises:
+            Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
+        """
+        if stage_of(content) is not None:
+            from fedflat.federation.secagg.client import answer_stage
+
+            return answer_stage(self, content)
+        if self.job.parts.plan.trust == "distributed":
+            raise Refused("the server asks for an update without secure aggregation")
+        try:
+            ask = read_ask(content, self.job.parts.layout.dimension)
+        except Malformed as fault:
+            raise Refused(f"the server's message is malformed: {fault.reason}") from fault
+        self.check(ask)
+        update, examples = self.update(ask.broadcast)
+        if self.job.parts.plan.trust == "local":
+            self.store.note_participation(ask.broadcast.round)
+        return write_answer(Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
+
+    def check(self, ask: Ask) -> None:
+        """What a client must not take the server's word for."""
+        plan, clip = self.job.parts.plan, self.job.parts.clip
+        if ask.client != self.number:
+            raise Refused(f"the server asks client {ask.client}, this is client {self.number}")
+        if ask.pin != self.task.pin:
+            raise Refused("the server runs another recipe, task or roster")
+        if ask.broadcast.round >= plan.rounds:
+            raise Refused(f"the server asks for round {ask.broadcast.round} of {plan.rounds}")
+        if not is_adaptive(clip) and ask.broadcast.clip != self.job.threshold:
+            raise Refused("the server asks for another clip than the recipe's")
+        allowed = plan.rounds if plan.max_participations is None else plan.max_participations
+        if plan.trust != "local":
+            return
+        if self.store.took_part(ask.broadcast.round):  # a second noised answer would be one more than is charged
+            raise Refused(f"this client's answer to round {ask.broadcast.round} has left already")
+        if self.store.participations() >= allowed:
+            raise Refused(f"this client has taken part {allowed} times, which is all its guarantee allows")
+
+    def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
+        """The clipped (and under local trust noised) update float32 ``(d,)``, and the sample count if it is asked
+        for.
+        """
+        job = self.job
+        parts, rows = job.parts, job.data.parts[self.number]
+        before = self.store.head(job.first[parts.layout.dimension :], broadcast.round)
+        if self.held is not None:
+            self._note_accuracy(broadcast)
+        if len(rows) == 0:
+            return torch.zeros(parts.layout.dimension), 0
+        alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
+        with one_thread(), exact(job.problem.device):
+            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]))
+        self.store.keep_head(broadcast.round, before, result.personal)
+        return self._outgoing(result.message, broadcast), len(rows) if parts.weighted else 0
+
+    def _note_accuracy(self, broadcast: Broadcast) -> None:
+        """The client's own record of the model it was sent; if it fails, that changes nothing that is sent."""
+        from fedflat.federation.personal import evaluate
+
+        try:
+            self.store.note_accuracy(evaluate(self, broadcast.shared, broadcast.round))
+        except Exception:  # whatever it is, the answer is the same as without the record
+            log.exception("no personal accuracy")
+
+    def _outgoing(self, message: Tensor, broadcast: Broadcast) -> Tensor:
+        """What leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip)."""
+        parts = self.job.parts
+        if parts.plan.trust == "local" and parts.plan.private:
+            key = fresh_key()  # never stored: nobody can draw this noise again
+            own = accumulator_of(parts, broadcast, key)
+            own.add(message[None], [1])
+            return noisy_sum(parts, broadcast, own.result(), key).to(torch.float32)
+        if is_adaptive(parts.clip):
+            return message.to(torch.float32)
+        clipped = Accumulator(parts.clip, broadcast.clip, parts.layout.tensors("shared"), parts.layout.dimension)
+        clipped.add(message[None], [1])
+        return clipped.result().total.to(torch.float32)
+
+
+def is_adaptive(clip: Any) -> bool:
+    """Whether the threshold moves from round to round."""
+    return getattr(clip, "next", None) is not None
+
+
+def client_of(task: Task, config: Any) -> Client:
+    """The client that a SuperNode's ``--node-config`` describes: client, data, state; optionally pin, key, held."""
+    for key in ("client", "data", "state"):
+        if key not in config:
+            raise wrong("node config", "nothing", f'{key}=…, for example --node-config \'client=0 data="…" state="…"\'')
+    if not isinstance(config["client"], int) or isinstance(config["client"], bool):
+        raise wrong("node config: client", config["client"], "the client's number in the roster")
+    key, held = str(config.get("key", "")), str(config.get("held", ""))
+    return Client(
+        task,
+        config["client"],
+        Path(str(config["data"])),
+        Store(Path(str(config["state"]))),
+        str(config.get("pin", "")),
+        Path(key) if key else None,
+        Path(held) if held else None,
+    )
+
+
+def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
+    """The Flower reply to a Flower message; what went wrong stays in this client's own log."""
+    from flwr.app import Error, Message
+
+    try:
+        client = client_of(Task.read(app_folder), config)
+        with client.store.alone():
+            client.store.note_node(message.metadata.dst_node_id)
+            return Message(client.answer(message.content), reply_to=message)
+    except (InputError, RunError) as error:
+        log.error("%s", error)
+    except Exception:  # a traceback in the reply could carry data
+        log.exception("local training failed")
+    return Message(Error(code=0, reason="no answer"), reply_to=message)

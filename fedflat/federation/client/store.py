@@ -1,0 +1,176 @@
+"""A client's own disk: its examples, its personal part, and how often it took part. Nothing in here is ever sent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.privacy.ledger import sync_folder
+
+HEAD, ROUNDS, SESSION, NODE = "head.safetensors", "rounds.jsonl", "session.json", "node.json"
+ACCURACY, LOCK = "personal.jsonl", "answer.lock"
+
+
+def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
+    """Write ``inputs (n, …)`` and ``targets (n,)`` as the file that a client (or the server, its public test set)
+    reads.
+    """
+    from safetensors.torch import save
+
+    whole = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}
+    replace_file(Path(path), save(whole))
+
+
+def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
+    """The examples in a file; InputError if it is none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(path)
+        return found["inputs"], found["targets"]
+    except (SafetensorError, OSError, KeyError) as error:
+        allowed = (
+            "a safetensors file with inputs and targets (fedflat.federation.client.store.write_examples writes one)"
+        )
+        raise InputError(f"{path}: found no examples ({type(error).__name__}); allowed: {allowed}.") from error
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder of one client, readable by its owner only."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"state: found {self.folder} ({error.strerror}); allowed: a folder you may write to."
+            ) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One answer at a time, whatever processes share the folder: what it counts it counts before the next asks."""
+        import fcntl
+
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def head(self, first: Tensor, round: int) -> Tensor:
+        """The personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.
+
+        A round that is asked again (the server was restarted) starts from where it started before, not from its end.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / HEAD
+        if not path.exists():
+            return first.clone()
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored = int(file.metadata()["round"])
+                found: Tensor = file.get_tensor("before" if stored >= round else "after")
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            allowed = "the file fedflat wrote, or none to start anew"
+            raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error
+        if found.shape != first.shape:
+            raise wrong(str(path), f"{found.numel()} personal parameters", f"{first.numel()}, as the model has")
+        return found
+
+    def keep_head(self, round: int, before: Tensor, after: Tensor) -> None:
+        """Store a round's personal part, durably; one that is not finite is not kept."""
+        from safetensors.torch import save
+
+        if not after.numel() or not bool(torch.isfinite(after).all()):
+            return
+        held = {"before": before.contiguous().clone(), "after": after.contiguous().clone()}
+        replace_file(self.folder / HEAD, save(held, {"round": str(round)}))
+
+    def participations(self) -> int:
+        """How many answers have left this client, or may have."""
+        path = self.folder / ROUNDS
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def took_part(self, round: int) -> bool:
+        """Whether an answer to this round has left, or may have."""
+        path = self.folder / ROUNDS
+        return path.exists() and json.dumps({"round": round}) in path.read_text(
+            encoding="utf-8"
+        )  # behind a torn line too
+
+    def keep_session(self, session: dict[str, Any]) -> None:
+        """Keep the secrets of one secure aggregation until its end; there is one at a time."""
+        replace_file(self.folder / SESSION, json.dumps(session).encode())
+
+    def session(self) -> dict[str, Any]:
+        """The session that is open, or an empty one."""
+        path = self.folder / SESSION
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return found
+
+    def end_session(self) -> None:
+        """Forget a session's secrets, also in a file that a kill left half written."""
+        for name in (SESSION, SESSION + ".part"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def node(self) -> int | None:
+        """Flower's number of this client's SuperNode, if it was ever asked anything."""
+        path = self.folder / NODE
+        return int(json.loads(path.read_bytes())["node"]) if path.exists() else None
+
+    def note_node(self, node: int) -> None:
+        """Remember Flower's number, which a restart after a kill needs (``fedflat.federation.rejoin``)."""
+        if self.node() != node:
+            replace_file(self.folder / NODE, json.dumps({"node": node}).encode())
+
+    def accuracies(self) -> list[dict[str, Any]]:
+        """What this client noted of models on its own held-back examples, by round; the newest of each round."""
+        path = self.folder / ACCURACY
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found = {row["round"]: row for row in map(json.loads, lines)}
+        return [found[round] for round in sorted(found)]
+
+    def note_accuracy(self, record: dict[str, Any]) -> None:
+        """Note one model's accuracy (``fedflat.federation.personal``), for the client's owner only."""
+        kept = [row for row in self.accuracies() if row["round"] != record["round"]]
+        rows = sorted([*kept, record], key=lambda row: int(row["round"]))
+        replace_file(self.folder / ACCURACY, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def note_participation(self, round: int) -> None:
+        """Count an answer, durably, before it leaves."""
+        try:
+            descriptor = os.open(self.folder / ROUNDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with open(descriptor, "ab") as file:
+                file.write(json.dumps({"round": round}).encode() + b"\n")
+                file.flush()
+                os.fsync(descriptor)
+            sync_folder(self.folder)  # its name too, or a power cut forgets the first answer
+        except OSError as error:
+            raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file, readable by its owner only, so that a kill leaves the old one or the new one."""
+    part = path.with_name(path.name + ".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    sync_folder(path.parent)

@@ -1,0 +1,234 @@
+"""``fedflat deploy``: a ready Flower project from a recipe, with everything a test on this machine needs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError, wrong
+from fedflat.data.clients import Federated
+from fedflat.engine.train import Job
+from fedflat.federation.client.store import write_examples
+from fedflat.federation.launch.certificates import write_authority_and_server, write_client_keys
+from fedflat.federation.launch.project_texts import ADDRESSES, APP, PYPROJECT, README
+from fedflat.federation.lock import LOCK, write_lock
+from fedflat.federation.roster import Roster
+from fedflat.federation.task import RECIPE, Form, Task, check_deployable
+
+PACKAGE = "fedflat_app"
+PORT = 8443
+DATA, HELD = "data.safetensors", "held.safetensors"
+DOORS, CONTROL_CERTIFICATE = "server/superlink.toml", "flower/control/ca.crt"
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+"""No telemetry, no look for updates."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """What was made. epsilon: proven ε of the whole run, or None without a finite one."""
+
+    folder: Path
+    clients: int
+    epsilon: float | None
+    delta: float
+
+
+def write_project(
+    recipe: Recipe, out: Path, nodes: int | None = None, port: int = PORT, host: str = "127.0.0.1"
+) -> Project:
+    """Write the project of a recipe for ``nodes`` clients (default: the recipe's) into the new folder ``out``.
+
+    The recipe's own data set is partitioned as in a simulation; each client's examples go into that client's folder.
+
+    Raises:
+        InputError: the recipe cannot be deployed, or ``out`` holds something already.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise wrong("--out", f"{out}, which is not empty", "a new folder")
+    recipe = _for_nodes(recipe, nodes)
+    job = _job(recipe)
+    try:
+        _write(recipe, job, out, port, host)
+    except OSError as error:
+        raise InputError(f"--out: found {out} ({error.strerror}); allowed: a folder you may write to.") from error
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    plan = job.parts.plan
+    epsilon = plan.epsilon() if plan.private else float("inf")
+    return Project(out, job.data.clients, epsilon if epsilon < float("inf") else None, plan.delta)
+
+
+def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
+    """The recipe with M = ``nodes``; the cohort must fit, since q is a promise and not to be changed behind one's
+    back.
+    """
+    dump = recipe.dump()
+    dump["engine"] |= {"backend": "sequential", "processes": None, "compile": None}
+    if dump["engine"]["device"] == "auto":  # clients on one machine would share its GPU
+        dump["engine"]["device"] = "cpu"
+    if nodes is not None:
+        if recipe.cohort.size > nodes:
+            hint = f"With M = {nodes}, name the cohort: -o cohort.size=…"
+            raise wrong("--nodes", nodes, f"at least cohort.size = {recipe.cohort.size:g}", hint=hint)
+        dump["data"]["clients"] = nodes
+    return Recipe.of(dump)
+
+
+def _job(recipe: Recipe) -> Job:
+    from fedflat.methods.noise import trust_of
+    from fedflat.simulation.run import algorithm_of, prepare
+
+    method = algorithm_of(recipe)
+    check_deployable(recipe, method, trust_of(recipe, method))
+    return prepare(recipe)
+
+
+def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
+    data, app = job.data, out / "app" / PACKAGE
+    app.mkdir(parents=True)
+    out.chmod(0o700)
+    hosts = list(dict.fromkeys([host, "127.0.0.1", "localhost"]))
+    write_authority_and_server(out / "certificates", hosts)
+    keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
+    (app / RECIPE).write_text(_recipe_text(recipe, job), encoding="utf-8")
+    Task(recipe, Form.of(data), Roster(tuple(keys)), "").write(app)
+    test = None
+    (out / "server").mkdir(mode=0o700)
+    if data.test_inputs is not None and data.test_targets is not None:
+        test = (out / "server" / "test.safetensors").absolute()
+        write_examples(test, data.test_inputs, data.test_targets)
+    _write_app(out, app, data.clients, test)
+    _write_doors(out, f"{host}:{port}", f"127.0.0.1:{port + 1}")
+    pin = Task.read(app).pin
+    (out / "README.md").write_text(_readme(recipe, out, job, pin, host, port), encoding="utf-8")
+
+
+def client_folder(out: Path, client: int) -> Path:
+    """Where a client's key, data and state are in the test set-up; on real machines each lives on its own."""
+    return out / "clients" / f"{client:05d}"
+
+
+def _write_client(folder: Path, data: Federated, client: int) -> str:
+    public = write_client_keys(folder)
+    inputs, targets = data.client(client)
+    write_examples(folder / DATA, inputs.contiguous(), targets)
+    rows = torch.from_numpy(data.held_back[client])
+    if len(rows):
+        write_examples(folder / HELD, data.inputs[rows], data.targets[rows])
+    return public
+
+
+def _recipe_text(recipe: Recipe, job: Job) -> str:
+    """The recipe with everything that depends on data or calibration as numbers, so that every party has the same."""
+    from fedflat.simulation.run import settled
+
+    found = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fedflat")
+    except metadata.PackageNotFoundError:
+        return "0.1.0"
+
+
+def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
+    """pyproject.toml and the two modules that Flower loads."""
+    text = PYPROJECT.format(
+        version=_version(),
+        package=PACKAGE,
+        out=(out / "run").absolute(),
+        test="" if test is None else test,
+        nodes=clients,
+    )
+    (out / "app" / "pyproject.toml").write_text(text, encoding="utf-8")
+    (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")
+    for side in ("server", "client"):
+        (app / f"{side}_app.py").write_text(APP.format(side=side, title=side.capitalize()), encoding="utf-8")
+
+
+def _write_doors(out: Path, listen: str, control: str) -> None:
+    """The SuperLink's two addresses, its lock, and where ``flwr`` finds it and the operator's token (FLWR_HOME)."""
+    (out / "flower").mkdir(mode=0o700)
+    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{control}"\n'
+    text += f'root-certificates = "{(out / CONTROL_CERTIFICATE).absolute()}"\n'
+    (out / "flower" / "config.toml").write_text(text, encoding="utf-8")
+    (out / DOORS).write_text(ADDRESSES.format(listen=listen, control=control), encoding="utf-8")
+    write_lock(out / "server" / LOCK, out / "flower" / "credentials.yaml", control)
+
+
+def environment(out: Path) -> dict[str, str]:
+    """What Flower's programs are started with: this project's connection, no telemetry, no look for updates."""
+    return {"FLWR_HOME": str((out / "flower").absolute()), **QUIET}
+
+
+def superlink_command(out: Path) -> list[str]:
+    """The SuperLink: TLS, the roster's SuperNodes only, orders from this machine with the token, state in memory."""
+    return ["python", "-m", "fedflat.federation.superlink", str(out.absolute())]
+
+
+def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
+    """The SuperNode of one client: TLS to the SuperLink, its own key, data, state and copy of the app."""
+    held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
+    config = f'client={client} data="{own}/{DATA}" state="{own}/state" key="{own}/auth.key" pin="{pin}"'
+    if (own / HELD).exists():
+        config += f' held="{own}/{HELD}"'
+    return [
+        "python", "-m", "fedflat.federation.supernode", "--app", str((out / "app" / PACKAGE).absolute()),
+        "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
+        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(node_port(port, client)),
+        "--node-config", config,
+    ]  # fmt: skip
+
+
+def node_port(port: int, client: int) -> int:
+    """A port on 127.0.0.1 for each client of a test on one machine, after the SuperLink's two."""
+    return port + 2 + client
+
+
+def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
+    """What lets a killed SuperNode of one client back in at once."""
+    held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
+    return [
+        "python", "-m", "fedflat.federation.rejoin", "--superlink", f"{host}:{port}",
+        "--root-certificates", f"{held}/ca.crt", "--auth-supernode-private-key", f"{own}/auth.key",
+        "--state", f"{own}/state",
+    ]  # fmt: skip
+
+
+def _shell(command: list[str], root: str) -> str:
+    """A command as one would type it in the project's folder, a flag to a line, less than 80 columns wide."""
+    shown, line = [], ""
+    for word in (word.replace(root + "/", "").replace(root, ".") for word in command):
+        text = f"'{word}'".replace('" ', '"\n        ') if " " in word else word
+        if word.startswith("--"):
+            shown.append(line)
+            line = "   "
+        line = f"{line} {text}".lstrip() if not shown else f"{line} {text}"
+    return " \\\n    ".join([*shown, line])
+
+
+def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int) -> str:
+    root, clients, plan = str(out.absolute()), job.data.clients, job.parts.plan
+    exports = "\n    ".join(f"export {k}={v.replace(root, '$PWD')}" for k, v in environment(out).items())
+    show: Callable[[list[str]], str] = lambda command: _shell(command, root)  # noqa: E731
+    epsilon = plan.epsilon() if plan.private else float("inf")
+    facts: dict[str, Any] = {
+        "name": recipe.name, "clients": clients, "last": clients - 1, "pin": pin, "exports": exports,
+        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
+        "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds,
+        "method": job.parts.algorithm.name,
+        "superlink": show(superlink_command(out)), "node": show(supernode_command(out, 0, host, port, pin)),
+        "rejoin": show(rejoin_command(out, 0, host, port)), "package": PACKAGE,
+    }  # fmt: skip
+    return README.format(**facts)

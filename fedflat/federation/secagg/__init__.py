@@ -1,0 +1,1 @@
+"""Secure aggregation: the server sees a sum and nothing else."""

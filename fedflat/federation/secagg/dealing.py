@@ -1,0 +1,177 @@
+"""Step 1 of secure aggregation: dealing shares in boxes, complaints about them, and who of the two has lied.
+
+A dealer signs each box together with its commitments, so nobody else can have made a bad one. A receiver that finds no
+true share in a signed box signs a complaint. The dealer then shows the secret key that it made for this one box: if the
+box opens to a true share with it, it does so for its receiver too, and the complaint is false; otherwise the deal is.
+
+A complaint about an honest dealer can only come from a dishonest client, which knows the shares in its box already: an
+honest one complains only about what the dealer itself signed, for the very same set of everybody's keys (hence the same
+threshold), and an honest dealer answers no other. So the answer tells nobody anything new, whatever the server does to
+keys, boxes and complaints on their way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedflat.federation.secagg import sharing
+from fedflat.federation.secagg.consistency import transcript
+from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed
+from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point
+
+SIGNATURE_BYTES = 64
+BOX_BYTES = 32 + 2 * SHARE_BYTES + 16
+"""The box's own public key, two shares, the cipher's tag."""
+_LABEL = b"fedflat secure aggregation: "
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What a client deals: commitments to its seed's and mask secret's polynomials (the mask's first point is its
+    public key, and left out); receiver -> box and the dealer's signature of box and commitments.
+    """
+
+    commitments: bytes
+    boxes: Mapping[int, bytes]
+
+
+def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[Deal, Shares]:
+    """Boxes for every other client of ``keys``, and the shares that the client keeps itself.
+
+    A threshold of half the clients or less is refused: one half could be asked for b and the other for the mask secret.
+    """
+    if len(keys) < threshold or own.client not in keys:
+        raise Aborted("too few clients")
+    if 2 * threshold <= len(keys):
+        raise Aborted("a threshold that is no majority")
+    seed, seed_points = sharing.split(int.from_bytes(own.seed, "big"), threshold, keys)
+    mask, mask_points = sharing.split(int.from_bytes(own.mask, "big"), threshold, keys)
+    commitments, seen = b"".join([*seed_points, *mask_points[1:]]), keys_seen(own.context, keys)
+    boxes = {}
+    for other in keys:
+        if other != own.client:
+            text = b"".join(share.to_bytes(SHARE_BYTES, "big") for share in (seed[other], mask[other]))
+            once = key_of_box(own, other)
+            public = X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw()
+            cipher = _cipher(once, keys[other].seal, own.context, own.client, other)
+            box = public + cipher.encrypt(bytes(12), text, public)
+            boxes[other] = box + _signed(own, _of_box(seen, own.client, other, commitments, box))
+    return Deal(commitments, boxes), Shares(seed[own.client], mask[own.client])
+
+
+def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
+    """What deals and complaints are bound to: the session and everybody's keys, as their signer was told.
+
+    Without it a server that tells two clients of different keys, and so of different thresholds, makes one complain
+    about what the other dealt rightly, and has the share shown.
+    """
+    return transcript(context, keys, (), ())
+
+
+def key_of_box(own: Secrets, receiver: int) -> bytes:
+    """The X25519 secret of one box: shown, it opens this box and tells nothing of another."""
+    purpose = _LABEL + b"box key" + own.context + receiver.to_bytes(8, "big")
+    return HKDF(hashes.SHA256(), 32, None, purpose).derive(own.seal)
+
+
+def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[list[Point], list[Point]]:
+    """The points a dealer is committed to, of its seed and of its mask secret; Aborted if they are not what they
+    should be.
+    """
+    if len(commitments) != (2 * threshold - 1) * POINT_BYTES:
+        raise Aborted("commitments of another size")
+    try:
+        found = sharing.read_points(commitments[: threshold * POINT_BYTES])
+        return found, sharing.read_points(public.mask + commitments[threshold * POINT_BYTES :])
+    except ValueError:
+        raise Aborted("commitments that are no points") from None
+
+
+def is_dealt(
+    public: PublicKeys, seen: bytes, sender: int, receiver: int, commitments: bytes, signed_box: bytes
+) -> bool:
+    """Whether a box with these commitments is its dealer's, for the keys that were seen (``keys_seen``)."""
+    box, signature = signed_box[:BOX_BYTES], signed_box[BOX_BYTES:]
+    return _agrees(public, signature, _of_box(seen, sender, receiver, commitments, box))
+
+
+def open_box(own: Secrets, sender: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]) -> Shares:
+    """The receiver's own true shares in a box; Aborted if there are none."""
+    public = signed_box[:32]
+    cipher = _cipher(own.seal, public, own.context, sender, own.client)
+    return _true_shares(cipher, own.client, signed_box, points)
+
+
+def clears(
+    once: bytes, public: PublicKeys, context: bytes, sender: int, receiver: int, signed_box: bytes,
+    points: tuple[Sequence[Point], Sequence[Point]],
+) -> bool:  # fmt: skip
+    """Whether the dealer's key of a box shows that its receiver (of these public keys) finds true shares in it."""
+    try:
+        if X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw() != signed_box[:32]:
+            return False
+        _true_shares(_cipher(once, public.seal, context, sender, receiver), receiver, signed_box, points)
+    except (Aborted, ValueError):
+        return False
+    return True
+
+
+def complaint(own: Secrets, seen: bytes, dealer: int) -> bytes:
+    """A receiver's signature that what the dealer signed holds no true shares for it."""
+    return _signed(own, _of_complaint(seen, own.client, dealer))
+
+
+def is_complaint(public: PublicKeys, seen: bytes, receiver: int, dealer: int, signature: bytes) -> bool:
+    """Whether a complaint is the receiver's (of these public keys), for the keys that were seen."""
+    return _agrees(public, signature, _of_complaint(seen, receiver, dealer))
+
+
+def _true_shares(
+    cipher: ChaCha20Poly1305, receiver: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]
+) -> Shares:
+    try:
+        text = cipher.decrypt(bytes(12), signed_box[32:BOX_BYTES], signed_box[:32])
+    except InvalidTag:
+        raise Aborted("a box that does not open") from None
+    seed, mask = (int.from_bytes(part, "big") for part in (text[:SHARE_BYTES], text[SHARE_BYTES:]))
+    if not sharing.is_share(points[0], receiver, seed) or not sharing.is_share(points[1], receiver, mask):
+        raise Aborted("shares that are not of the committed secret")
+    return Shares(seed, mask)
+
+
+def _cipher(secret: bytes, public: bytes, context: bytes, sender: int, receiver: int) -> ChaCha20Poly1305:
+    """The cipher of one box; each key is used once."""
+    return ChaCha20Poly1305(agreed(secret, public, b"box" + context + _ends(sender, receiver)))
+
+
+def _ends(sender: int, receiver: int) -> bytes:
+    return sender.to_bytes(8, "big") + receiver.to_bytes(8, "big")
+
+
+def _of_box(seen: bytes, sender: int, receiver: int, commitments: bytes, box: bytes) -> bytes:
+    return _LABEL + b"deal" + seen + _ends(sender, receiver) + hashlib.sha256(commitments).digest() + box
+
+
+def _of_complaint(seen: bytes, receiver: int, dealer: int) -> bytes:
+    return _LABEL + b"complaint" + seen + _ends(receiver, dealer)
+
+
+def _signed(own: Secrets, text: bytes) -> bytes:
+    return Ed25519PrivateKey.from_private_bytes(own.sign).sign(text)
+
+
+def _agrees(public: PublicKeys, signature: bytes, text: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public.sign).verify(signature, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What methods need beyond a composition of pieces."""

@@ -1,0 +1,1 @@
+"""AE-DPFL: clients vote on labels."""

@@ -1,0 +1,1 @@
+"""The distributed discrete Gaussian."""

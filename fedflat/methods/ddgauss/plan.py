@@ -1,0 +1,96 @@
+"""The distributed discrete Gaussian as a plan's mechanism: its public numbers and its own account."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fedflat.core.checks import wrong
+from fedflat.core.discrete import default_granularity
+from fedflat.privacy.accounting.discrete import DDGaussAccount
+from fedflat.privacy.trust import Guarantee
+
+if TYPE_CHECKING:
+    from fedflat.privacy.plan import Plan
+
+
+def most_messages(clients: int, rate: float, rounds: int, chance: float) -> int:
+    """Smallest n_max that no Poisson cohort of `rounds` rounds exceeds but with probability ≤ `chance`; at least 1."""
+    from scipy.stats import binom
+
+    return max(1, int(binom.isf(min(1.0, chance / max(rounds, 1)), clients, rate)) + 1)
+
+
+@dataclass(frozen=True)
+class DDGaussPlan:
+    """`fedflat.privacy.plan.Accounted` for the distributed discrete Gaussian, under trust: distributed.
+
+    dimension: d. clip: C. bits, granularity (None: by `default_granularity` from the plan), beta: of the mechanism.
+    top_up: the server fills every sum up to n_max shares, without which recipients get no amplification; n_max is the
+    count that a cohort exceeds in any round with chance at most δ/100 (such a round is aborted, and charged to δ).
+    most: n_max once it is settled (`settled`), so that a question at another δ is about the mechanism that runs.
+    """
+
+    dimension: int
+    clip: float
+    bits: int = 16
+    granularity: float | None = None
+    beta: float = math.exp(-0.5)
+    top_up: bool = True
+    most: int | None = None
+    name: str = "ddgauss"
+    relation: str = "add-remove"
+    rounding = 0.0  # whole numbers
+
+    def settled(self, plan: Plan) -> DDGaussPlan:
+        """The same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""
+        fixed = replace(self, granularity=self.pitch(plan))
+        return replace(fixed, most=self.n_max(plan)) if self.top_up else fixed
+
+    def n_max(self, plan: Plan) -> int:
+        """Shares in every topped-up sum; also the number of messages that the default γ makes room for."""
+        if self.most is not None:
+            return self.most
+        found = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
+        return max(min(found, plan.sampler.clients), self._n_min(plan) + plan.colluders)
+
+    def pitch(self, plan: Plan) -> float:
+        """γ in the update's units."""
+        if self.granularity is not None:
+            return self.granularity
+        sigma = plan.event_multiplier
+        return default_granularity(self.clip, sigma, self.dimension, self._n_min(plan), self.n_max(plan), self.bits)
+
+    def account(self, plan: Plan) -> DDGaussAccount:
+        """The account of this mechanism in this plan; raises InputError unless cohorts are Poisson and n_min is set."""
+        return DDGaussAccount(
+            plan.sampler.clients, plan.sampler.size, plan.event_multiplier, self.clip, self.pitch(plan), self.dimension,
+            self._n_min(plan), plan.delta, self.beta, self.bits, self.n_max(plan) if self.top_up else None,
+            plan.colluders,
+        )  # fmt: skip
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Towards recipients and the server after `rounds` rounds (the last is for a client drawn in every round)."""
+        return self.account(plan).guarantees(rounds)[:2]
+
+    def event(self, plan: Plan) -> Any:
+        """None: dp-accounting has no such event."""
+        return None
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """All that `DDGaussAccount` needs beside the plan's own fields."""
+        return {
+            "dimension": self.dimension, "clip": self.clip, "bits": self.bits, "granularity": self.pitch(plan),
+            "beta": self.beta, "n_min": self._n_min(plan), "n_max": self.n_max(plan) if self.top_up else None,
+        }  # fmt: skip
+
+    def _n_min(self, plan: Plan) -> int:
+        if plan.cohort_min is None:
+            raise wrong("privacy.trust", plan.trust, "distributed, with which cohort.min is set, for ddgauss")
+        return plan.cohort_min
+
+    def _rate(self, plan: Plan) -> float:
+        if plan.sampler.name != "poisson":
+            raise wrong("cohort.sampling", plan.sampler.name, "poisson for ddgauss")
+        return float(plan.sampler.size) / plan.sampler.clients

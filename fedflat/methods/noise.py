@@ -1,0 +1,105 @@
+"""Where a recipe's noise comes from: default trust model, the round's mechanism, and its account in the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedflat.config.recipe import ClipSection, Recipe
+from fedflat.core.checks import wrong
+from fedflat.core.types import Algorithm
+from fedflat.engine.parts import Mechanism
+from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
+from fedflat.methods.ddgauss.plan import DDGaussPlan
+from fedflat.pieces.mechanisms import GaussianNoise
+from fedflat.pieces.secure import GridNoise
+from fedflat.privacy.plan import Plan
+
+DISCRETE = (
+    "Distributed discrete Gaussian: clipped, rotated, rounded updates with integer noise shares, added modulo 2^bits."
+)
+GRID = "Exact rounded Gaussian noise on the whole-number sum of clipped updates, divided by a public constant."
+
+
+def trust_of(recipe: Recipe, method: Algorithm) -> str:
+    """The recipe's trust model; where it names none, distributed for ddgauss and central for every other method."""
+    return recipe.privacy.trust or ("distributed" if method.kind == "ddgauss" else "central")
+
+
+def check(recipe: Recipe, method: Algorithm) -> None:
+    """Refuse combinations of secure noise, trust model and method for which there is no proven mechanism.
+
+    Raises:
+        InputError: with the reason.
+    """
+    trust, discrete = trust_of(recipe, method), method.kind == "ddgauss"
+    if discrete and trust != "distributed":
+        raise wrong("privacy.trust", trust, f"distributed for {method.name}", hint="Its noise is clients' shares.")
+    if recipe.privacy.secure_rng and trust == "distributed" and not discrete:
+        hint = "A sum of rounded Gaussian shares has no proven ε; the distributed discrete Gaussian has."
+        raise wrong("privacy.secure_rng", True, "false with trust: distributed, or algorithm ddgauss", hint=hint)
+    if discrete and recipe.privacy.noise_cohort is not None:
+        hint = "The grid is made for the cohort that runs."
+        raise wrong("privacy.noise_cohort", recipe.privacy.noise_cohort, f"nothing for {method.name}", hint=hint)
+
+
+def constant_clip(recipe: Recipe) -> float:
+    """C of a recipe whose mechanism needs one number for the whole run.
+
+    Raises:
+        InputError: the clip is adaptive or per tensor.
+    """
+    clip = recipe.privacy.clip
+    if not isinstance(clip, ClipSection):
+        return float(clip)
+    if clip.kind != "constant" or clip.value is None:
+        raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
+    return clip.value
+
+
+def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGaussPlan | None:
+    """The plan's own account for ddgauss, None for the Gaussian sum. dimension: d, None while it is not known."""
+    if method.kind != "ddgauss":
+        return None
+    return DDGaussPlan(1 if dimension is None else dimension, constant_clip(recipe), **_options(method))
+
+
+def settle(plan: Plan) -> Plan:
+    """The plan with n_max and γ as numbers."""
+    return replace(plan, mechanism=plan.mechanism.settled(plan)) if isinstance(plan.mechanism, DDGaussPlan) else plan
+
+
+def _options(method: Algorithm) -> dict[str, Any]:
+    return {name: method.options[name] for name in ("bits", "granularity", "beta") if name in method.options}
+
+
+def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
+    """The noise of a run's rounds, with the law that its plan accounts."""
+    if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
+        return _discrete(plan, plan.mechanism, recipe)
+    count = plan.count_noise or 0.0
+    if recipe.privacy.secure_rng and plan.effective_multiplier > 0:
+        return GridNoise(plan.std, plan.trust, count)
+    return GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor), count)
+
+
+def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
+    numbers = account.account(plan)
+    mechanism = DistributedDiscreteGaussian(
+        numbers.dimension,
+        numbers.clip,
+        numbers.noise_multiplier,
+        numbers.n_min,
+        account.n_max(plan),
+        numbers.bits,
+        numbers.granularity,
+        numbers.beta,
+    )
+    return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
+
+
+def facts(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """What the privacy statement says of a mechanism that is not float Gaussian noise."""
+    if isinstance(plan.mechanism, DDGaussPlan):
+        return {"mechanism": DISCRETE}
+    return {"mechanism": GRID} if recipe.privacy.secure_rng and plan.mechanism is None else {}

@@ -1,0 +1,1 @@
+"""Procedures exactly as their papers print them, kept apart from the sound ones."""

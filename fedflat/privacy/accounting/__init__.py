@@ -1,0 +1,1 @@
+"""From public numbers to a proven epsilon."""

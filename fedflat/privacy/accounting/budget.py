@@ -1,0 +1,191 @@
+"""What a budget buys: ε by every accountant, cohort law and trust model; the noise for a target; series to plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fedflat.core.checks import InputError, one_of
+from fedflat.core.cohorts import NAMES as SAMPLINGS
+from fedflat.privacy.accounting.curves import APPROXIMATIONS
+from fedflat.privacy.accounting.epsilon import (
+    ACCOUNTANTS,
+    approximate_epsilon,
+    clients_for,
+    cohort_for,
+    default_delta,
+    epsilon,
+    gdp_mu,
+    noise_multiplier,
+    rounds_for,
+    terms,
+)
+from fedflat.privacy.trust import guarantees
+
+Row = dict[str, Any]
+AXES = ("rounds", "noise_multiplier", "cohort", "clients")
+
+
+def _combinations() -> list[tuple[str, str, str]]:
+    """(trust, sampling, accountant). Without amplification the accounts are exact, or do not depend on the cohort."""
+    central = [("central", sampling, accountant) for sampling in SAMPLINGS for accountant in ACCOUNTANTS]
+    distributed = [("distributed", sampling, "pld") for sampling in SAMPLINGS]
+    return [*central, *distributed, ("local", "any", "pld"), ("local", "any", "rdp")]
+
+
+def _own_setting(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
+    """The arguments that apply to one combination: a maximum only where the law has one, and so on."""
+    law = "poisson" if sampling == "any" else sampling
+    found = {**setting, "trust": trust, "sampling": law, "accountant": accountant}
+    if sampling == "truncated" and found.get("max_cohort") is None:
+        raise InputError("needs the largest cohort (max_cohort)")
+    dropped = set() if sampling == "truncated" else {"max_cohort"}
+    dropped |= set() if trust == "distributed" else {"min_cohort", "colluders"}
+    dropped |= set() if trust == "local" else {"max_participations"}
+    return {name: value for name, value in found.items() if name not in dropped}
+
+
+def budget_table(
+    *,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    noise_multiplier: float,
+    delta: float | None = None,
+    max_cohort: int | None = None,
+    min_cohort: int | None = None,
+    max_participations: int | None = None,
+    colluders: int = 0,
+) -> list[Row]:
+    """ε for the given noise under every trust model × cohort law × accountant.
+
+    Each row has ``trust, sampling, accountant, adversary, relation, epsilon, delta, proven, reason``. ``epsilon`` is
+    the largest over the adversaries (inf without noise), None where nothing applies, with the reason; ``proven`` is
+    False where it is an approximation. ``sampling`` is "any" where the figure does not depend on it.
+
+    Raises:
+        InputError: a value out of range.
+    """
+    setting: Row = {
+        "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
+        "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
+        "colluders": colluders,
+    }  # fmt: skip
+    terms(**{name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")})
+    return [_budget_row(setting, *combination) for combination in _combinations()]
+
+
+def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
+    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant, "adversary": None, "relation": None,
+                "epsilon": None, "delta": None, "proven": False, "reason": ""}  # fmt: skip
+    approximation = accountant in APPROXIMATIONS
+    if approximation and (trust, sampling) != ("central", "poisson"):
+        return row | {"reason": f"{accountant} approximates Poisson sampling under trust: central only; use pld"}
+    try:
+        made = terms(**_own_setting(setting, trust, sampling, "pld" if approximation else accountant))
+        worst = max(guarantees(made, setting["rounds"]), key=lambda found: found.epsilon)
+    except InputError as error:
+        return row | {"reason": str(error)}
+    found = {name: getattr(worst, name) for name in ("adversary", "relation", "epsilon", "delta")}
+    if approximation:
+        reason = f"approximation (μ = {mu_of(setting):.4g}), not a bound"
+        return row | found | {"epsilon": approximate_epsilon(**_approximated(setting)), "reason": reason}
+    how = "" if worst.accountant == accountant else worst.accountant
+    return row | found | {"proven": math.isfinite(worst.epsilon), "reason": how}
+
+
+def mu_of(setting: Row) -> float:
+    """μ of the central-limit approximation for ``clients, cohort, rounds, noise_multiplier``; inf without noise."""
+    return gdp_mu(setting["cohort"] / setting["clients"], setting["noise_multiplier"], setting["rounds"])
+
+
+def _approximated(setting: Row) -> Row:
+    """What the approximation depends on."""
+    return {name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")}
+
+
+def calibrate_table(*, target: float, clients: int, cohort: float, rounds: int, **setting: Any) -> list[Row]:
+    """The noise multiplier that reaches ε = ``target`` for every trust model × cohort law × proving accountant.
+
+    ``setting``: delta, max_cohort, min_cohort, max_participations, colluders. Rows have ``trust, sampling, accountant,
+    noise_multiplier, epsilon, reason``; the first two are None where nothing applies.
+    """
+    base = {"clients": clients, "cohort": cohort, "rounds": rounds, **setting}
+    return [_calibrated_row(target, base, *names) for names in _combinations() if names[2] in ("pld", "rdp")]
+
+
+def _calibrated_row(target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
+    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant}
+    try:
+        own = _own_setting(base, trust, sampling, accountant)
+        sigma = noise_multiplier(epsilon=target, **own)
+        return row | {"noise_multiplier": sigma, "epsilon": epsilon(noise_multiplier=sigma, **own), "reason": ""}
+    except InputError as error:
+        return row | {"noise_multiplier": None, "epsilon": None, "reason": str(error)}
+
+
+def needed_table(
+    *, find: str, target: float, trust: str = "central", sampling: str = "poisson", **setting: Any
+) -> list[Row]:
+    """The most ``rounds``, the largest whole ``cohort`` or the least ``clients`` within ε = ``target``, σ being given.
+
+    One row for each accountant, under one trust model and cohort law.
+
+    find: rounds, cohort or clients; ``setting``: the others, noise_multiplier, and what else epsilon takes. Rows are as
+    in :func:`calibrate_table`, with ``find`` for noise_multiplier; None where nothing applies or reaches the target.
+    """
+    solve: Row = {"rounds": rounds_for, "cohort": cohort_for, "clients": clients_for}
+    one_of("find", find, solve)
+    base = {name: value for name, value in setting.items() if name != find}
+    chosen = [(trust, sampling, accountant) for accountant in (("pld", "rdp") if trust != "distributed" else ("pld",))]
+    return [_needed_row(find, solve[find], target, base, *names) for names in chosen]
+
+
+def _needed_row(find: str, solve: Any, target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
+    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant, find: None, "epsilon": None}
+    try:
+        own = _own_setting(base, trust, sampling, accountant)
+        found = solve(epsilon=target, **own)
+        if not found:
+            return row | {find: found, "reason": f"no number of {find} stays within ε = {target:g}"}
+        return row | {find: found, "epsilon": epsilon(**{**own, find: found}), "reason": ""}
+    except InputError as error:
+        return row | {"reason": str(error)}
+
+
+def affordable(
+    *, target: float, clients: int, cohort: float, rounds: int, noise_multiplier: float, **setting: Any
+) -> Row:
+    """What ε = ``target`` allows when one quantity may move and σ stays: most rounds, largest cohort, least clients."""
+    common = {"noise_multiplier": noise_multiplier, **setting}
+    return {
+        "rounds": rounds_for(epsilon=target, clients=clients, cohort=cohort, **common),
+        "cohort": cohort_for(epsilon=target, clients=clients, rounds=rounds, **common),
+        "clients": clients_for(epsilon=target, cohort=cohort, rounds=rounds, **common),
+    }
+
+
+def epsilon_against(axis: str, values: Sequence[float], **setting: Any) -> list[Row]:
+    """A series to plot: ``[{axis: value, "epsilon": ε}, …]``; ``setting`` are the other arguments of epsilon.
+
+    Raises:
+        InputError: unknown axis (rounds, noise_multiplier, cohort, clients) or a value out of range.
+    """
+    one_of("axis", axis, AXES)
+    if setting.get("delta") is None and axis != "clients":
+        setting = {**setting, "delta": default_delta(setting["clients"])}
+    return [{axis: value, "epsilon": epsilon(**{**setting, axis: value})} for value in values]
+
+
+def approximation_against(axis: str, values: Sequence[float], **setting: Any) -> list[Row]:
+    """As :func:`epsilon_against`, but of :func:`approximate_epsilon`: a series that proves nothing.
+
+    Raises:
+        InputError: unknown axis, a value out of range, or another cohort law or trust model than it approximates.
+    """
+    one_of("axis", axis, AXES)
+    if (setting.get("trust", "central"), setting.get("sampling", "poisson")) != ("central", "poisson"):
+        raise InputError("accountant: gdp approximates Poisson sampling under trust: central only; use pld.")
+    own = {"delta": None, **setting}
+    return [{axis: value, "epsilon": approximate_epsilon(**_approximated({**own, axis: value}))} for value in values]

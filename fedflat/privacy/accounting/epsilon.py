@@ -1,0 +1,303 @@
+"""ε for given noise, noise for a given ε, and how many rounds or clients a budget allows.
+
+``epsilon`` and ``noise_multiplier`` are ``fedflat.epsilon`` and ``fedflat.noise_multiplier``. The accountants are in
+``curves`` (what each can do), the adversaries in ``trust``; every figure is the largest over the adversaries. What is
+called ε here is proven; ``approximate_epsilon`` is not, and nothing else uses it as if it were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fedflat.core.checks import InputError, in_range, whole, wrong
+from fedflat.core.cohorts import make_sampler
+from fedflat.privacy.accounting.curves import ACCOUNTANTS, PROVEN, EpsilonCurve, compose_epsilon, gdp_mu, proving
+from fedflat.privacy.trust import Terms, default_minimum, headline
+
+__all__ = [
+    "ACCOUNTANTS", "PROVEN", "EpsilonCurve", "approximate_epsilon", "calibrate", "clients_for", "cohort_for",
+    "compose_epsilon", "default_delta", "epsilon", "gdp_mu", "noise_multiplier", "proving", "rounds_for", "split_noise",
+    "terms",
+]  # fmt: skip
+
+TOLERANCE = 2e-4
+"""Calibration stops once ε lies within this relative distance below its target."""
+
+
+def default_delta(clients: int) -> float:
+    """0.1/M. (At δ = 1/M, publishing one random client's data would meet the definition.)"""
+    return 0.1 / whole("clients", clients, 1)
+
+
+def terms(
+    *,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    noise_multiplier: float,
+    delta: float | None = None,
+    sampling: str = "poisson",
+    trust: str = "central",
+    accountant: str = "pld",
+    max_cohort: int | None = None,
+    min_cohort: int | None = None,
+    max_participations: int | None = None,
+    colluders: int = 0,
+) -> Terms:
+    """The checked terms of an account; ``min_cohort`` defaults to :func:`default_minimum` under trust distributed.
+
+    Raises:
+        InputError: any value out of range, or a combination without a bound.
+    """
+    whole("rounds", rounds)
+    sampler = make_sampler(sampling, clients, cohort, max_cohort)
+    spent = default_delta(clients) if delta is None else delta
+    made = Terms(sampler, noise_multiplier, spent, accountant, trust, min_cohort, max_participations, colluders)
+    if trust == "distributed" and min_cohort is None:
+        return replace(made, cohort_min=default_minimum(sampler, rounds, spent, colluders))
+    return made
+
+
+def epsilon(
+    *,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    noise_multiplier: float,
+    delta: float | None = None,
+    sampling: str = "poisson",
+    trust: str = "central",
+    accountant: str = "pld",
+    max_cohort: int | None = None,
+    min_cohort: int | None = None,
+    max_participations: int | None = None,
+    colluders: int = 0,
+) -> float:
+    """Proven ε after ``rounds`` rounds: the largest over the adversaries of the trust model.
+
+    Args:
+        clients: population M.
+        cohort: expected cohort m (``fixed``: its size).
+        rounds: T.
+        noise_multiplier: noise std / C, whatever the neighbouring relation; at 0 the result is inf.
+        delta: δ in (0, 1); default 0.1/M.
+        sampling: poisson, truncated (with ``max_cohort``) or fixed.
+        trust: central, distributed (``min_cohort``: n_min, ``colluders``) or local (``max_participations``).
+        accountant: pld, rdp or fft; an approximation is refused (:func:`approximate_epsilon`).
+
+    Raises:
+        InputError: a value out of range, or a combination for which no bound is known, with the reason.
+    """
+    made = terms(
+        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta,
+        sampling=sampling, trust=trust, accountant=accountant, max_cohort=max_cohort, min_cohort=min_cohort,
+        max_participations=max_participations, colluders=colluders,
+    )  # fmt: skip
+    return headline(made, rounds)
+
+
+def approximate_epsilon(
+    *, clients: int, cohort: float, rounds: int, noise_multiplier: float, delta: float | None = None
+) -> float:
+    """An approximation, not a bound: the central limit of Poisson-sampled rounds as Gaussian DP (Bu et al. 2019).
+
+    It may lie far below: 0.43 where 2.57 is proven (M = 10,000, m = 100, T = 10, σ = 0.6). Arguments as in
+    It may lie far below what is true: 3.1 where 6.6 is proven, at few rounds and a small cohort. Arguments as in
+    :func:`epsilon`; Poisson cohorts and a trusted server only.
+
+    Raises:
+        InputError: a value out of range.
+    """
+    from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+
+    made = terms(clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta)
+    if rounds == 0:
+        return 0.0
+    return gaussian_epsilon(gdp_mu(made.sampler.q, noise_multiplier, rounds), made.delta)
+
+
+_epsilon = epsilon  # under a name that the arguments called epsilon do not hide
+
+
+def noise_multiplier(
+    *,
+    epsilon: float,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    delta: float | None = None,
+    sampling: str = "poisson",
+    trust: str = "central",
+    accountant: str = "pld",
+    max_cohort: int | None = None,
+    min_cohort: int | None = None,
+    max_participations: int | None = None,
+    colluders: int = 0,
+) -> float:
+    """The smallest noise multiplier (std / C) whose ε is at most ``epsilon`` (within 0.1 % of it, never above).
+
+    The other arguments are those of :func:`fedflat.epsilon`.
+
+    Raises:
+        InputError: as for :func:`fedflat.epsilon`; rounds = 0; or no multiplier reaches the target.
+    """
+    whole("rounds", rounds, 1)
+    made = terms(
+        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=1.0, delta=delta,
+        sampling=sampling, trust=trust, accountant=accountant, max_cohort=max_cohort, min_cohort=min_cohort,
+        max_participations=max_participations, colluders=colluders,
+    )  # fmt: skip
+    return calibrate(
+        lambda sigma: headline(replace(made, multiplier=sigma), rounds), epsilon, guess(made, rounds, epsilon)
+    )
+
+
+def guess(made: Terms, rounds: int, target: float) -> float:
+    """Where to start: the multiplier that the central-limit approximation, or an unamplified account, suggests."""
+    from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+
+    amplified = made.trust == "central" and made.sampler.name != "fixed"
+    q = made.sampler.q if amplified else 1.0
+    count = rounds if amplified else max(1.0, rounds * (1.0 if made.trust == "local" else made.sampler.q))
+    low, high = 0.05, 1e6
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        mu = gdp_mu(q, middle / made.factor, max(1, round(count)))
+        low, high = (low, middle) if gaussian_epsilon(min(mu, 1e8), made.delta) <= target else (middle, high)
+    return high
+
+
+def calibrate(epsilon_of: Callable[[float], float], target: float, start: float = 1.0) -> float:
+    """The smallest σ with ``epsilon_of(σ) ≤ target``, within :data:`TOLERANCE` of the target and never above it.
+
+    ``epsilon_of`` decreases in σ. A bracket is kept throughout; inside it the next point is where a straight line
+    through the ends, in (log σ, log ε), meets the target, so that few evaluations are needed.
+
+    Raises:
+        InputError: ``target`` is not positive and finite, or not reached for any σ ≤ 10⁷.
+    """
+    in_range("privacy.epsilon", target, 0, open_low=True)
+    low, high = _bracket(epsilon_of, target, start)
+    aim = math.log(target) + math.log1p(-TOLERANCE / 2)
+    (x0, y0), (x1, y1) = low, high
+    step = 0
+    while y1 < math.log(target) + math.log1p(-TOLERANCE) and x1 - x0 >= 1e-7:
+        step += 1  # every fourth step halves the bracket, so this ends
+        smooth = math.isfinite(y0) and math.isfinite(y1) and step % 4 != 3
+        share = (y0 - aim) / (y0 - y1) if smooth else 0.5
+        x = x0 + (x1 - x0) * min(max(share, 1e-4), 1 - 1e-4)
+        y = _log(epsilon_of(math.exp(x)))
+        if y <= math.log(target):
+            x1, y1 = x, y
+        else:
+            x0, y0 = x, y
+    return math.exp(x1)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _bracket(
+    epsilon_of: Callable[[float], float], target: float, start: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Two points (log σ, log ε): one above the target, one at or under it."""
+    found = _log(epsilon_of(start))
+    x, goal = math.log(start), math.log(target)
+    enough = found <= goal
+    stride = 0.02
+    while True:
+        # ε falls about as fast as 1/σ: step past the target by a little, then ever further.
+        reach = abs(found - goal) * 1.2 if math.isfinite(found) else 0.0
+        other = x - max(stride, min(reach, 1.0)) if enough else x + max(stride, min(reach, 1.0))
+        if other > math.log(1e7):
+            raise wrong("privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
+        value = _log(epsilon_of(math.exp(other)))
+        if (value <= goal) != enough:
+            return ((other, value), (x, found)) if enough else ((x, found), (other, value))
+        x, found, stride = other, value, stride * 2
+        if enough and x < math.log(1e-6):
+            return (x - 1, math.inf), (x, found)
+
+
+def rounds_for(*, epsilon: float, most: int = 10**6, **setting: Any) -> int:
+    """The largest number of rounds (up to ``most``) whose ε is at most ``epsilon``; 0 if not even one.
+
+    ``setting``: the other arguments of :func:`fedflat.epsilon`.
+    """
+    in_range("privacy.epsilon", epsilon, 0, open_low=True)
+    _epsilon(rounds=1, **setting)  # whatever is wrong with the setting shows here
+
+    def fits(rounds: int) -> bool:
+        try:
+            return _epsilon(rounds=rounds, **setting) <= epsilon
+        except InputError:  # under trust distributed the chance of an abort has used up δ
+            return False
+
+    return largest(fits, whole("most", most, 1))
+
+
+def cohort_for(*, epsilon: float, clients: int, **setting: Any) -> int:
+    """The largest whole expected cohort m ≤ M whose ε is at most ``epsilon``; 0 if not even one client fits."""
+    in_range("privacy.epsilon", epsilon, 0, open_low=True)
+    _without_shares(setting)
+    most = min(clients, setting.get("max_cohort") or clients)
+    return largest(lambda m: _epsilon(clients=clients, cohort=m, **setting) <= epsilon, most)
+
+
+def clients_for(*, epsilon: float, cohort: float, most: int = 10**9, **setting: Any) -> int | None:
+    """The smallest population M whose ε is at most ``epsilon`` (δ following M by default); None beyond ``most``."""
+    in_range("privacy.epsilon", epsilon, 0, open_low=True)
+    _without_shares(setting)
+    least = math.ceil(cohort)
+    if _epsilon(clients=least, cohort=cohort, **setting) <= epsilon:
+        return least
+    short = largest(lambda extra: _epsilon(clients=least + extra, cohort=cohort, **setting) > epsilon, most)
+    return None if short >= most else least + short + 1
+
+
+def _without_shares(setting: dict[str, Any]) -> None:
+    if setting.get("trust") == "distributed":
+        raise wrong("privacy.trust", "distributed", "central or local here", hint="cohort.min depends on the cohort.")
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest n in [0, most] with ``fits(n)``, for a condition that once false stays false; 0 is assumed to fit.
+
+    Doubling, then bisection: about 2·log₂(n) questions.
+    """
+    low, high = 0, 1
+    while high < most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most)
+    if low == most or (high == most and fits(most)):
+        return most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def split_noise(sigma: float, count_sigma: float) -> float:
+    """σ_Δ = (σ^−2 − (2σ_b)^−2)^−½: what is left for the update beside the adaptive clip's count (Andrew et al. 2021).
+
+    Args:
+        sigma: noise multiplier of the round as a whole, the one that is accounted.
+        count_sigma: σ_b, std of the noise on Σ(b_i − ½), whose add-remove sensitivity is ½.
+
+    Raises:
+        InputError: σ ≥ 2σ_b: the count alone would reveal more than the round may.
+    """
+    in_range("privacy.noise_multiplier", sigma, 0)
+    in_range("privacy.clip.count_noise", count_sigma, 0, open_low=True)
+    if sigma == 0:
+        return 0.0
+    if sigma >= 2 * count_sigma:
+        raise wrong(
+            "privacy.clip.count_noise", count_sigma, f"more than noise_multiplier / 2 = {sigma / 2:g}",
+            hint="With less, the count alone reveals more than the round is accounted for.",
+        )  # fmt: skip
+    return float((sigma**-2 - (2 * count_sigma) ** -2) ** -0.5)

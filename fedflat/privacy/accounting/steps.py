@@ -1,0 +1,106 @@
+"""Rounds of different laws composed: ε of so many of each, by convolving their loss distributions.
+
+Each direction of neighbours (a client leaves, a client joins) is convolved on its own; the larger ε is the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedflat.privacy.accounting import composition
+from fedflat.privacy.accounting.composition import LossDistribution
+from fedflat.privacy.accounting.curves import compose_epsilon, grid_step, one_round
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
+from fedflat.privacy.accounting.independent import loss_moments
+
+MOST_POINTS = 200_000
+"""Of one round's distribution on the common grid; with more the grid is coarser, and ε a little larger."""
+
+
+class Step(NamedTuple):
+    """The law of one round. kind: gaussian, poisson, truncated, fixed, or known (its cohort is, chance q).
+
+    sigma: noise std / sensitivity. clients, limit: M and the cap of truncated, or the cohort of fixed.
+    """
+
+    kind: str
+    q: float
+    sigma: float
+    clients: int = 0
+    limit: int = 0
+
+
+def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
+    """ε at ``delta`` of all rounds together: law -> how many. inf where a round has no noise, or δ ≤ 0."""
+    if delta <= 0 or any(step.sigma == 0 for step in steps):
+        return math.inf
+    merged = _gaussians_in_one(steps)
+    if not merged:
+        return 0.0
+    if len(merged) == 1:
+        ((step, count),) = merged.items()
+        return alone(step, count, delta)
+    spacing = _spacing(merged)
+    found = [(_directions(step, spacing), count) for step, count in merged.items()]
+    return max(composition.together([(both[way], count) for both, count in found], delta) for way in (0, 1))
+
+
+def _gaussians_in_one(steps: Mapping[Step, int]) -> dict[Step, int]:
+    """Plain Gaussians are one Gaussian: their 1/σ² add up. Noise without bound or end costs nothing."""
+    rest = {step: n for step, n in steps.items() if step.kind != "gaussian" and n and math.isfinite(step.sigma)}
+    mu = math.sqrt(math.fsum(n / step.sigma**2 for step, n in steps.items() if step.kind == "gaussian"))
+    return rest | ({Step("gaussian", 1.0, 1 / mu): 1} if mu else {})
+
+
+def alone(step: Step, count: int, delta: float) -> float:
+    """ε of ``count`` ≥ 1 rounds of one law: the figure that a single run of so many rounds states."""
+    if step.kind == "gaussian":
+        return gaussian_epsilon(math.sqrt(count) / step.sigma, delta)
+    if step.kind == "known":
+        return schedule_epsilon(count, step.q, step.sigma, delta)
+    return compose_epsilon(_event(step), count, delta)
+
+
+def _event(step: Step) -> Any:
+    import dp_accounting as dp
+
+    if step.kind == "truncated":
+        return dp.TruncatedSubsampledGaussianDpEvent(step.clients, step.q, step.limit, step.sigma)
+    inner = dp.GaussianDpEvent(step.sigma)
+    if step.kind == "fixed":
+        return dp.SampledWithoutReplacementDpEvent(step.clients, step.limit, inner)
+    return dp.PoissonSampledDpEvent(step.q, inner)
+
+
+def _spacing(steps: Mapping[Step, int]) -> float:
+    """One grid for all: the finest that any asks for, but no more points than fit."""
+    seen = [(step.q if step.kind in ("poisson", "truncated") else 1.0, step.sigma) for step in steps]
+    finest = min(grid_step(q, sigma) for q, sigma in seen)
+    return max(finest, max(loss_moments(q, sigma)[1] for q, sigma in seen) / MOST_POINTS)
+
+
+@lru_cache(maxsize=64)
+def _directions(step: Step, spacing: float) -> tuple[LossDistribution, LossDistribution]:
+    """One round's loss distribution when a client leaves, and when it joins."""
+    if step.kind in ("poisson", "truncated"):
+        both = one_round(_event(step), step.kind, step.q, step.sigma, spacing)
+        return both[0], both[-1]
+    (found,) = one_round(None, "gaussian", 1.0, step.sigma, spacing)
+    if step.kind != "gaussian":
+        found = _seen(found, step.q)
+    return found, found
+
+
+def _seen(taking_part: LossDistribution, q: float) -> LossDistribution:
+    """A round of which everybody sees whether the client takes part: with chance 1 − q nothing is lost."""
+    lowest = min(taking_part.lowest, 0)
+    probs = np.zeros(max(taking_part.lowest + len(taking_part.probs), 1) - lowest)
+    start = taking_part.lowest - lowest
+    probs[start : start + len(taking_part.probs)] = q * taking_part.probs
+    probs[-lowest] += 1 - q
+    return LossDistribution(probs, lowest, taking_part.step, q * taking_part.infinity)

@@ -1,0 +1,151 @@
+"""Checkpoints in safetensors, sealed by SHA-256: what is released, and apart from it what is private.
+
+``checkpoints/round-N.safetensors`` holds the released server state only. Personal heads, and counts of who took part,
+lie in ``private/heads/`` of the run, bound to their public half. A kill leaves the old one or the new one; a checkpoint
+counts once its public half has its name, which comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import InputError
+from fedflat.core.personal import Heads
+from fedflat.core.types import RoundState
+from fedflat.records.folder import flush
+
+KEPT = 3
+PRIVATE_SLOTS = ("participations",)
+"""Slots of the server's state that say who took part."""
+_PATTERN = "round-*.safetensors"
+Facts = dict[str, Any]
+
+
+def private_half(path: Path) -> Path:
+    """Where the private half of a checkpoint lies."""
+    return path.parent.parent / "private" / "heads" / path.name
+
+
+def round_of(path: Path) -> int:
+    """The number of finished rounds that a checkpoint's name says; -1 for another name."""
+    number = path.name.removeprefix("round-").partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def save(folder: Path, state: RoundState, heads: Heads, facts: Mapping[str, Any]) -> Path:
+    """Write the state after ``state.round`` finished rounds; keep the newest few."""
+    path = folder / f"round-{state.round:06d}.safetensors"
+    tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
+    hidden: dict[str, Tensor] = heads.pack() if heads.first.numel() else {}
+    for name, value in state.slots.items():
+        (hidden if name in PRIVATE_SLOTS else tensors)[f"slot.{name}"] = value
+    public = {"round": state.round, "clip": state.clip.hex(), "private_half": bool(hidden), **facts}
+    public["sha256"] = _seal(tensors, public)
+    if hidden:
+        other = private_half(path)
+        other.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        apart = {"round": state.round, "of": public["sha256"]}
+        _write(other, hidden, {**apart, "sha256": _seal(hidden, apart)}, mode=0o600)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(path, tensors, public)
+    for old in sorted(folder.glob(_PATTERN))[:-KEPT]:
+        old.unlink()
+        private_half(old).unlink(missing_ok=True)
+    return path
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 0o644) -> None:
+    from safetensors.torch import save_file
+
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    made = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    allowed = os.fstat(made).st_mode & 0o777  # a deployment's umask leaves it to its own account
+    os.close(made)
+    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, part, metadata={"state": json.dumps(facts)})
+    os.chmod(part, allowed)
+    flush(part)
+    os.replace(part, path)
+    flush(path.parent)
+
+
+def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
+    """SHA-256 over every tensor's name, type, shape and bytes and over the facts."""
+    total = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def newest(
+    folder: Path, damaged: Callable[[Path, str], object] | None = None
+) -> tuple[RoundState, Heads, Facts] | None:
+    """The newest sound checkpoint of a run, or None if there is none. damaged: told of every other one on the way."""
+    for path in sorted(folder.glob(_PATTERN), reverse=True):
+        try:
+            return load(path)
+        except InputError as error:
+            if damaged is not None:
+                damaged(path, str(error))
+    return None
+
+
+def load(path: Path) -> tuple[RoundState, Heads, Facts]:
+    """State, heads and recorded facts of one checkpoint.
+
+    Raises:
+        InputError: either half is missing, damaged, of another round or of another checkpoint.
+    """
+    tensors, facts = _read(path)
+    hidden: dict[str, Tensor] = {}
+    if facts["private_half"]:
+        other = private_half(path)
+        hidden, apart = _read(other)
+        if apart["of"] != facts["sha256"]:
+            raise InputError(f"{other}: found the private half of another checkpoint; allowed: that of {path.name}.")
+    state = _state(tensors | hidden, facts)
+    heads = Heads(tensors["heads.first"])
+    if "heads.ids" in hidden:
+        heads.unpack(hidden)
+    return state, heads, facts
+
+
+def load_released(path: Path) -> RoundState:
+    """The released half of one checkpoint; InputError if it is damaged."""
+    return _state(*_read(path))
+
+
+def _state(tensors: Mapping[str, Tensor], facts: Facts) -> RoundState:
+    slots = {name.removeprefix("slot."): t for name, t in tensors.items() if name.startswith("slot.")}
+    return RoundState(int(facts["round"]), tensors["shared"], float.fromhex(facts["clip"]), slots)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts = json.loads(file.metadata()["state"])
+        seal = facts["sha256"]
+        sound = seal == _seal(tensors, {name: value for name, value in facts.items() if name != "sha256"})
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{path}: found a checkpoint that cannot be read ({' '.join(str(error).split())}); "
+            "allowed: one written by fedflat."
+        ) from error
+    if not sound or facts["round"] != round_of(path):
+        found = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"
+        raise InputError(f"{path}: found {found}; allowed: the file that was written.")
+    return tensors, facts

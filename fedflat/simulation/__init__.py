@@ -1,0 +1,1 @@
+"""Runs of recipes on this machine."""

@@ -1,0 +1,181 @@
+"""Run a recipe on this machine: train, write the files, hand back the result."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedflat.algorithms import Factory
+from fedflat.assembly.inputs import as_given, data_of
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of, clip_of, local_of, plan_of
+from fedflat.assembly.records import resolved, settled, state_privacy, stated_facts, versions
+from fedflat.backends.choose import one_thread
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import wrong
+from fedflat.core.rng import fresh_key
+from fedflat.core.types import Algorithm
+from fedflat.data.clients import Federated
+from fedflat.engine.device import PROCESSES
+from fedflat.engine.resume import software_of
+from fedflat.engine.train import Job, Outcome, Record, final_module, train
+from fedflat.privacy.statement import write as write_statement
+from fedflat.records import keys
+from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds
+from fedflat.records.folder import replace as write_whole
+from fedflat.records.opening import Opening
+
+__all__ = [
+    "Outcome",
+    "Result",
+    "algorithm_of",
+    "clip_of",
+    "data_of",
+    "local_of",
+    "plan_of",
+    "prepare",
+    "resolved",
+    "run",
+    "settled",
+    "state_privacy",
+    "stated_facts",
+    "versions",
+]
+
+RecipeLike = Recipe | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives back.
+
+    model: the module with the final shared weights (a personal head is w^0's). history: one record per round, the keys
+    of metrics.jsonl. private_history: the keys of private.jsonl. privacy: the statement. folder: the files', or None.
+    notes: what was found on resuming, a sentence each.
+    """
+
+    model: nn.Module
+    history: list[Record]
+    private_history: list[Record]
+    privacy: dict[str, Any]
+    recipe: Recipe
+    folder: Path | None
+    stopped: str
+    heads: dict[int, torch.Tensor]
+    stages: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def run(
+    recipe: RecipeLike,
+    model: nn.Module | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    out: str | Path | None = None,
+    *,
+    algorithm: Algorithm | Factory | None = None,
+    data: Federated | None = None,
+    resume: bool = False,
+    on_round: Callable[[Record, Record], None] | None = None,
+    on_start: Callable[[Job], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Result:
+    """Simulate a recipe on this machine.
+
+    recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
+    clients: one ``(inputs, targets)`` pair per client, instead of the recipe's data. test: a public pair.
+    data: the recipe's federation where it is loaded already.
+    out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
+    Raises InputError for anything wrong in what was given, before any work is done.
+    """
+    parsed = Recipe.of(recipe)
+    if resume and out is not None:
+        parsed = _on_the_same_engine(parsed, Path(out))
+    parsed = as_given(parsed, model, clients, data, algorithm)
+    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
+    job.stored = parsed.privacy.secure_rng and job.identity.method is not None
+    if out is not None:
+        (_reopen if resume else _open)(Path(out), parsed, job)
+    elif resume:
+        raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
+    elif parsed.privacy.secure_rng:
+        job.key = fresh_key()
+    if on_start is not None:
+        on_start(job)
+    with one_thread():
+        outcome = train(job, on_round=on_round, should_stop=should_stop)
+    facts = state_privacy(parsed, job, outcome)
+    if job.folder is not None:
+        write_statement(job.folder.path / STATEMENT, facts)
+        if job.stored and job.opening is not None and outcome.complete:
+            keys.forget(job.opening.run)
+    return Result(
+        model=final_module(job, outcome),
+        history=outcome.history,
+        private_history=outcome.private,
+        privacy=facts,
+        recipe=parsed,
+        folder=None if job.folder is None else job.folder.path,
+        stopped=outcome.stopped,
+        heads=dict(outcome.heads.kept),
+        stages=dict(job.stages),
+        notes=outcome.notes,
+    )
+
+
+def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
+    """The recipe with the engine that the run in ``path`` was started on; what is asked for otherwise stays."""
+    if not (path / RECIPE).is_file():
+        return recipe
+    started, asked = Recipe.load(path).engine, recipe.engine
+    here = "cpu" if started.device == "auto" else started.device  # a folder of before there were GPUs
+    if asked.device == "auto" and asked.backend not in PROCESSES:
+        asked = asked.model_copy(update={"device": here})
+    same = asked.device.partition(":")[0] == here.partition(":")[0]
+    if asked.backend != "auto" or not same:
+        return recipe.model_copy(update={"engine": asked})
+    plain = type(asked)()
+    own = {name: value for name, value in asked if value != getattr(plain, name)}
+    engine = started.model_copy(update=own)
+    return recipe.model_copy(update={"engine": engine})
+
+
+def _open(path: Path, recipe: Recipe, job: Job) -> None:
+    """Give the job a new run folder, with what the run is and its recipe in it, and the key file it needs."""
+    keys.check_outside(path)
+    with RunFolder.create(path) as folder:
+        name = secrets.token_hex(16) if job.stored else None
+        text = resolved(recipe, job, name)
+        root = fresh_key() if job.stored or job.identity.method is None else job.key
+        job.opening = Opening.of(job.identity, root, text, software_of(job), name)
+        if name is not None:
+            keys.create(name)
+        job.opening.write(path)
+        write_whole(path / RECIPE, text)
+    job.folder = replace(folder, run=job.opening.run)
+
+
+def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
+    """Give the job the folder of the run that is resumed.
+
+    Raises:
+        InputError: it is no run's, or that of another run; what differs is named.
+    """
+    if not (path / RECIPE).is_file():
+        raise wrong("--resume", str(path), "the folder of a run (it has a recipe.yaml)")
+    check_kinds(path)
+    keys.check_outside(path)
+    job.opening = Opening.read(path)
+    differing = job.opening.differing(job.identity)
+    if differing:
+        found = f"{path}, but another {' and another '.join(differing)} than it was started with"
+        raise wrong("--resume", found, "the run as it was started")
+    if not job.opening.is_recipe((path / RECIPE).read_bytes()):
+        job.say("recipe.yaml is not as it was written; nothing in it that changes what is released differs")
+    job.folder = RunFolder(path, run=job.opening.run)

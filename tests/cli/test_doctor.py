@@ -1,0 +1,133 @@
+"""``fedflat doctor`` and ``fedflat --version``: what they say, in what form, and what counts as broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import fedflat
+from fedflat.cli import doctor
+from fedflat.cli import main as cli
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Any]:
+    """Call a command in this process, in an empty folder with state and caches of its own: (status, stdout)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fedflat", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), capsys.readouterr().out
+
+    yield call
+
+
+def findings(said: Any, status: int = 0) -> dict[str, dict[str, str]]:
+    found, text = said("doctor", "--json")
+    assert found == status, text
+    facts = json.loads(text)
+    assert facts["ok"] is (status == 0)
+    worst: dict[str, dict[str, str]] = {}
+    for one in facts["findings"]:
+        if one["what"] not in worst or one["state"] != "ok":
+            worst[one["what"]] = one
+    return worst
+
+
+def test_a_working_installation(said: Any) -> None:
+    status, text = said("doctor")
+    assert status == 0 and text.endswith("Nothing that a run needs is broken.\n")
+    assert max(map(cell_len, text.splitlines())) <= 80 and "[federation]" in text
+    found = findings(said)
+    assert {"python", "fedflat", "torch", "numpy", "dp-accounting", "cores", "computing", "noise keys"} <= set(found)
+    assert all(one["state"] != "broken" for one in found.values())
+    assert list(Path().iterdir()) == []  # it looked, and left nothing
+
+
+def test_a_missing_a_wrong_and_an_untested_package(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = metadata.version
+
+    def version(name: str) -> str:
+        if name in ("scipy", "prv-accountant"):
+            raise metadata.PackageNotFoundError(name)
+        return {"dp-accounting": "0.4.1", "numpy": "2.9.9"}.get(name) or known(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    found = findings(said, 1)
+    assert found["scipy"]["state"] == found["dp-accounting"]["state"] == "broken"
+    assert "needs >=0.6" in found["dp-accounting"]["found"] and "pip install '" in found["scipy"]["remedy"]
+    assert found["numpy"]["state"] == "note" and "tested with" in found["numpy"]["found"]
+    assert found["[verify]"]["state"] == "note" and "[verify]'" in found["[verify]"]["remedy"]
+    status, text = said("doctor")
+    assert status == 1 and "2 broken" in text and max(map(cell_len, text.splitlines())) <= 80
+
+
+def test_a_torch_that_does_not_load(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = findings(said, 1)
+    assert found["computing"]["state"] == "broken" and "new environment" in found["computing"]["remedy"]
+
+
+def test_keys_that_others_may_see(said: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "state" / "fedflat" / "keys"
+    keys.mkdir(parents=True)
+    keys.chmod(0o755)
+    found = findings(said, 1)
+    assert found["noise keys"]["remedy"] == f"chmod 700 '{keys}'"
+    keys.chmod(0o700)
+    assert findings(said)["noise keys"]["state"] == "ok"
+
+
+def test_a_full_disk_and_a_clock_that_is_wrong(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: _Usage())
+    monkeypatch.setattr(doctor.time, "time", lambda: 1.0)
+    found = findings(said, 1)
+    assert found["disk"]["state"] == found["clock"]["state"] == "broken"
+
+
+class _Usage:
+    free = 1000
+
+
+def test_a_folder_one_may_not_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**where: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
+    found = doctor._writable("cache", tmp_path / "x", "another", "note")
+    assert found.state == "note" and "Permission denied" in found.found and found.remedy == "another"
+
+
+def test_an_encoding_without_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.locale, "getpreferredencoding", lambda do: "ANSI_X3.4-1968")
+    assert next(doctor._text()).state == "note"
+
+
+def test_the_version_is_fast(said: Any) -> None:
+    assert said("--version") == (0, f"fedflat {fedflat.__version__}\n")
+    code = "import sys; from fedflat import cli; sys.argv[1:] = ['--version']\ntry: cli.main()\nexcept SystemExit: pass"
+    code += "\nprint([m for m in ('torch', 'scipy', 'numpy') if m in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": str(Path(fedflat.__file__).parents[1])}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert found.stdout.splitlines()[1:] == ["[]"]
+
+
+def test_no_command_shows_the_help_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedflat"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    found = capsys.readouterr()
+    assert end.value.code == 2 and "Usage" in found.out and found.err == ""

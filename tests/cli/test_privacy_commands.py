@@ -1,0 +1,155 @@
+"""``fedflat budget`` and ``fedflat calibrate``: figures, both sides of noise_cohort, plots, errors, 80 columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.cells import cell_len
+
+import fedflat
+from fedflat.cli import main as cli
+
+NUMBERS = ("--clients", "500", "--cohort", "50", "--rounds", "300", "--delta", "0.002")
+CHEAP = ("--trust", "central", "--sampling", "poisson")
+
+
+class Said(NamedTuple):
+    """What a command left: exit status, stdout, stderr."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Call the command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedflat", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        found = capsys.readouterr()
+        return Said(int(end.value.code or 0), found.out, found.err)
+
+    return call
+
+
+def by_accountant(text: str) -> dict[str, float]:
+    """accountant -> ε of a JSON answer's rows."""
+    return {row["accountant"]: row["epsilon"] for row in json.loads(text)["rows"]}
+
+
+def test_budget_has_the_pinned_figures_and_marks_the_approximation(command: Any) -> None:
+    said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", *CHEAP, "--json")
+    assert said.status == 0
+    found = by_accountant(said.out)
+    assert found["pld"] == pytest.approx(9.37, abs=0.005)
+    assert found["rdp"] == pytest.approx(10.83, abs=0.005)
+    proven = {row["accountant"]: row["proven"] for row in json.loads(said.out)["rows"]}
+    assert proven["pld"] and not proven["gdp"]
+    shown = command("budget", *NUMBERS, "--noise-multiplier", "0.95", *CHEAP).out
+    assert "≈ 9.49" in shown and "approximation, not proven" in shown and "μ = 2.467" in shown
+
+
+def test_tables_fit_80_columns(command: Any) -> None:
+    said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", "--noise-cohort", "500", *CHEAP)
+    assert said.status == 0
+    assert max(cell_len(line) for line in said.out.splitlines()) <= 80
+
+
+def test_noise_cohort_shows_two_different_things(command: Any) -> None:
+    said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", "--noise-cohort", "100", *CHEAP, "--json")
+    found = json.loads(said.out)
+    run = next(row for row in found["rows"] if row["accountant"] == "pld")
+    deployed = next(row for row in found["deployed"]["rows"] if row["accountant"] == "pld")
+    common = {"rounds": 300, "delta": 0.002}
+    assert run["epsilon"] == pytest.approx(fedflat.epsilon(clients=500, cohort=50, noise_multiplier=0.475, **common))
+    assert deployed["epsilon"] == pytest.approx(
+        fedflat.epsilon(clients=1000, cohort=100, noise_multiplier=0.95, **common)
+    )
+    text = command("budget", *NUMBERS, "--noise-multiplier", "0.95", "--noise-cohort", "100", *CHEAP).out
+    assert "ε of this run" in text and "if deployed at population P = 1,000" in text and "projection" in text
+
+
+def test_a_recipe_gives_the_numbers_and_options_change_them(command: Any) -> None:
+    said = command("budget", "quick-start", *CHEAP, "--accountant", "pld", "--json")
+    assert by_accountant(said.out)["pld"] == pytest.approx(8, rel=1e-3)
+    changed = command("budget", "quick-start", "--rounds", "1", "--noise-multiplier", "2", *CHEAP, "--json")
+    expected = fedflat.epsilon(clients=200, cohort=100, rounds=1, noise_multiplier=2)
+    assert by_accountant(changed.out)["pld"] == pytest.approx(expected)
+
+
+def test_votes_are_counted_by_cohort_draw(command: Any) -> None:
+    said = command("budget", "mnist-ae-dpfl", *CHEAP, "--accountant", "pld", "--json")
+    assert by_accountant(said.out)["pld"] == pytest.approx(2, rel=1e-3)
+    assert json.loads(said.out)["setting"]["rounds"] == 1000
+
+
+def test_calibrate_answers_within_the_target(command: Any) -> None:
+    said = command("calibrate", "--epsilon", "8", *NUMBERS, *CHEAP, "--accountant", "pld", "--json")
+    (row,) = json.loads(said.out)["rows"]
+    assert row["noise_multiplier"] == pytest.approx(
+        fedflat.noise_multiplier(epsilon=8, clients=500, cohort=50, rounds=300, delta=0.002)
+    )
+    assert 7.99 < row["epsilon"] <= 8
+
+
+def test_calibrate_refuses_what_proves_nothing(command: Any) -> None:
+    said = command("calibrate", "--epsilon", "8", *NUMBERS, "--accountant", "gdp")
+    assert said.status == 2 and "gdp is an approximation, no bound" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize("left_out", ["rounds", "cohort", "clients"])
+def test_calibrate_finds_what_is_left_out(command: Any, left_out: str) -> None:
+    given = {"clients": 500, "cohort": 50, "rounds": 30, "noise_multiplier": 1.0, "delta": 0.002}
+    words = [w for k, v in given.items() if k != left_out for w in (f"--{k.replace('_', '-')}", str(v))]
+    said = command("calibrate", "--epsilon", "3", *words, "--accountant", "rdp", "--json")
+    assert said.status == 0, said.err
+    found = json.loads(said.out)
+    value = found["rows"][0][left_out]
+    further = value - 1 if left_out == "clients" else value + 1
+    assert found["find"] == left_out
+    assert fedflat.epsilon(**{**given, left_out: value}, accountant="rdp") <= 3
+    assert fedflat.epsilon(**{**given, left_out: further}, accountant="rdp") > 3
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+def test_plots_are_files_of_their_kind(command: Any, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"budget{suffix}"
+    words = ("--clients", "100", "--cohort", "10", "--rounds", "5", "--noise-multiplier", "2")
+    said = command("budget", *words, *CHEAP, "--accountant", "rdp", "--plot", str(path))
+    assert said.status == 0, said.err
+    start = path.read_bytes()[:400]
+    assert {".svg": b"<?xml", ".png": b"\x89PNG", ".html": b"<!doctype html>"}[suffix] in start
+    if suffix == ".html":
+        assert "http" not in path.read_text().split("<svg")[0] and "noise multiplier" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (("budget", "--clients", "500"), "--cohort: found nothing"),
+        (("budget", "quick-strat"), "Did you mean quick-start"),
+        (("budget", "fedavg-none", "--rounds", "x"), "--rounds"),
+        (("budget", *NUMBERS, "--noise-multiplier", "-1"), "privacy.noise_multiplier"),
+        (("budget", *NUMBERS, "--noise-multiplier", "1", "--sampling", "poison"), "Did you mean poisson"),
+        (("budget", *NUMBERS, "--noise-multiplier", "1", "--sampling", "truncated"), "largest cohort"),
+        (("budget", *NUMBERS, "--noise-multiplier", "1", "--noise-cohort", "10"), "--noise-cohort"),
+        (("budget", *NUMBERS, "--noise-multiplier", "1", "--plot", "x.pdf"), ".html, .svg, .png"),
+        (("budget", "quick-start-fedavg"), "neither clips nor adds noise"),
+        (("budget", "-o", "rounds=3"), "only with a recipe"),
+        (("calibrate", "--epsilon", "0", *NUMBERS), "--epsilon"),
+        (("calibrate", "--epsilon", "1", *NUMBERS, "--find", "round"), "Did you mean rounds"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(command: Any, words: tuple[str, ...], says: str) -> None:
+    said = command(*words)
+    assert said.status == 2
+    assert says in said.err
+    assert len(said.err.strip().splitlines()) == 1 and not said.out
