@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.device import TOLERANCE
 from fedflat.engine.train import train
-from fedflat.simulation.run import prepare
 
 SIZES = (7, 3, 0, 12, 1, 5, 12)
 WAYS: dict[str, dict[str, Any]] = {

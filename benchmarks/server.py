@@ -23,11 +23,11 @@ def _one(inputs: int, outputs: int) -> dict[str, Any]:
     import tempfile
     from pathlib import Path
 
+    from fedflat.assembly.jobs import prepare
     from fedflat.config.recipe import Recipe
     from fedflat.core.personal import Heads
     from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
     from fedflat.records import checkpoint
-    from fedflat.simulation.run import prepare
 
     clients = [(torch.zeros(1, inputs), torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
     job = prepare(Recipe.of(_recipe()), nn.Linear(inputs, outputs), clients)

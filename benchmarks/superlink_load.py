@@ -149,7 +149,7 @@ def measure(clients: int, dimension: int, place: Path) -> None:
 
 def dimension_of(federation: Federation) -> int:
     """d of the model that the recipe made."""
-    from fedflat.simulation.run import prepare
+    from fedflat.assembly.jobs import prepare
 
     return prepare(federation.task.recipe, data=federation.task.form.federation()).parts.layout.dimension
 

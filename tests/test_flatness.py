@@ -15,11 +15,11 @@ import torch
 import fedflat
 from fedflat.analysis import flatness
 from fedflat.analysis.objective import Objective
+from fedflat.assembly.jobs import prepare
 from fedflat.cli import main as cli
 from fedflat.engine.evaluate import scores
 from fedflat.records import checkpoint
 from fedflat.report.metrics import read_run, read_runs
-from fedflat.simulation.run import prepare
 
 TINY: dict[str, Any] = {
     "name": "tiny",

@@ -13,6 +13,8 @@ from torch import nn
 from fedflat import InputError, Recipe
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.inputs import as_given
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
 from fedflat.audit import audit_run
 from fedflat.config.recipe import GIVEN
 from fedflat.simulation import run as simulation
@@ -70,7 +72,7 @@ def test_what_needs_the_data_back_is_refused_in_a_line(tmp_path):
         with pytest.raises(InputError, match=r"data\.dataset: found given in Python: .*resume=True"):
             simulation.run(loaded, *given, out=tmp_path / "run", resume=True)
     with pytest.raises(InputError, match=r"model\.name: found given in Python"):
-        simulation.prepare(loaded, clients=clients())
+        prepare(loaded, clients=clients())
     for kind in ("worlds", "canaries"):
         with pytest.raises(InputError, match="given in Python"):
             audit_run(tmp_path / "run", kind=kind)
@@ -93,7 +95,7 @@ def test_a_method_given_in_python_goes_by_its_own_name():
         found = as_given(named, algorithm=given)
         assert found.algorithm.name == "dp-fedsam" and found.algorithm.options == {**options, "source": GIVEN}
         assert as_given(found, algorithm=given) == found
-        assert simulation.algorithm_of(found, given).name == "dp-fedsam"
+        assert algorithm_of(found, given).name == "dp-fedsam"
         with pytest.raises(InputError, match="the run's folder does not hold the method"):
-            simulation.algorithm_of(found)
+            algorithm_of(found)
     assert as_given(named) == named

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.recipe import FOLDER, Recipe, names
 from fedflat.models import build
-from fedflat.simulation.run import algorithm_of, plan_of
 
 TABLES = {
     "cifar10-dp-fedsam": (9.37, 9.37),

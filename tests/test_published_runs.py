@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import fedflat
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.records import resolved
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
@@ -27,7 +29,6 @@ from fedflat.methods.published.shares import NoiseShares, SharesAccumulator
 from fedflat.pieces.clipping import EachTensor, Median
 from fedflat.pieces.transforms import TopK, top_k
 from fedflat.privacy.verify import verify_run
-from fedflat.simulation.run import prepare, resolved
 
 KEY = bytes(range(32))
 TENSORS = (slice(0, 6), slice(6, 8), slice(8, 20))

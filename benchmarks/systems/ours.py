@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.protocol import Gate
 from benchmarks.workloads import BY_NAME, Workload, read_data
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.data.clients import Federated
 from fedflat.engine.train import Job, train
-from fedflat.simulation.run import prepare
 
 
 def federation(workload: Workload, folder: str) -> Federated:

@@ -155,7 +155,7 @@ def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[
 
 def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
     """A run's live parts and its newest checkpoint."""
-    from fedflat.simulation.run import prepare
+    from fedflat.assembly.jobs import prepare
 
     if not run.recipe:
         raise wrong(f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")

@@ -1,4 +1,4 @@
-"""The audit's small federation: real parts from ``simulation.prepare``, clients whose update is chosen.
+"""The audit's small federation: real parts from ``prepare``, clients whose update is chosen.
 
 A canary is a client whose loss is linear: its gradient is constant, so the real local loop, gradient rule, mask and
 transforms of the method turn a chosen direction into the message that the method would send.
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
@@ -24,7 +26,6 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import Batch, Gradient
 from fedflat.engine.round import accumulator_of, broadcast_of, select_cohort
 from fedflat.engine.train import Job
-from fedflat.simulation import run as simulation
 
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
 """The model has 16 tensors of 12 entries and a linear head of 26; two clients are there beside the canary."""
@@ -171,13 +172,13 @@ def prepare_job(
             "engine": {"device": "cpu", "backend": "sequential"},
         }
     )
-    if simulation.algorithm_of(recipe).kind == "ddgauss" or recipe.privacy.trust == "distributed":
+    if algorithm_of(recipe).kind == "ddgauss" or recipe.privacy.trust == "distributed":
         recipe = Recipe.of(recipe, [f"cohort.min={CLIENTS - 1}"])  # met with and without the client
     examples = [torch.zeros(1, ENTRIES) for _ in range(CLIENTS)]
     if inputs is not None:
         examples[-1] = inputs.reshape(1, ENTRIES)
     pairs = [(x, torch.zeros(1, dtype=torch.int64)) for x in examples]
-    return simulation.prepare(recipe, AuditModel(), pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1])))
+    return prepare(recipe, AuditModel(), pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1])))
 
 
 def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) -> World:

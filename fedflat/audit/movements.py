@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.audit.planted import PLANTED
 from fedflat.audit.result import AuditResult
 from fedflat.audit.shared_noise import shared_noise
@@ -26,7 +28,6 @@ from fedflat.data.clients import Federated, from_pairs
 from fedflat.engine.train import Job
 from fedflat.records import checkpoint
 from fedflat.records.opening import OPENING, Opening
-from fedflat.simulation import run as simulation
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
@@ -68,7 +69,7 @@ def audit_worlds(
     thorough: every back end and all data, however long it takes; otherwise about ``SECONDS``. model, clients, test: as
     for ``fedflat.run``. folder: of the run that is audited; its own data are not in it.
     """
-    began, method = time.perf_counter(), simulation.algorithm_of(recipe)
+    began, method = time.perf_counter(), algorithm_of(recipe)
     if not method.private or recipe.privacy.protocol == "published":
         what = f"{method.name}, which is not private" if not method.private else "a published protocol"
         return _nothing(recipe, method, f"{what}: no bound is claimed that a message keeps.")
@@ -154,7 +155,7 @@ def _details(found: Sequence[Movement], worst: Movement, left: int) -> dict[str,
 
 def _epsilons(recipe: Recipe, method: Algorithm, data: Federated, module: nn.Module) -> tuple[float, float]:
     """(claimed, proven) ε of the whole run."""
-    plan = simulation.plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
+    plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
     proven = plan.epsilon(plan.rounds)
     return proven, proven
 
@@ -193,7 +194,7 @@ def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module
     if not (folder / OPENING).is_file():
         return "Nothing in the folder tells which data the run had: it is exported, or of fedflat 0.1."
     plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
-    here = simulation.prepare(plain, module, data=data).identity
+    here = prepare(plain, module, data=data).identity
     return CHANGED if "data" in Opening.read(folder).differing(here) else ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fedflat.assembly.jobs import prepare
 from fedflat.audit.mechanism import RUNS, audit_recipe
 from fedflat.audit.movements import audit_worlds
 from fedflat.audit.one_run import one_run
@@ -18,7 +19,6 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of, whole, wrong
 from fedflat.engine.train import Job
 from fedflat.records.folder import replace as write_whole
-from fedflat.simulation import run as simulation
 
 KINDS = ("quick", "worlds", "mechanism", "canaries", "one-run", "all")
 CANARIES = 500
@@ -64,7 +64,7 @@ def audit_run(
 
 
 def _job(recipe: Recipe, model: nn.Module | None, clients: Sequence[Any] | None, test: Any) -> Job:
-    job = simulation.prepare(recipe, model, clients, test)
+    job = prepare(recipe, model, clients, test)
     if not job.parts.plan.private:
         raise wrong("audit", f"{job.parts.algorithm.name}, which is not private", "a private method for canary audits")
     return job

@@ -1,6 +1,6 @@
 """Pairs of worlds through the real path: one client's data present or absent, and how far the release moves.
 
-``simulation.prepare`` and ``engine.train.train`` run a recipe's own model, method, clip, server and back ends on a few
+``prepare`` and ``engine.train.train`` run a recipe's own model, method, clip, server and back ends on a few
 clients, without noise (or with the same noise) and with everybody in the cohort. The released mean may then move by
 C/m at most, whatever finite data the client has: that is what the noise is made for, in the arithmetic that ran.
 """
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
@@ -25,7 +27,6 @@ from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import Federated
 from fedflat.engine.parts import Parts
 from fedflat.engine.train import Job, Outcome, train
-from fedflat.simulation import run as simulation
 
 SLACK = 0.002
 """What rounding may add to C, relatively."""
@@ -105,7 +106,7 @@ class Stage:
     @property
     def method(self) -> Algorithm:
         """The algorithm that runs."""
-        return self.algorithm or simulation.algorithm_of(self.recipe)
+        return self.algorithm or algorithm_of(self.recipe)
 
 
 @dataclass
@@ -211,7 +212,7 @@ class Worlds:
         recipe = world_recipe(stage.recipe, stage.clients, engine, rounds, case)
         data = federation(stage.template, pairs, self.maker.public())
         module = headless(stage.module) if case.start == "even" else stage.module
-        job = simulation.prepare(recipe, module, algorithm=stage.algorithm, data=data)
+        job = prepare(recipe, module, algorithm=stage.algorithm, data=data)
         job.key = KEY
         if stage.change is not None and planted:
             stage.change(job)
@@ -229,7 +230,7 @@ class Worlds:
 def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case: Case) -> Recipe:
     """The recipe for a few clients that all take part: no noise (or σ = 1), few local steps, the rest its own."""
     dump = recipe.dump()
-    trust, own = dump["privacy"]["trust"], simulation.algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
+    trust, own = dump["privacy"]["trust"], algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
     discrete = own is not None and own.kind == "ddgauss"
     cohort: dict[str, Any] = {"size": clients}
     if discrete or trust == "distributed":

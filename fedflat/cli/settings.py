@@ -132,11 +132,11 @@ def setting_of(
 
 
 def _of_recipe(name: str, overrides: list[str], noise_open: bool) -> Setting:
+    from fedflat.assembly.plans import algorithm_of, plan_of
     from fedflat.config.recipe import Recipe
-    from fedflat.simulation import run as simulation
 
     recipe = Recipe.load(name, overrides)
-    method = simulation.algorithm_of(recipe)
+    method = algorithm_of(recipe)
     if not method.private:
         raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
     if method.kind == "ddgauss":
@@ -147,7 +147,7 @@ def _of_recipe(name: str, overrides: list[str], noise_open: bool) -> Setting:
         )
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
-    plan = simulation.plan_of(recipe, method, recipe.data.clients)
+    plan = plan_of(recipe, method, recipe.data.clients)
     found = Setting(
         plan.sampler.clients, plan.sampler.size, plan.rounds, None if noise_open else plan.noise_multiplier, plan.delta,
         recipe.cohort.max, recipe.cohort.min, recipe.cohort.max_participations, plan.noise_cohort, plan.colluders,

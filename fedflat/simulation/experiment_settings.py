@@ -78,7 +78,7 @@ def expand(recipes: Sequence[RecipeLike], overrides: Sequence[str], seeds: int) 
 
     Raises InputError for anything wrong in any of them, or for the same setting twice.
     """
-    from fedflat.simulation.run import algorithm_of
+    from fedflat.assembly.plans import algorithm_of
 
     if not recipes:
         raise wrong("compare", "no recipe", "one or more recipes")

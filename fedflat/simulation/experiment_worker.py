@@ -52,9 +52,9 @@ def data_for(recipe: Recipe) -> Federated:
 
 def check(recipe: Recipe) -> None:
     """Build everything that a run of the recipe needs, and no more. Raises InputError for what is wrong in it."""
-    from fedflat.simulation import run as simulation
+    from fedflat.assembly.jobs import prepare
 
-    simulation.prepare(recipe, data=data_for(recipe))
+    prepare(recipe, data=data_for(recipe))
 
 
 def work(task: Task) -> str:

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly.inputs import as_given, data_of
+from fedflat.assembly.inputs import as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of, clip_of, local_of, plan_of
-from fedflat.assembly.records import resolved, settled, state_privacy, stated_facts, versions
+from fedflat.assembly.records import resolved, state_privacy
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
@@ -24,29 +23,12 @@ from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import Job, Outcome, Record, final_module, train
+from fedflat.engine.train import Job, Record, final_module, train
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
 from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds
 from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
-
-__all__ = [
-    "Outcome",
-    "Result",
-    "algorithm_of",
-    "clip_of",
-    "data_of",
-    "local_of",
-    "plan_of",
-    "prepare",
-    "resolved",
-    "run",
-    "settled",
-    "state_privacy",
-    "stated_facts",
-    "versions",
-]
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedflat.assembly.jobs import prepare
 from fedflat.audit import AuditResult, audit_run
 from fedflat.audit.injection import CanaryBackend, Directions, observe, with_canaries
 from fedflat.audit.one_run import guess
@@ -54,7 +55,7 @@ def clients():
 
 
 def job(**changes):
-    return simulation.prepare(recipe(**changes), model(), clients())
+    return prepare(recipe(**changes), model(), clients())
 
 
 def test_directions_are_unit_vectors_that_do_not_depend_on_their_number():
@@ -213,7 +214,7 @@ def test_command_writes_audit_json_into_the_run_folder(tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown[0]["kind"] == "one-run"
     assert json.loads((tmp_path / "run" / "audit.json").read_text())["audits"] == shown
-    assert simulation.prepare(Recipe.load(tmp_path / "run")).parts.plan.epsilon() == pytest.approx(shown[0]["proven"])
+    assert prepare(Recipe.load(tmp_path / "run")).parts.plan.epsilon() == pytest.approx(shown[0]["proven"])
 
 
 def test_command_without_anything_says_what_to_give():

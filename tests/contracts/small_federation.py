@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.engine.train import Job
-from fedflat.simulation.run import prepare
 
 PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
 UPDATES = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from small_federation import recipe
 from torch import Tensor, nn
 
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import flatten, layout_of
@@ -31,7 +32,6 @@ from fedflat.engine.problem import Batch
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.pieces.clipping import Adaptive, PerTensor, WholeVector, norms_of
 from fedflat.privacy.plan import build_plan
-from fedflat.simulation.run import prepare
 
 WIDTH, CLASSES, EXAMPLES = 12, 3, 6
 Data = tuple[Tensor, Tensor]

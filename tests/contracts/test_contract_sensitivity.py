@@ -15,12 +15,12 @@ from small_federation import PRIVATE, Fragile, clients, module, recipe, weights
 from torch import Tensor
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.personal import Heads
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.methods.ae_dpfl.rounds import VoteClip
-from fedflat.simulation.run import prepare
 
 
 @pytest.mark.parametrize("rule", agg.RULES, ids=lambda r: r.__name__)

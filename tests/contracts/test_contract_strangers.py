@@ -12,6 +12,7 @@ from small_federation import clients, module, recipe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.vectorized import Vectorized
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
@@ -22,7 +23,6 @@ from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import BlockFeed, Order
 from fedflat.engine.factored import Factored
 from fedflat.engine.round import broadcast_of
-from fedflat.simulation.run import prepare
 
 WATCHED = 2
 """The client whose data changes from world to world: the largest, so that widths would follow it."""

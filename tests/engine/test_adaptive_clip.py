@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.rng import stream
 from fedflat.core.rounding import ROUNDING
@@ -37,7 +38,7 @@ def job(initial: float, quantile: float = 0.5, secure: bool = False, trust: str 
         },
     }
     pairs = [(torch.zeros(1, 2), torch.tensor([i % 2])) for i in range(CLIENTS)]
-    return simulation.prepare(Recipe.of(recipe), None, pairs)
+    return prepare(Recipe.of(recipe), None, pairs)
 
 
 def clips(made, rounds: int) -> list[float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.jobs import prepare
 from fedflat.backends import trial
 from fedflat.backends.trial import Choice, cache_file, remember, remembered
 from fedflat.backends.vectorized import _in_order
@@ -23,7 +24,6 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import from_pairs
 from fedflat.engine.batches import BlockFeed, Order
-from fedflat.simulation.run import prepare
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]

@@ -10,9 +10,9 @@ import torch
 from test_graphs import KINDS, METHODS, SIZES, clients, module, recipe, trained
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError
-from fedflat.simulation.run import prepare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}

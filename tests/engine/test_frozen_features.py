@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.core.checks import InputError
 from fedflat.data.clients import Federated, from_pairs
 from fedflat.models.headed import Headed
-from fedflat.simulation.run import prepare
 
 
 class Body(Headed):

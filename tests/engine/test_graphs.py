@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.cuda import choose as choose_gpu
 from fedflat.backends.cuda import graphs
 from fedflat.backends.cuda.graphs import Graphs
@@ -31,7 +32,6 @@ from fedflat.engine.evaluate import scores
 from fedflat.engine.train import train
 from fedflat.simulation import experiment
 from fedflat.simulation import run as simulation
-from fedflat.simulation.run import prepare
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]

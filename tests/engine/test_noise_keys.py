@@ -15,6 +15,7 @@ from torch import nn
 
 import fedflat
 from fedflat.algorithms import dp_fedavg
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import Algorithm
@@ -23,7 +24,7 @@ from fedflat.records import checkpoint, keys
 from fedflat.records import opening as opening_module
 from fedflat.records.folder import RunFolder
 from fedflat.records.opening import Opening
-from fedflat.simulation.run import prepare, run
+from fedflat.simulation.run import run
 
 RECIPE: dict[str, Any] = {
     "rounds": 3,

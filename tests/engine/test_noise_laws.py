@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
+from fedflat.assembly.jobs import prepare
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast
 from fedflat.engine.accumulate import GridAccumulator
 from fedflat.engine.parts import Parts
 from fedflat.engine.round import accumulator_of, broadcast_of, noisy_sum
 from fedflat.engine.train import Job
-from fedflat.simulation.run import prepare
 
 KEY = b"\5" * 32
 D = 4000

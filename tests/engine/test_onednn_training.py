@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.onednn import serves
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import flatten, layout_of
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 from fedflat.models import build
-from fedflat.simulation.run import prepare
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.ray import session as ray_session
 from fedflat.backends.ray.package import Rows, array_of, packed, view_of
 from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Broadcast
-from fedflat.simulation.run import prepare
 
 SIZES = (5, 0, 8, 1)
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.jobs import prepare
 from fedflat.backends.ray import tasks as ray_tasks
 from fedflat.backends.ray.tasks import IN_FLIGHT, RayTasks
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Phase
-from fedflat.simulation.run import prepare
 
 ray = pytest.importorskip("ray")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.privacy.ledger import read
@@ -163,7 +164,7 @@ def test_two_secure_runs_differ_and_say_where_their_noise_came_from(tmp_path):
 
 
 def test_the_job_never_shows_its_key():
-    job = simulation.prepare(Recipe.of(RECIPE))
+    job = prepare(Recipe.of(RECIPE))
     assert repr(job.key) not in repr(job) and "key=" not in repr(job)
 
 

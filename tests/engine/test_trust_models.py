@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
@@ -37,7 +38,7 @@ KEY = b"\7" * 32
 
 
 def job(**changes):
-    return simulation.prepare(Recipe.of({**RECIPE, **changes}))
+    return prepare(Recipe.of({**RECIPE, **changes}))
 
 
 def rounds_with(made, sizes):
@@ -89,7 +90,7 @@ def test_ddgauss_aborts_a_sum_that_the_top_up_has_no_room_for():
 
 def test_an_aborted_round_shows_in_the_files_and_the_run_goes_on(tmp_path):
     recipe = {**RECIPE, "cohort": {"size": 4, "min": 3}, "privacy": {**RECIPE["privacy"], "delta": 0.9}}
-    made = simulation.prepare(Recipe.of(recipe))
+    made = prepare(Recipe.of(recipe))
     # A minimum this close to the cohort aborts often: δ pays for it, and the statement refuses a smaller one.
     plan = replace(made.parts.plan, cohort_min=4, delta=0.999999)
     made.parts = replace(made.parts, plan=plan)
@@ -109,7 +110,7 @@ def test_a_minimum_that_uses_up_delta_is_refused():
 def test_a_client_at_its_cap_is_left_out_and_resume_remembers(tmp_path):
     privacy = {"clip": 0.5, "noise_multiplier": 2.0, "trust": "local", "secure_rng": True}
     recipe = {**RECIPE, "cohort": {"size": 15, "max_participations": 2}, "privacy": privacy}
-    made = simulation.prepare(Recipe.of(recipe))
+    made = prepare(Recipe.of(recipe))
     state, seen = made.parts.first_state(made.first, made.threshold), []
     for _ in range(5):
         allowed, state = within_cap(made.parts, state, np.arange(0, 30, 2))

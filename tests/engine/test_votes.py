@@ -13,6 +13,7 @@ import torch
 from scipy import stats
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
@@ -22,7 +23,6 @@ from fedflat.engine.train import Job
 from fedflat.methods.ae_dpfl.rounds import VoteClip, winners
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
-from fedflat.simulation import run as simulation
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def one_round(job: Job, key: bytes = bytes(32), votes: Any = None) -> tuple[Any,
 
 @pytest.mark.parametrize("labels", [1, 3])
 def test_epsilon_is_that_of_one_event_per_cohort_draw(labels: int) -> None:
-    plan = simulation.prepare(recipe(o={"algorithm.labels_per_draw": labels})).parts.plan
+    plan = prepare(recipe(o={"algorithm.labels_per_draw": labels})).parts.plan
     draws = 12 // labels
     expected = fedflat.epsilon(clients=20, cohort=8, rounds=draws, noise_multiplier=4 / math.sqrt(labels))
     assert plan.epsilon() == pytest.approx(expected, rel=1e-6)
@@ -79,7 +79,7 @@ def test_epsilon_is_that_of_one_event_per_cohort_draw(labels: int) -> None:
 
 @pytest.mark.parametrize("change", [{"cohort.sampling": "fixed"}, {"privacy.trust": "local"}])
 def test_replacing_a_client_moves_two_votes_a_label(change: dict[str, str]) -> None:
-    plan = simulation.prepare(recipe(o={**change, "algorithm.labels_per_draw": 2})).parts.plan
+    plan = prepare(recipe(o={**change, "algorithm.labels_per_draw": 2})).parts.plan
     assert plan.relation == "replace-one"
     assert plan.sensitivity(math.sqrt(2)) == pytest.approx(2.0 * (1 + ROUNDING))  # √(2Q)
     line = plan.records(0, math.sqrt(2))[0]
@@ -90,7 +90,7 @@ def test_replacing_a_client_moves_two_votes_a_label(change: dict[str, str]) -> N
 
 
 def test_the_votes_are_one_hot_and_sum_over_the_cohort() -> None:
-    job = simulation.prepare(recipe(o={"algorithm.labels_per_draw": 3}))
+    job = prepare(recipe(o={"algorithm.labels_per_draw": 3}))
     _, lines, total = one_round(job)
     votes = total.total.reshape(2, 3, 10)  # two draws in the round, Q = 3, V = 10
     assert [line["draw"] for line in lines] == [0, 1]
@@ -105,7 +105,7 @@ def test_the_votes_are_one_hot_and_sum_over_the_cohort() -> None:
 
 
 def test_noise_has_the_stated_law_and_is_fresh_for_each_draw() -> None:
-    job = simulation.prepare(recipe(o={"algorithm.queries": 400}))
+    job = prepare(recipe(o={"algorithm.queries": 400}))
     broadcast = Broadcast(0, job.first, job.threshold, 1.0)
     total = accumulator_of(job.parts, broadcast, bytes(32)).result()
     drawn = job.parts.mechanism.noise(bytes(32), 0, broadcast, total, 1.0).numpy()
@@ -116,7 +116,7 @@ def test_noise_has_the_stated_law_and_is_fresh_for_each_draw() -> None:
 
 
 def test_an_empty_cohort_is_noised_and_charged() -> None:
-    job = simulation.prepare(recipe())
+    job = prepare(recipe())
     new, lines, _ = one_round(job, votes=lambda draw, accumulator: None)
     assert len(lines) == 6
     assert new.slots["labels"].shape == (6,) and int(new.slots["labels"].min()) >= 0
@@ -124,7 +124,7 @@ def test_an_empty_cohort_is_noised_and_charged() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 1e30])
 def test_no_message_moves_a_sum_by_more_than_its_norm(bad: float) -> None:
-    clip, job = VoteClip(1), simulation.prepare(recipe())
+    clip, job = VoteClip(1), prepare(recipe())
     message = torch.full((1, 10), bad)
     _, factors = clip.factors(message, 1.0, ())
     assert not math.isfinite(bad) or bad > 0 or float(factors) == 0.0
@@ -143,7 +143,7 @@ def test_two_votes_differ_by_the_stated_sensitivity_at_most() -> None:
 
 
 def test_an_aborted_draw_releases_nothing() -> None:
-    job = simulation.prepare(recipe(o={"privacy.trust": "distributed", "cohort.min": 1, "privacy.delta": 0.5}))
+    job = prepare(recipe(o={"privacy.trust": "distributed", "cohort.min": 1, "privacy.delta": 0.5}))
 
     def vote(draw: int, accumulator: Any) -> None:
         if draw != 2:
@@ -160,7 +160,7 @@ def test_winners() -> None:
 
 
 def test_public_examples_belong_to_no_client() -> None:
-    job = simulation.prepare(recipe())
+    job = prepare(recipe())
     rows = np.concatenate(job.data.parts)
     held = {bytes(x) for x in job.backend.queries.numpy().reshape(12, -1).view(np.uint8)}
     given = {bytes(x) for x in job.data.inputs[torch.from_numpy(rows)].numpy().reshape(len(rows), -1).view(np.uint8)}
@@ -169,14 +169,14 @@ def test_public_examples_belong_to_no_client() -> None:
 
 
 def test_public_examples_from_the_test_set_are_not_evaluated() -> None:
-    job = simulation.prepare(recipe(o={"algorithm.public": "test"}))
+    job = prepare(recipe(o={"algorithm.public": "test"}))
     assert len(job.data.test_inputs) == 359 - 12
-    named = simulation.prepare(recipe(o={"algorithm.public": "digits"}))  # the recipe's own set: held out of it
+    named = prepare(recipe(o={"algorithm.public": "digits"}))  # the recipe's own set: held out of it
     assert len(np.concatenate(named.data.parts)) == 1438 - 12
 
 
 def test_a_client_trains_once_and_forgetting_it_changes_nothing() -> None:
-    job = simulation.prepare(recipe())
+    job = prepare(recipe())
     first = one_round(job)[2].total
     trained = job.backend.trained
     assert trained <= 20
@@ -240,7 +240,7 @@ def test_a_student_learns_digits() -> None:
 )
 def test_mistakes_stop_before_any_work(change: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        simulation.prepare(recipe(o=change))
+        prepare(recipe(o=change))
 
 
 def test_clients_given_in_python_are_never_public() -> None:
@@ -249,10 +249,10 @@ def test_clients_given_in_python_are_never_public() -> None:
     ]
     test = (torch.randn(40, 4), torch.zeros(40, dtype=torch.int64))
     small = recipe(model={"name": "linear"}, cohort={"size": 3}, data={})
-    job = simulation.prepare(small, clients=clients, test=test)
+    job = prepare(small, clients=clients, test=test)
     assert len(job.data.test_inputs) == 28 and sum(map(len, job.data.parts)) == 50
     with pytest.raises(InputError, match="the clients' own examples are not public"):
-        simulation.prepare(
+        prepare(
             recipe(model={"name": "linear"}, cohort={"size": 3}, data={}, o={"algorithm.public": "held-out"}),
             clients=clients,
         )

@@ -14,6 +14,7 @@ pytest.importorskip("flwr")
 
 from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
+from fedflat.assembly.jobs import prepare
 from fedflat.engine import resume
 from fedflat.federation.server.session import serve
 from fedflat.privacy.ledger import read as read_ledger
@@ -53,7 +54,7 @@ def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
-    first = simulation.prepare(task.recipe).first[: wanted.numel()]
+    first = prepare(task.recipe).first[: wanted.numel()]
     assert (wanted - first).norm() > 1e-3  # it moved at all
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     shown = records(tmp_path / "fed" / "run" / "metrics.jsonl")
@@ -90,7 +91,7 @@ def test_local_trust_the_clients_noise_is_the_sum(tmp_path: Path) -> None:
     changes = {"local": {"lr": 1e-6}, "model": {"name": "mlp", "hidden": 32}, "rounds": 1}
     task, clients = deployed(tmp_path / "fed", small(**changes, privacy={"trust": "local", "noise_multiplier": 2.0}))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
-    moved = final_shared(tmp_path / "fed" / "run") - simulation.prepare(task.recipe).first
+    moved = final_shared(tmp_path / "fed" / "run") - prepare(task.recipe).first
     std = 2.0 * 0.1 * np.sqrt(4) / 4  # σC·√n / m
     assert moved.std().item() == pytest.approx(std, rel=0.1)
 

@@ -11,13 +11,13 @@ pytest.importorskip("flwr")
 
 from stand_in import settings
 
+from fedflat.assembly.plans import algorithm_of
 from fedflat.cli import main as cli
 from fedflat.config.recipe import Recipe, names
 from fedflat.core.types import Algorithm
 from fedflat.federation.launch.project import PACKAGE, write_project
 from fedflat.federation.server.session import job_of
 from fedflat.federation.task import Task
-from fedflat.simulation.run import algorithm_of
 
 CLIENTS = 6
 

@@ -57,7 +57,7 @@ class Client:
     @cached_property
     def job(self) -> Job:
         """Model, plan and data, built as the simulation builds them; only this client's rows are there."""
-        from fedflat.simulation.run import prepare
+        from fedflat.assembly.jobs import prepare
 
         inputs, targets = read_examples(self.data)
         self.task.form.check(str(self.data), inputs, targets)

@@ -84,8 +84,9 @@ def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
 
 
 def _job(recipe: Recipe) -> Job:
+    from fedflat.assembly.jobs import prepare
+    from fedflat.assembly.plans import algorithm_of
     from fedflat.methods.noise import trust_of
-    from fedflat.simulation.run import algorithm_of, prepare
 
     method = algorithm_of(recipe)
     check_deployable(recipe, method, trust_of(recipe, method))
@@ -129,7 +130,7 @@ def _write_client(folder: Path, data: Federated, client: int) -> str:
 
 def _recipe_text(recipe: Recipe, job: Job) -> str:
     """The recipe with everything that depends on data or calibration as numbers, so that every party has the same."""
-    from fedflat.simulation.run import settled
+    from fedflat.assembly.records import settled
 
     found = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
     return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)

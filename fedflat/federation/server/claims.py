@@ -20,9 +20,9 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome, *, tested: bool
     """The privacy statement of a deployment: no simulation, OS entropy, and what real check-ins mean for the
     sampling. tested: the run had a public test set, though this job has none.
     """
+    from fedflat.assembly.records import settled, stated_facts
     from fedflat.methods.noise import facts as noise_facts
     from fedflat.privacy.statement import statement
-    from fedflat.simulation.run import settled, stated_facts
 
     plan = job.parts.plan
     known, chosen = cohort_known_epsilon(job, outcome), cohort_chosen_epsilon(job, outcome)

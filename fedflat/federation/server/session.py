@@ -148,8 +148,9 @@ def _train(job: Job) -> Outcome:
 
 def job_of(task: Task, settings: Settings) -> Job:
     """The run's parts, built as the simulation builds them, with the public test set and nobody's examples."""
+    from fedflat.assembly.jobs import prepare
+    from fedflat.assembly.plans import algorithm_of
     from fedflat.methods.noise import trust_of
-    from fedflat.simulation.run import algorithm_of, prepare
 
     method = algorithm_of(task.recipe)
     check_deployable(task.recipe, method, trust_of(task.recipe, method))
@@ -189,7 +190,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """The run's folder: new, or the one of the same recipe, data form and model. The job gets what the run is."""
     import yaml
 
-    from fedflat.simulation.run import settled, versions
+    from fedflat.assembly.records import settled, versions
 
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
