@@ -20,7 +20,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.held import global_generators
 from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.types import Algorithm, LocalView, MaskView, Phase, ServerView, UpdateView
+from fedflat.core.types import Algorithm, LocalView, MaskView, MeanView, Phase, ServerView, UpdateView
 from fedflat.pieces.gradients import Composed
 
 ROWS = 3
@@ -234,11 +234,19 @@ def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> 
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
             found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots)))
-            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-                raise _Fault(f"{type(found).__name__} returned", "(mean, changed slots)")
-            _as_expected(found[0], mean)
-            mean = found[0]
-            slots.update(found[1])
+            mean = _server_result(found, mean, slots)
+    if algorithm.optimizer is not None:
+        with _named("algorithm.optimizer", algorithm.optimizer):
+            optimizer = algorithm.optimizer(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))
+            _server_result(optimizer(_numbers("w^t", form.shared), mean, slots), mean, slots)
+
+
+def _server_result(found: Any, like: Tensor, slots: dict[str, Tensor]) -> Tensor:
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise _Fault(f"{type(found).__name__} returned", "(a vector, changed slots)")
+    _as_expected(found[0], like)
+    slots.update(found[1])
+    return cast(Tensor, found[0])
 
 
 def _numbers(purpose: str, *shape: int) -> Tensor:

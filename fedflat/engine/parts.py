@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,10 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from fedflat.core.params import Layout
-from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, RoundState
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, MeanView, Optimizer, RoundState
 from fedflat.privacy.plan import Plan
-
-Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Mechanism(Protocol):
@@ -64,6 +62,7 @@ class GridMechanism(Mechanism, Protocol):
 class Parts:
     """What the server and the clients of a run agree on; frozen, and the same in a simulation and a federation.
 
+    optimizer: what is public of a round's noise -> the server optimiser of that round.
     weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
     """
 
@@ -71,7 +70,7 @@ class Parts:
     plan: Plan
     clip: Clip
     mechanism: Mechanism
-    optimizer: Optimizer
+    optimizer: Callable[[MeanView], Optimizer]
     local: Local
     layout: Layout
     weighted: bool = False
