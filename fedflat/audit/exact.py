@@ -56,7 +56,7 @@ def _differences(neighbours: Neighbours) -> list[str]:
     if random:  # messages rounded or noised by their clients: worlds cannot be coupled, the sampled audit remains
         return faults
     plain = replace(bench.parts.algorithm, server=())
-    bare = Neighbours(bench.changed(algorithm=plain, optimizer=_add), neighbours.others, neighbours.canary)
+    bare = Neighbours(bench.changed(algorithm=plain, optimizer=lambda view: _add), neighbours.others, neighbours.canary)
     width = bench.state.shared.numel()  # behind it, an adaptive clip's next threshold, from a count with its own noise
     shifts = [coupled_difference(bare, number)[:width] for number in range(KEYS)]
     mean_limit = limit / bench.parts.plan.divisor

@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fedflat.core.checks import InputError, nearest, wrong
 
+SERVER_LR = {"sgd": 1.0, "adam": 0.01, "yogi": 0.01}
+"""``server.lr`` where a recipe gives none."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -212,11 +214,12 @@ class PrivacySection(Section):
 class ServerSection(Section):
     """What the server does with the noisy mean."""
 
-    optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
-    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate and need a much
-    smaller lr."""
-    lr: Positive = 1.0
-    """Server learning rate. Keep 1.0 for sgd; adam and yogi want about 0.01. Example: 1.0"""
+    optimizer: Literal["sgd", "adam", "yogi"] | None = None
+    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate. None: sgd, or the
+    method's own (dp-fedadam), beside which another is refused. Example: adam"""
+    lr: Positive | None = None
+    """Server learning rate. None: 1.0 for sgd, 0.01 for adam and yogi, whose every step is about lr long in each
+    coordinate; the method's own with its own optimizer. Example: 1.0"""
     momentum: Share = 0.0
     """Server momentum of sgd; costs no privacy. Example: 0.9"""
     beta1: Share = 0.9
@@ -228,6 +231,11 @@ class ServerSection(Section):
     weights: Literal["uniform", "samples"] = "uniform"
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""
+
+    def filled(self) -> ServerSection:
+        """The same, with the optimizer and lr that stand for None where a method brings no optimizer of its own."""
+        name = self.optimizer or "sgd"
+        return self.model_copy(update={"optimizer": name, "lr": SERVER_LR[name] if self.lr is None else self.lr})
 
 
 class EngineSection(Section):
