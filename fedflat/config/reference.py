@@ -27,6 +27,8 @@ ALGORITHM_KEYS = {
     "public": "Examples that no guarantee covers: held-out, test, or the name, hub id or path of a data set.",
     "rescale": "Multiply the update by 1/keep before the clip.",
     "beta": "Weight of the fresh gradient in PGN; in ddgauss the rounding's β.",
+    "scale": "b, the unit of Δc in DP-SCAFFOLD's message (Δw, Δc/b): its noise is b times that of Δw.",
+    "alpha": "α of the smoothed normalisation C·e/(α + ‖e‖), in the message's units.",
     "smoothing": "σ_ls of the Laplacian smoothing. At 0.01, 98 % of the noise stays.",
     "scope": "What is smoothed as one sequence: tensor, or the whole vector.",
     "head": "Patterns of the parameters that stay with the client. None: the last linear layer.",
