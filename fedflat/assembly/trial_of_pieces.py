@@ -91,7 +91,7 @@ def packaged(algorithm: Algorithm) -> bool:
         piece = pieces.pop()
         if isinstance(piece, Composed):
             pieces += [piece.outer, piece.inner]
-        elif not type(piece).__module__.startswith("fedflat.pieces."):
+        elif not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
             return False
     return True
 
@@ -180,7 +180,7 @@ def _try_one(name: str, call: Call, size: int, length: int | None = None, togeth
 
     size, length: entries of what it is given, and of what it returns (None: as many).
     """
-    call = call if length in (None, size) else _Longer(call, length // size)
+    call = call if length is None or length == size else _Longer(call, length // size)
     if not together:
         return _remembers(name, call, size)
     one = _numbers("a client", ROWS, size), _numbers("its gradient", ROWS, size)

@@ -66,8 +66,6 @@ def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
 def _check_message(recipe: Recipe, method: Algorithm) -> None:
     """What a message of several vectors, a factor or a state of the method's own does not go with."""
     several = method.vectors > 1 or method.scale is not None or bool(method.client_state)
-    if several and method.kind == "votes":
-        raise wrong("algorithm", f"{method.name}, with votes and a message of its own", "one of both")
     if several and method.private and recipe.privacy.protocol == "published":
         raise wrong("privacy.protocol", "published", f"sound for {method.name}")
     if method.vectors < 1 or (method.vectors > 1 and not method.transforms):
