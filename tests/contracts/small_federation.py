@@ -15,6 +15,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.engine.train import Job
+from fedflat.pieces.server import optimizer
 
 PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
 UPDATES = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
@@ -26,6 +27,10 @@ NEUTRAL = {
     "keep": 1.0,
     "beta": 1.0,
     "smoothing": 0.0,
+    "mu": 0.0,
+    "gamma": 0.0,
+    "beta1": 0.0,
+    "floor": 1.0,
     "head_lr": 0.0,
 }
 
@@ -84,8 +89,10 @@ def job(method: str, changes: Mapping[str, Any] | None = None, network: nn.Modul
 
 def at_the_sum(made: Job) -> Job:
     """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m."""
+    plain = optimizer("sgd")
     keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
-    made.parts = replace(made.parts, algorithm=replace(made.parts.algorithm, server=keep))
+    bare = replace(made.parts.algorithm, server=keep)
+    made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)
     made.first = torch.zeros_like(made.first)
     return made
 
