@@ -431,7 +431,7 @@ def simulate(
     memory, optimiser = np.zeros(int(shared.sum())), Optimiser(**s.server)
     trace, norms = [], []
     cohort = s.cohort or len(clients)
-    freed = FreedAdam(s.server.get("lr", 0.01), s.beta1, s.beta2, s.floor)
+    freed = FreedAdam(s.server.get("lr", 0.03), s.beta1, s.beta2, s.floor)
 
     def batches(t: int, i: int, phase: int, steps: int) -> list[Batch]:
         return batches_of(t, i, phase, steps) if batches_of else [clients[i]] * steps
