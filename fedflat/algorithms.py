@@ -241,14 +241,14 @@ def sam_over_blur(rho: float = 0.5, lam: float = 0.4) -> Algorithm:
     return Algorithm("dp-fedsam-blur", phases=(Phase(rule=compose(sam(rho), blur(lam))),))
 
 
-def dp_fedprox(mu: float = 0.01) -> Algorithm:
+def dp_fedprox(mu: float = 0.1) -> Algorithm:
     """DP-FedProx: a proximal term keeps local training near w^t (Li et al. 2020)."""
     return Algorithm("dp-fedprox", phases=(Phase(rule=proximal(mu)),))
 
 
 def dp_fedadam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> Algorithm:
     """DP-FedAdam: server Adam, its second moment freed of the noise (Reddi et al. 2021; Tang et al. 2024)."""
-    return Algorithm("dp-fedadam", optimizer=corrected_adam(beta1, beta2, floor), server_lr=0.01)
+    return Algorithm("dp-fedadam", optimizer=corrected_adam(beta1, beta2, floor), server_lr=0.03)
 
 
 def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fedflat.core.checks import InputError, nearest, wrong
 
-SERVER_LR = {"sgd": 1.0, "adam": 0.01, "yogi": 0.01}
+SERVER_LR = {"sgd": 1.0, "adam": 0.03, "yogi": 0.03}
 """``server.lr`` where a recipe gives none."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -131,8 +131,8 @@ class LocalSection(Section):
     lr: Positive = 0.1
     """Learning rate η of round 0. Change it first, together with the clip. Example: 0.1"""
     momentum: Share | None = None
-    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn and dp-scaffold, which
-    need it). Example: 0.5"""
+    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn and dp-scaffold,
+    which need it). Example: 0.5"""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Round t uses lr·lr_decay^t. Example: 0.998"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -218,7 +218,7 @@ class ServerSection(Section):
     """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate. None: sgd, or the
     method's own (dp-fedadam), beside which another is refused. Example: adam"""
     lr: Positive | None = None
-    """Server learning rate. None: 1.0 for sgd, 0.01 for adam and yogi, whose every step is about lr long in each
+    """Server learning rate. None: 1.0 for sgd, 0.03 for adam and yogi, whose every step is about lr long in each
     coordinate; the method's own with its own optimizer. Example: 1.0"""
     momentum: Share = 0.0
     """Server momentum of sgd; costs no privacy. Example: 0.9"""

@@ -133,7 +133,7 @@ def blur(lam: float = 0.4) -> Blur:
     return Blur(in_range("algorithm.lam", lam, 0))
 
 
-def proximal(mu: float = 0.01) -> Proximal:
+def proximal(mu: float = 0.1) -> Proximal:
     """FedProx's term with weight ``mu`` ≥ 0 (Li et al. 2020)."""
     return Proximal(in_range("algorithm.mu", mu, 0))
 

@@ -24,7 +24,7 @@ from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 CLAIMED = gaussian_epsilon(1 / 3, 1e-5)
 PRIVATE = [name for name, factory in ALGORITHMS.items() if (a := factory()).private and a.kind == "update"]
-FEW = ("dp-fedavg", "dp-fedsam-topk", "fed-smp-randk", "dp-fedpgn-ls", "centaur")
+FEW = ("dp-fedavg", "dp-fedsam-topk", "fed-smp-randk", "dp-fedpgn-ls", "centaur", "dp-fedadam")
 
 
 def neighbours_of(name: str, canary: int = 1) -> Neighbours:
@@ -135,7 +135,7 @@ def test_transforms_are_really_run(monkeypatch):
     assert float(torch.linalg.vector_norm(world.aggregate.total)) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("name", ["dp-fedavg", "fed-smp-topk", "dp-fedavg-ls", "dp-fedpgn-ls"])
+@pytest.mark.parametrize("name", ["dp-fedavg", "fed-smp-topk", "dp-fedavg-ls", "dp-fedpgn-ls", "dp-fedadam"])
 @pytest.mark.parametrize("present", [False, True])
 def test_copies_side_by_side_equal_single_runs(name, present):
     """The first copy is the single run of the same key, and all copies have its law (see must_loop)."""
