@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fedflat.core.checks import in_range, wrong
+from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
 
 GIVEN = "clients"
@@ -102,7 +103,8 @@ def from_pairs(clients: Sequence[Any], test: Any = None, name: str = GIVEN) -> F
     """A federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
-    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0.
+    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0
+    (of tokens also -100: it does not count).
     A client may have no examples. ``test`` is an optional public pair of the same form.
     Raises InputError, naming the client, for anything else.
     """
@@ -169,20 +171,36 @@ def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        # an empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels
-        if y.numel():
-            raise wrong(f"{where} targets", f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
-    elif y.numel() and int(y.min()) < 0:
-        raise wrong(f"{where} targets", f"label {int(y.min())}", "class numbers ≥ 0")
+    # An empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels.
+    if y.numel() and (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool):
+        raise wrong(f"{where} targets", f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
     if y.ndim > 2:
         raise wrong(f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
+    outside = (y < 0) if y.ndim == 1 else (y < 0) & (y != IGNORE)
+    if bool(outside.any()):
+        allowed = "class numbers ≥ 0" + (f", or {IGNORE} for a token that does not count" if y.ndim == 2 else "")
+        raise wrong(f"{where} targets[{_first(outside)}]", f"label {int(y[outside][0])}", allowed)
     if x.is_complex():
         raise wrong(f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
     x = x.to(torch.float32 if x.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(x).all()):
         raise wrong(f"{where} inputs", "a NaN or infinite value", "finite numbers")
     return x, y.to(torch.int64)
+
+
+def _first(found: torch.Tensor) -> int:
+    """The first row in which anything is true."""
+    return int(found.nonzero()[0, 0])
+
+
+def first_above(data: Federated, classes: int) -> str:
+    """Whose target is the first that is not below ``classes``, and where: ``clients[3] targets[17] is 7``."""
+    for i, part in enumerate(data.parts):
+        high = data.targets[torch.from_numpy(part)] >= classes
+        if bool(high.any()):
+            row = _first(high)
+            return f"clients[{i}] targets[{row}] is {int(data.targets[int(part[row])].max())}"
+    return f"the data has {data.classes} classes"
 
 
 def _tensor(where: str, value: Any) -> torch.Tensor:

@@ -203,13 +203,15 @@ def participations(rounds: Mapping[float, int], q: float, delta: float) -> float
     Terms of chance below 1e-20 are left out, and a long sum has μ² rounded down: the figure is no larger for it.
     """
     import numpy as np
+    from numpy.typing import NDArray
     from scipy.optimize import brentq
     from scipy.special import log_ndtr
     from scipy.stats import binom
 
     if delta <= 0 or min(rounds) == 0:
         return math.inf
-    weight, square = np.ones(1), np.zeros(1)
+    weight: NDArray[np.float64] = np.ones(1)
+    square: NDArray[np.float64] = np.zeros(1)
     for sigma, count in rounds.items():
         n = np.arange(count + 1)
         weight = np.outer(weight, binom.pmf(n, count, q)).ravel()
@@ -218,7 +220,7 @@ def participations(rounds: Mapping[float, int], q: float, delta: float) -> float
         if len(weight) > TERMS:
             width = float(square.max()) / TERMS
             weight = np.bincount((square / width).astype(int), weights=weight)
-            square = np.arange(len(weight)) * width
+            square = width * np.arange(len(weight), dtype=np.float64)
     weight, mu = weight[square > 0], np.sqrt(square[square > 0])
 
     def excess(e: float) -> float:
