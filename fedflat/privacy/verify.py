@@ -219,7 +219,7 @@ def participations(rounds: Mapping[float, int], q: float, delta: float) -> float
         weight, square = weight[weight > 1e-20], square[weight > 1e-20]
         if len(weight) > TERMS:
             width = float(square.max()) / TERMS
-            weight = np.bincount((square / width).astype(int), weights=weight)
+            weight = np.asarray(np.bincount((square / width).astype(int), weights=weight), dtype=np.float64)
             square = width * np.arange(len(weight), dtype=np.float64)
     weight, mu = weight[square > 0], np.sqrt(square[square > 0])
 
