@@ -73,18 +73,14 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple
     """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator."""
     from fedflat.models import build, refuse_unclipped_state
-    from fedflat.models.registry import takes
 
     if given is not None:
         module = copy.deepcopy(given)
     else:
-        name, options = recipe.model.name, recipe.model.options
-        if name == GIVEN:
+        if recipe.model.name == GIVEN:
             raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
-        if data.vocabulary:
-            of_data = {"vocabulary": data.vocabulary, "padding": data.padding}
-            options = {key: value for key, value in of_data.items() if takes(name, key)} | options
-        module = build(name, data.input_shape, data.classes, recipe.seed, **options)
+        options = options_for(recipe, data.vocabulary, data.padding)
+        module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
     if not example.is_floating_point() and len(data.inputs):  # the range of token ids
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
@@ -92,6 +88,14 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple
     if given is not None or ":" in recipe.model.name:  # the others are made for the data's classes
         _refuse_too_few_outputs(module, example, data.classes)
     return module, draws
+
+
+def options_for(recipe: Recipe, vocabulary: int, padding: int) -> dict[str, Any]:
+    """The model's options, with those that its data decide (vocabulary 0: no text)."""
+    from fedflat.models.registry import takes
+
+    of_data = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
+    return {key: value for key, value in of_data.items() if takes(recipe.model.name, key)} | recipe.model.options
 
 
 def _refuse_too_few_outputs(module: nn.Module, example: torch.Tensor, classes: int) -> None:

@@ -149,6 +149,12 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
             **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
         ),
         identity=what,
+        made_for={
+            "input_shape": list(made.data.input_shape),
+            "classes": made.data.classes,
+            "vocabulary": made.data.vocabulary,
+            "padding": made.data.padding,
+        },
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))

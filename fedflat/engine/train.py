@@ -66,8 +66,8 @@ class Job:
     """Everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder.
 
     identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
-    file outside the folder. tell: is given each note at once. A run without a folder is drawn with ``key`` as it is, so
-    a test that needs a key of its own sets it.
+    file outside the folder. tell: is given each note at once. made_for: the shapes the module was built for. A run
+    without a folder is drawn with ``key`` as it is, so a test that needs a key of its own sets it.
     """
 
     parts: Parts
@@ -88,6 +88,7 @@ class Job:
     public_update: Callable[[RoundState], Tensor] | None = None
     stages: dict[str, float] = field(default_factory=dict)
     charged_again: int = 0
+    made_for: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def last_round(self) -> int:
@@ -247,6 +248,7 @@ def _save(
     kept, layout = Heads(heads.first, dict(heads.kept)), job.parts.layout
     names = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes)]
     facts = {"run": folder.run, "ledger": ledger, "tensors": names, "shared_tensors": layout.shared}  # type: ignore[union-attr]
+    facts |= {"made_for": dict(job.made_for)} if job.made_for else {}
 
     def save() -> object:
         try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedflat.report import tables
+from fedflat.report.cautions import cautions
 from fedflat.report.metrics import number
 from fedflat.report.progress import ASKED, console_now
 
@@ -29,6 +31,8 @@ def print_summary(result: Any, folder: Path, page: Path) -> None:
     with console.capture() as capture:
         console.print(table, width=min(console.width, 100))
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    for text in cautions(result.privacy, result.history, result.private_history):
+        print(textwrap.fill(f"Warning: {text}", console.width, subsequent_indent="  "))
     _whole_line(f"Report: {page}")
     if result.stopped:
         _whole_line(f"{result.stopped[:1].upper()}{result.stopped[1:]}.")

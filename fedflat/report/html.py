@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from fedflat.report import audited, metrics, svg, tables
+from fedflat.report.cautions import cautions
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, section
@@ -132,7 +133,7 @@ def _tiles(run: Run) -> str:
     ]
     if found["personal_accuracy"] is not None:
         tiles.append(_tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
-    return f'<dl class="tiles">{"".join(tiles)}</dl>{_warning(run)}'
+    return f'<dl class="tiles">{"".join(tiles)}</dl>{_warning(run)}{_cautions(run)}'
 
 
 def _percent(value: float | None) -> str:
@@ -167,6 +168,11 @@ def _warning(run: Run) -> str:
     listed = "".join(f"<li>{escape(reason)}</li>" for reason in metrics.reasons(run))
     head = f"Proven ε is {proven}; the formula claims {tables.epsilon_text(claimed)}, which does not cover what ran."
     return f'<aside class="notice"><p><strong>{escape(head)}</strong></p><ul>{listed}</ul></aside>{_audit_warning(run)}'
+
+
+def _cautions(run: Run) -> str:
+    listed = "".join(f"<li>{escape(text)}</li>" for text in cautions(run.privacy, run.metrics, run.private))
+    return f'<aside class="notice"><p><strong>Warnings</strong></p><ul>{listed}</ul></aside>' if listed else ""
 
 
 def _audit_warning(run: Run) -> str:
