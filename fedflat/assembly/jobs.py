@@ -128,7 +128,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     untouched = Held(module)
     data = _resident(made.data, module, device, precision)
     parts, threshold = _parts(recipe, made.method, data, layout)
-    random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
+    random = try_pieces(parts.algorithm, layout, parts.optimizer) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts.plan, parts.local, data.clients)

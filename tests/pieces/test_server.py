@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import ServerView
-from fedflat.pieces.server import KeepInitial, PgnMemory, initial_slots, laplacian_smoothing, optimizer
+from fedflat.pieces.server import KeepInitial, PgnDirection, initial_slots, laplacian_smoothing, optimizer
 
 TENSORS = (slice(0, 5), slice(5, 6), slice(6, 8), slice(8, 15))
 
@@ -19,7 +19,7 @@ def vector(seed: int = 0, size: int = 15) -> Tensor:
 
 
 def view(slots: dict[str, Tensor] | None = None) -> ServerView:
-    return ServerView(0, 4, 0.25, TENSORS, slots or {})
+    return ServerView(0, 4, 0.25, TENSORS, slots or {}, 5.0, 20)
 
 
 def dense(n: int, sigma: float) -> np.ndarray:
@@ -60,23 +60,23 @@ def test_at_the_papers_strength_98_percent_of_the_noise_stays() -> None:
 @pytest.mark.parametrize("smoothing", [None, 0.5])
 def test_pgn_takes_the_direction_out_again(smoothing: float | None) -> None:
     """Without noise and clip, g̃ is minus the clients' mean movement per unit of learning rate."""
-    step = PgnMemory(0.3, None if smoothing is None else laplacian_smoothing(smoothing))
+    step = PgnDirection(0.3, None if smoothing is None else laplacian_smoothing(smoothing))
     slots = step.initial(torch.zeros(15, dtype=torch.float64))
-    assert torch.equal(slots["memory"], torch.zeros(15, dtype=torch.float64))
-    memory, update, reach = vector(1), vector(2), 4 * 0.25
-    message = update + 0.7 * reach * memory
-    found, changed = step(message, view({"memory": memory}))
+    assert torch.equal(slots["direction"], torch.zeros(15, dtype=torch.float64))
+    direction, update, reach = vector(1), vector(2), 4 * 0.25
+    message = update + 0.7 * reach * direction
+    found, changed = step(message, view({"direction": direction}))
     expected = -update / reach
     if smoothing is not None:
         expected, _ = laplacian_smoothing(smoothing)(expected, view())
-    torch.testing.assert_close(changed["memory"], expected)
+    torch.testing.assert_close(changed["direction"], expected)
     torch.testing.assert_close(found, -reach * expected)
 
 
 def test_the_first_weights_are_remembered() -> None:
     first = vector()
-    slots = initial_slots((KeepInitial(), PgnMemory(0.3), laplacian_smoothing()), first)
-    assert sorted(slots) == ["initial", "memory"]
+    slots = initial_slots((KeepInitial(), PgnDirection(0.3), laplacian_smoothing()), first)
+    assert sorted(slots) == ["direction", "initial"]
     assert torch.equal(slots["initial"], first) and slots["initial"] is not first
     mean = vector(1)
     assert KeepInitial()(mean, view()) == (mean, {})
