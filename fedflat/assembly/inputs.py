@@ -12,8 +12,10 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly.plans import NOT_HELD, algorithm_of
+from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.loss import CROSS_ENTROPY, Objective, OwnLoss
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import Federated, from_pairs, hold_back, with_test
@@ -29,6 +31,7 @@ def as_given(
     clients: Clients | None = None,
     data: Federated | None = None,
     algorithm: Algorithm | Factory | None = None,
+    loss: OwnLoss | None = None,
 ) -> Recipe:
     """The recipe without the names of data, model and method that were given in Python instead; twice is as once."""
     given: dict[str, Any] = {}
@@ -42,13 +45,15 @@ def as_given(
         options = {} if isinstance(algorithm, Algorithm) else recipe.algorithm.options
         options = {**options, "source": GIVEN}
         given["algorithm"] = NamedSection(name=algorithm_of(recipe, algorithm).name, **options)
+    if loss is not None:
+        given["loss"] = GIVEN
     return recipe.model_copy(update=given)
 
 
 def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
     """The federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
-        given = _given(clients, test)
+        given = _given(clients, test, recipe.task != "classification")
         parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(given, parts=parts, held_back=held)
     if test is not None:
@@ -60,16 +65,18 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
     return load(recipe.data, recipe.seed)
 
 
-def _given(clients: Clients, test: Any) -> Federated:
+def _given(clients: Clients, test: Any, fractions: bool) -> Federated:
     """Pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
     if isinstance(clients, Mapping):
         return own_clients(clients, test=test)
     if not isinstance(clients, Federated):
-        return from_pairs(clients, test)
+        return from_pairs(clients, test, fractions=fractions)
     return clients if test is None else with_test(clients, test)
 
 
-def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple[nn.Module, bool]:
+def module_of(
+    recipe: Recipe, given: nn.Module | None, data: Federated, objective: Objective = CROSS_ENTROPY
+) -> tuple[nn.Module, bool]:
     """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator."""
     from fedflat.models import build, refuse_unclipped_state
@@ -86,7 +93,8 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
     draws = bool(refuse_unclipped_state(module, example))
     if given is not None or ":" in recipe.model.name:  # the others are made for the data's classes
-        _refuse_too_few_outputs(module, example, data.classes)
+        check_outputs(module, example, data, objective)
+    try_loss(objective, module, example, data)
     return module, draws
 
 
@@ -96,10 +104,3 @@ def options_for(recipe: Recipe, vocabulary: int, padding: int) -> dict[str, Any]
 
     of_data = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
     return {key: value for key, value in of_data.items() if takes(recipe.model.name, key)} | recipe.model.options
-
-
-def _refuse_too_few_outputs(module: nn.Module, example: torch.Tensor, classes: int) -> None:
-    with torch.no_grad():
-        out = copy.deepcopy(module).eval()(example)
-    if isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] < classes:
-        raise wrong("model", f"{out.shape[-1]} outputs", f"at least {classes}, since targets go up to {classes - 1}")

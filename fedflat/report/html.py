@@ -16,7 +16,7 @@ from fedflat.report import audited, metrics, svg, tables
 from fedflat.report.cautions import cautions
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, differing, group_runs, setting
-from fedflat.report.metrics import Run, section
+from fedflat.report.metrics import Run, column, section
 from fedflat.report.statement import definition_list, readable, statement_html
 from fedflat.report.together import cost_sentences, costs
 
@@ -123,10 +123,15 @@ def _tiles(run: Run) -> str:
     planned = found["rounds_planned"]
     rounds = found["rounds"]
     ended = f"of {planned} planned" if planned and planned != rounds else "as planned" if planned else ""
+    tested = _tile(
+        "Test accuracy", _percent(found["final_accuracy"]), best if found["final_accuracy"] is not None else never
+    )
+    if found["final_accuracy"] is None and found["final_loss"] is not None:  # a task without an accuracy
+        tested = _tile("Test loss", f"{found['final_loss']:.4g}", "public test data")
+    others = {key: column(run.metrics, key) for key in metrics.own_metrics(run.metrics)}
     tiles = [
-        _tile(
-            "Test accuracy", _percent(found["final_accuracy"]), best if found["final_accuracy"] is not None else never
-        ),
+        tested,
+        *[_tile(key.replace("_", " ").capitalize(), f"{p[-1][1]:.4g}", "") for key, p in others.items() if p],
         _epsilon_tile(run),
         _tile("Rounds", f"{rounds:,}", ended),
         _tile("Time", tables.duration(found["seconds"]), _pace(rounds, found["seconds"])),

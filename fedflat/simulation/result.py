@@ -16,6 +16,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.engine.train import Record
 from fedflat.report.cautions import cautions
 from fedflat.report.endings import summary_rows
+from fedflat.report.metrics import own_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +72,7 @@ class Result:
         from matplotlib.figure import Figure
 
         shown = [key for key in ("test_accuracy", "test_loss") if any(r.get(key) is not None for r in self.history)][:1]
-        shown += [*self._metrics, "epsilon"]
+        shown += [*own_metrics(self.history), "epsilon"]
         figure = Figure(figsize=(4.5 * len(shown), 3.2), layout="constrained")
         for axes, key in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
             points = [(r["round"] + 1, r[key]) for r in self.history if r.get(key) is not None]
@@ -80,17 +81,13 @@ class Result:
             axes.set_title("ε spent" if key == "epsilon" else key.replace("_", " "))
         return figure
 
-    @property
-    def _metrics(self) -> list[str]:
-        """Names of the user's own metrics."""
-        return sorted({name for record in self.history for name in record if name.startswith("test_")} - _TEST)
-
     def __repr__(self) -> str:
-        facts = dict(summary_rows(self))
+        rows = summary_rows(self)
+        facts = dict(rows)
         said = [
             self.recipe.algorithm.name,
             f"{facts['rounds']} rounds",
-            f"test accuracy {facts['test accuracy'].partition(';')[0]}",
+            f"{rows[2][0]} {rows[2][1].partition(';')[0]}",
             f"proven ε {facts['proven ε'].partition(':')[0]}",
             f"{len(self.warnings)} warning{'' if len(self.warnings) == 1 else 's'}",
         ]
@@ -104,6 +101,3 @@ class Result:
         )
         listed = "".join(f"<li>{html.escape(text)}</li>" for text in self.warnings)
         return f"<table>{rows}</table>" + (f"<p>Warnings</p><ul>{listed}</ul>" if listed else "")
-
-
-_TEST = {"test_loss", "test_accuracy"}

@@ -18,10 +18,12 @@ from fedflat.assembly.records import resolved, state_privacy
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.loss import OwnLoss
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated
 from fedflat.engine.device import PROCESSES
+from fedflat.engine.evaluate import Metric
 from fedflat.engine.resume import software_of
 from fedflat.engine.train import Job, Record, final_module, train
 from fedflat.privacy.statement import write as write_statement
@@ -41,6 +43,9 @@ def run(
     test: Any = None,
     out: str | Path | None = None,
     *,
+    task: str | None = None,
+    loss: OwnLoss | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     algorithm: Algorithm | Factory | None = None,
     data: Federated | None = None,
     resume: bool = False,
@@ -53,15 +58,20 @@ def run(
     recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
     clients: one ``(inputs, targets)`` pair per client, a dict user -> pair, or what ``fedflat.clients`` gave, instead
     of the recipe's data. test: a public pair.
+    task: classification, multilabel, regression or next-token, instead of the recipe's. loss: (outputs, targets) -> the
+    loss of each example ``(b,)``, instead of the task's. metrics: name -> a function (outputs, targets) -> number, or a
+    torchmetrics object, on the whole public test set: ``test_NAME`` in the history.
     data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     Raises InputError for anything wrong in what was given, before any work is done.
     """
     parsed = Recipe.of(recipe)
+    if task is not None:
+        parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")
     if resume and out is not None:
         parsed = _on_the_same_engine(parsed, Path(out))
-    parsed = as_given(parsed, model, clients, data, algorithm)
-    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
+    parsed = as_given(parsed, model, clients, data, algorithm, loss)
+    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None
     if out is not None:
         (_reopen if resume else _open)(Path(out), parsed, job)
