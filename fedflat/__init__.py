@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     )
     from fedflat.data.own import clients
     from fedflat.privacy.accounting.epsilon import epsilon, noise_multiplier
-    from fedflat.simulation.run import Result, run
+    from fedflat.simulation.load import load
+    from fedflat.simulation.result import Result
+    from fedflat.simulation.run import run
 
 __version__ = "0.1.0"
 
@@ -48,7 +50,7 @@ _PLACES = {
     "Optimizer": "fedflat.core.types",
     "Phase": "fedflat.core.types",
     "Recipe": "fedflat.config.recipe",
-    "Result": "fedflat.simulation.run",
+    "Result": "fedflat.simulation.result",
     "RunError": "fedflat.core.checks",
     "ServerStep": "fedflat.core.types",
     "ServerView": "fedflat.core.types",
@@ -56,6 +58,7 @@ _PLACES = {
     "UpdateView": "fedflat.core.types",
     "clients": "fedflat.data.own",
     "epsilon": "fedflat.privacy.accounting.epsilon",
+    "load": "fedflat.simulation.load",
     "noise_multiplier": "fedflat.privacy.accounting.epsilon",
     "run": "fedflat.simulation.run",
 }
@@ -81,6 +84,7 @@ __all__ = [
     "UpdateView",
     "clients",
     "epsilon",
+    "load",
     "noise_multiplier",
     "run",
 ]

@@ -156,6 +156,7 @@ def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[
 def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
     """A run's live parts and its newest checkpoint."""
     from fedflat.assembly.jobs import prepare
+    from fedflat.assembly.tasks import refuse_other_tasks
 
     if not run.recipe:
         raise wrong(f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")
@@ -165,6 +166,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
     state, heads, _ = found
     here = ["engine.backend=sequential", "engine.device=cpu", "engine.compile=null"]
     recipe = Recipe.of(run.recipe, here, where=str(run.path / "recipe.yaml"))
+    refuse_other_tasks("landscape", recipe)
     job = prepare(recipe)
     layout = job.parts.layout
     if (state.shared.numel(), heads.first.numel()) != (layout.dimension, layout.size - layout.dimension):

@@ -12,11 +12,13 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly.plans import NOT_HELD, algorithm_of
+from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.loss import CROSS_ENTROPY, Objective, OwnLoss
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.clients import Federated, first_above, from_pairs, hold_back, with_test
+from fedflat.data.clients import Federated, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients
 
 Clients = Federated | Mapping[Any, Any] | Sequence[Any]
@@ -29,6 +31,7 @@ def as_given(
     clients: Clients | None = None,
     data: Federated | None = None,
     algorithm: Algorithm | Factory | None = None,
+    loss: OwnLoss | None = None,
 ) -> Recipe:
     """The recipe without the names of data, model and method that were given in Python instead; twice is as once."""
     given: dict[str, Any] = {}
@@ -42,13 +45,15 @@ def as_given(
         options = {} if isinstance(algorithm, Algorithm) else recipe.algorithm.options
         options = {**options, "source": GIVEN}
         given["algorithm"] = NamedSection(name=algorithm_of(recipe, algorithm).name, **options)
+    if loss is not None:
+        given["loss"] = GIVEN
     return recipe.model_copy(update=given)
 
 
 def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
     """The federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
-        given = _given(clients, test)
+        given = _given(clients, test, recipe.task != "classification")
         parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(given, parts=parts, held_back=held)
     if test is not None:
@@ -60,51 +65,43 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
     return load(recipe.data, recipe.seed)
 
 
-def _given(clients: Clients, test: Any) -> Federated:
+def _given(clients: Clients, test: Any, fractions: bool) -> Federated:
     """Pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
     if isinstance(clients, Mapping):
         return own_clients(clients, test=test)
     if not isinstance(clients, Federated):
-        return from_pairs(clients, test)
+        return from_pairs(clients, test, fractions=fractions)
     return clients if test is None else with_test(clients, test)
 
 
-def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple[nn.Module, bool]:
+def module_of(
+    recipe: Recipe, given: nn.Module | None, data: Federated, objective: Objective = CROSS_ENTROPY
+) -> tuple[nn.Module, bool]:
     """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator."""
     from fedflat.models import build, refuse_unclipped_state
-    from fedflat.models.registry import takes
 
     if given is not None:
         module = copy.deepcopy(given)
     else:
-        name, options = recipe.model.name, recipe.model.options
-        if name == GIVEN:
+        if recipe.model.name == GIVEN:
             raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
-        if data.vocabulary:
-            of_data = {"vocabulary": data.vocabulary, "padding": data.padding}
-            options = {key: value for key, value in of_data.items() if takes(name, key)} | options
-        module = build(name, data.input_shape, data.classes, recipe.seed, **options)
+        options = options_for(recipe, data.vocabulary, data.padding)
+        module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
     if not example.is_floating_point() and data.inputs.numel():  # the range of token ids
         example.view(-1)[0] = 0 if data.vocabulary else int(data.inputs.min())
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
     draws = bool(refuse_unclipped_state(module, example))
     if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
-        _refuse_other_outputs(module, example, data)
+        check_outputs(module, example, data, objective)
+    try_loss(objective, module, example, data)
     return module, draws
 
 
-def _refuse_other_outputs(module: nn.Module, example: torch.Tensor, data: Federated) -> None:
-    """Refuse a model whose outputs are not one number for each class, of each target."""
-    with torch.no_grad():
-        out = copy.deepcopy(module).eval()(example)
-    if not isinstance(out, torch.Tensor):
-        raise wrong("model", f"an output of type {type(out).__name__}", "a tensor of one number for each class")
-    expected = (len(example), *data.targets.shape[1:])
-    if tuple(out.shape[:-1]) != expected:
-        shown = ", ".join(map(str, (*expected, "classes")))
-        raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
-    if out.shape[-1] < data.classes:
-        why = first_above(data, out.shape[-1])
-        raise wrong("model", f"{out.shape[-1]} outputs", f"at least {data.classes} ({why})")
+def options_for(recipe: Recipe, vocabulary: int, padding: int) -> dict[str, Any]:
+    """The model's options, with those that its data decide (vocabulary 0: no text)."""
+    from fedflat.models.registry import takes
+
+    of_data = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
+    return {key: value for key, value in of_data.items() if takes(recipe.model.name, key)} | recipe.model.options

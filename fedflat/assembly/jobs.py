@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
+from fedflat.assembly.tasks import check_metrics, objective_of, suited, try_metrics
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
@@ -26,14 +27,17 @@ from fedflat.backends.onednn import serves
 from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
+from fedflat.core.checks import wrong
 from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
+from fedflat.core.loss import Objective, OwnLoss
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
 from fedflat.data.public import public_training
 from fedflat.engine.device import CPU, device_for, exact, placed
+from fedflat.engine.evaluate import Metric, outputs_of
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.engine.train import Backend, Evaluation, Job
@@ -50,15 +54,31 @@ def prepare(
     *,
     algorithm: Algorithm | Factory | None = None,
     data: Federated | None = None,
+    loss: OwnLoss | None = None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Job:
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
-    A GPU that was not asked for, and fails, is left: the run goes on with the processor.
+    loss, metrics: of the user's own, see ``fedflat.run``. A GPU that was not asked for, and fails, is left: the run
+    goes on with the processor.
     """
-    recipe = as_given(recipe, model, clients, data, algorithm)
-    made = _ingredients(recipe, model, clients, test, algorithm, data)
+    recipe = as_given(recipe, model, clients, data, algorithm, loss)
+    made = _ingredients(recipe, model, clients, test, algorithm, data, loss)
+    check_metrics(metrics or {}, made.data)
+    job = _placed(recipe, made)
+    job.metrics = dict(metrics or {})
+    tests, targets = job.data.test_inputs, job.data.test_targets
+    if job.metrics and tests is not None and targets is not None:
+        try_metrics(job.metrics, outputs_of(job.problem, job.first, tests, job.evaluation.batch_size), targets.cpu())
+    return job
+
+
+def _placed(recipe: Recipe, made: _Ingredients) -> Job:
+    """The job on the device that the recipe asks for."""
     engine = recipe.engine
-    device = device_for(engine.device, engine.backend, made.module, made.layout, made.data, made.precision)
+    device = device_for(
+        engine.device, engine.backend, made.module, made.layout, made.data, made.precision, made.objective
+    )
     if engine.device != "auto" or device.type == "cpu":
         return _job(recipe, made, device)
     try:
@@ -84,6 +104,7 @@ class _Ingredients:
     layout: Layout
     precision: str
     random: bool
+    objective: Objective
     given: tuple[Any, ...]
 
     @functools.cached_property
@@ -101,23 +122,29 @@ def _ingredients(
     test: Any,
     algorithm: Algorithm | Factory | None,
     data: Federated | None,
+    loss: OwnLoss | None,
 ) -> _Ingredients:
-    method = algorithm_of(recipe, algorithm)
+    method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
+    if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
+        raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
         plan_of(recipe, method, recipe.data.clients)
     data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
+    data = suited(data, recipe.task)
     queries = public = None
     if method.kind == "votes":
         data, queries = voting.split(recipe, method, data, given)
     if method.kind == "update" and method.options.get("public"):
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
-    module, random = module_of(recipe, model, data)
+    module, random = module_of(recipe, model, data, objective)
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
     own += (module,) if model is not None or ":" in recipe.model.name else ()
+    own += (objective.own,) if objective.own is not None else ()
     layout = layout_of(module, method.head)
-    return _Ingredients(method, data, queries, public, module, layout, precision, random, own)
+    random = random or objective.own is not None
+    return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, own)
 
 
 def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
@@ -129,12 +156,21 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     parts, threshold = _parts(recipe, made.method, data, layout)
     random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
-    onednn = not compiled and serves(module, layout, precision, data.inputs)
+    onednn = not compiled and made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts, data.clients)
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
     what = identity(kept, made.digest, pristine, layout, given)
     refuse_change(untouched, everything=True)  # features were computed on it
-    problem = ModuleProblem(module, layout, precision, compiled, onednn=onednn, random=random, pristine=pristine)
+    problem = ModuleProblem(
+        module,
+        layout,
+        precision,
+        compiled,
+        onednn=onednn,
+        random=random,
+        pristine=pristine,
+        objective=made.objective,
+    )
     job = Job(
         parts=parts,
         data=data,
@@ -148,6 +184,12 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
             **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
         ),
         identity=what,
+        made_for={
+            "input_shape": list(made.data.input_shape),
+            "classes": made.data.classes,
+            "vocabulary": made.data.vocabulary,
+            "padding": made.data.padding,
+        },
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fedflat.assembly.jobs import prepare
+from fedflat.assembly.tasks import refuse_other_tasks
 from fedflat.audit.mechanism import RUNS, audit_recipe
 from fedflat.audit.movements import audit_worlds
 from fedflat.audit.one_run import one_run
@@ -48,6 +49,7 @@ def audit_run(
     one_of("--kind", kind, KINDS)
     whole("--canaries", canaries, 20)
     parsed = Recipe.of(recipe)
+    refuse_other_tasks("audit", parsed)
     folder = Path(recipe) if isinstance(recipe, (str, Path)) and Path(recipe).is_dir() and clients is None else folder
     found = []
     if kind in ("quick", "worlds", "all"):

@@ -70,6 +70,10 @@ def backend_for(
     if compiled and name not in ("auto", "sequential", "graphs"):
         raise wrong("engine.compile", f"true with engine.backend {name}", "sequential, graphs or auto")
     makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads(), compiled)
+    if problem.objective.own is not None:  # what it does to the rows of a block, no trial can show
+        if name not in ("auto", "sequential"):
+            raise wrong("engine.backend", f"{name} with a loss of one's own", "sequential or auto")
+        return makers.make("sequential", None)
     if name == "auto" and compiled and not gpu:
         name = "sequential"  # the only one on the processor that runs compiled models
     if name == "auto":
@@ -115,7 +119,7 @@ class _Makers:
     ) -> None:
         self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
         self.compiled = compiled
-        plain = data.targets.dim() == 1 and data.inputs.is_floating_point()
+        plain = data.targets.dim() == 1 and data.inputs.is_floating_point() and problem.objective.cross_entropy
         self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
 
     def make(self, name: str, block: int | None, parts: Parts | None = None, threads: int = 1) -> Backend:
@@ -131,7 +135,7 @@ class _Makers:
         if name == "graphs" and ((block or 1) == 1 or self.problem.random):
             return Graphs(parts.algorithm, self.problem, parts.local, self.data, self.seed, 1, threads)
         precision = "fp32" if name in FLOAT32 else self.problem.precision
-        written: Problem = BlockProblem(self.problem.module, layout, precision)
+        written: Problem = BlockProblem(self.problem.module, layout, precision, self.problem.objective)
         factors = None
         if self.stack is not None:
             written = DenseProblem(layout, self.stack, precision)
@@ -170,6 +174,8 @@ class _Makers:
 
     def no_factors(self) -> str:
         """Why the low-rank form does not apply; empty if it does."""
+        if not self.problem.objective.cross_entropy:
+            return "a loss other than cross-entropy"
         if self.stack is None:
             return "a model that is not a stack of linear layers"
         if self.parts.algorithm.head is not None or any(p.part != "all" for p in self.parts.algorithm.phases):

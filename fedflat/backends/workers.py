@@ -191,7 +191,8 @@ def _portable(problem: ModuleProblem) -> ModuleProblem:
     """A problem whose module can be sent to another process: parameters unbound from any shared vector."""
     import copy
 
-    return ModuleProblem(copy.deepcopy(problem.module), problem.layout, problem.precision, onednn=problem.onednn)
+    module, layout = copy.deepcopy(problem.module), problem.layout
+    return ModuleProblem(module, layout, problem.precision, onednn=problem.onednn, objective=problem.objective)
 
 
 @contextlib.contextmanager

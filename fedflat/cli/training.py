@@ -98,11 +98,8 @@ def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:
     page = write_report([folder], folder / "report.html")
     if as_json:
         last = result.history[-1] if result.history else {}
-        print(
-            json.dumps(
-                {"folder": str(folder), "report": str(page), "last": last, "privacy": result.privacy}, default=str
-            )
-        )
+        facts = {"folder": str(folder), "report": str(page), "last": last, "privacy": result.privacy}
+        print(json.dumps({**facts, "warnings": result.warnings}, default=str))
     else:
         print_summary(result, folder, page)
         if profile:

@@ -282,6 +282,11 @@ class Recipe(Section):
     """Which examples, and how they are spread over clients."""
     model: Annotated[NamedSection, BeforeValidator(_named)] = NamedSection(name="cnn")
     """A name of fedflat list models with its options, or an import path. Example: {name: mlp, hidden: 32}"""
+    task: Literal["classification", "multilabel", "regression", "next-token"] = "classification"
+    """What is learnt, which decides the loss and what targets must be: class numbers (cross-entropy), a 0 or 1 for each
+    label (binary cross-entropy), numbers (squared error), or the next token at each place. Example: regression"""
+    loss: str | None = None
+    """A loss of one's own, my_file.py:my_loss: (outputs, targets) -> loss of each example. None: the task's."""
     algorithm: Annotated[NamedSection, BeforeValidator(_named)]
     """A name of fedflat list algorithms with its options, or my_file.py:my_method. Example: {name: dp-fedsam, rho:
     0.05}"""

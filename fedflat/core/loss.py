@@ -1,26 +1,107 @@
-"""Mean cross-entropy, per example: the loss of all local training and evaluation."""
+"""What local training and evaluation minimise: the loss of each example, for each task, and its score."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 IGNORE = -100
+TASKS = ("classification", "multilabel", "regression", "next-token")
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets of a minibatch -> the loss of each example ``(b,)``."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Outputs and targets of b examples -> loss ``(b,)`` and score ``(b,)`` of each.
+
+    ========================  ======================================  =============================================
+    task                      targets                                 loss; score
+    ========================  ======================================  =============================================
+    classification            ``(b,)`` class numbers                  cross-entropy; right or not
+    next-token                ``(b, T)`` token ids, -100: none        cross-entropy, mean over tokens; share right
+    multilabel                ``(b, L)`` float32 in [0, 1]            binary cross-entropy, mean over labels; share
+                                                                      of labels on their side of 0
+    regression                ``(b,)`` or ``(b, k)`` float32          squared error, mean over k; none (NaN)
+    ========================  ======================================  =============================================
+
+    own: a loss of the user's own instead of the task's.
+    """
+
+    task: str = "classification"
+    own: OwnLoss | None = None
+
+    @property
+    def cross_entropy(self) -> bool:
+        """Whether it is the cross-entropy that hand-written gradients are of."""
+        return self.own is None and self.task in ("classification", "next-token")
+
+    @property
+    def scored(self) -> bool:
+        """Whether there is a share of right answers, an accuracy."""
+        return self.task != "regression"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and score of each example."""
+        if self.cross_entropy:
+            return example_loss(outputs, targets)
+        loss = (_LOSSES[self.task] if self.own is None else self.own)(outputs, targets)
+        return loss, _score(self.task, outputs.detach(), targets, loss.detach())
+
+
+CROSS_ENTROPY = Objective()
 
 
 def example_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss ``(b,)`` and accuracy ``(b,)`` of each example.
+    """Cross-entropy ``(b,)`` and accuracy ``(b,)`` of each example.
 
     logits ``(b, V)`` with targets ``(b,)``, or ``(b, T, V)`` with ``(b, T)`` (mean over the tokens that are not -100).
     """
     if logits.dim() == 2:
         return F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).to(logits.dtype)
     tokens = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE)
-    counted = (targets != IGNORE).to(logits.dtype)
-    number = counted.sum(-1).clamp_min(1)
+    return tokens.sum(-1) / _counted(targets, logits).sum(-1).clamp_min(1), _tokens_right(logits, targets)
+
+
+def _counted(targets: Tensor, like: Tensor) -> Tensor:
+    return (targets != IGNORE).to(like.dtype)
+
+
+def _tokens_right(logits: Tensor, targets: Tensor) -> Tensor:
+    counted = _counted(targets, logits)
     right = (logits.argmax(-1) == targets).to(logits.dtype) * counted
-    return tokens.sum(-1) / number, right.sum(-1) / number
+    return right.sum(-1) / counted.sum(-1).clamp_min(1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """``(b,)``: mean over an example's values; outputs ``(b, 1)`` also serve targets ``(b,)``."""
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
+        outputs = outputs.squeeze(-1)
+    errors = (outputs - targets).square()
+    return errors if errors.dim() == 1 else errors.flatten(1).mean(-1)
+
+
+def label_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Binary cross-entropy ``(b,)`` of logits ``(b, L)``, mean over the labels."""
+    return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(-1)
+
+
+_LOSSES: dict[str, OwnLoss] = {"regression": squared_error, "multilabel": label_loss}
+
+
+def _score(task: str, outputs: Tensor, targets: Tensor, like: Tensor) -> Tensor:
+    """NaN where there is no answer that is right or wrong."""
+    if task == "multilabel" and outputs.shape == targets.shape:
+        return ((outputs > 0) == (targets > 0.5)).to(outputs.dtype).mean(-1)
+    if task in ("classification", "next-token") and outputs.dim() == targets.dim() + 1:
+        if targets.dim() > 1:
+            return _tokens_right(outputs, targets)
+        return (outputs.argmax(-1) == targets).to(outputs.dtype)
+    return torch.full_like(like, torch.nan)
 
 
 def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ USED: dict[Kind, tuple[str, ...]] = {
     "image": ("input", "label"),
     "text": ("input", "label", "tokenizer", "max_length", "vocabulary"),
     "chars": ("input", "max_length"),
+    "table": ("categories", "scale"),
 }
 """Keys of the data section that a data set of that kind may use, beside those that all do."""
 
@@ -100,7 +101,7 @@ def _partition_spec(spec: Any) -> dict[str, Any]:
 def _refuse_unused(options: Options, meaning: Meaning, has_test: bool) -> None:
     """Refuse a key that this data set has no use for, rather than ignore it."""
     used = () if options.dataset == "digits" else USED[meaning.kind]
-    for key in ("input", "label", "tokenizer", "max_length", "vocabulary"):
+    for key in ("input", "label", "tokenizer", "max_length", "vocabulary", "categories", "scale"):
         if getattr(options, key) is not None and key not in used:
             raise wrong(f"data.{key}", getattr(options, key), f"nothing: {meaning.name} does not use it")
     if options.tokenizer and options.vocabulary:

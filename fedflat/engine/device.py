@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.loss import CROSS_ENTROPY, Objective
 from fedflat.core.params import Layout, flatten
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
@@ -32,7 +33,13 @@ OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", 
 
 
 def device_for(
-    name: str, backend: str, module: nn.Module, layout: Layout, data: Federated, precision: str
+    name: str,
+    backend: str,
+    module: nn.Module,
+    layout: Layout,
+    data: Federated,
+    precision: str,
+    objective: Objective = CROSS_ENTROPY,
 ) -> torch.device:
     """The device a recipe asks for, after one gradient there was compared with the processor's.
 
@@ -45,7 +52,7 @@ def device_for(
     if backend in PROCESSES:
         raise wrong("engine.device", f"{name} with engine.backend {backend}", "cpu for it, or another back end")
     device = _named("cuda" if name == "auto" else name)
-    reason = difference(module, layout, data, precision, device)
+    reason = difference(module, layout, data, precision, device, objective)
     if not reason:
         return device
     if name != "auto":
@@ -66,7 +73,14 @@ def _named(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
-def difference(module: nn.Module, layout: Layout, data: Federated, precision: str, device: torch.device) -> str:
+def difference(
+    module: nn.Module,
+    layout: Layout,
+    data: Federated,
+    precision: str,
+    device: torch.device,
+    objective: Objective = CROSS_ENTROPY,
+) -> str:
     """What is wrong with a device, found by one gradient on a few examples: empty where it agrees with the processor.
 
     It draws nothing at random: the module is a copy in eval mode.
@@ -78,7 +92,7 @@ def difference(module: nn.Module, layout: Layout, data: Federated, precision: st
     weights = flatten(module, layout)
 
     def gradient(at: torch.device, precision: str) -> Tensor:
-        problem = ModuleProblem(copy.deepcopy(module).to(at), layout, precision)
+        problem = ModuleProblem(copy.deepcopy(module).to(at), layout, precision, objective=objective)
         with problem.evaluating():
             return problem.gradient(weights.to(at, copy=True), "all", Batch(inputs.to(at), targets.to(at))).vector.cpu()
 

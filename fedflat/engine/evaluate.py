@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.loss import example_loss
 from fedflat.data.clients import Federated
 from fedflat.engine.device import exact, out_of_memory
 from fedflat.engine.problem import ModuleProblem
 
+Metric = Any
+"""(outputs, targets) of the test set -> a number; or an object as torchmetrics has them."""
 MOST = 8
 """Batches evaluated at once, at most: each holds its layers' outputs."""
 
@@ -49,7 +51,7 @@ def scores(
         module.eval()
         with torch.no_grad():
             pieces = ((inputs[start : start + batch], targets[start : start + batch]) for start in starts[number::step])
-            return [example_loss(problem.logits(some, module), wanted) for some, wanted in pieces]
+            return [problem.objective(problem.logits(some, module), wanted) for some, wanted in pieces]
 
     step = len(modules)
     with problem.evaluating():
@@ -69,7 +71,7 @@ def _on_gpu(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Te
     try:
         with exact(device), problem.evaluating(), torch.no_grad():
             for some, wanted in zip(inputs.split(batch), targets.split(batch)):
-                found.append(example_loss(problem.logits(some.to(device), problem.module), wanted.to(device)))
+                found.append(problem.objective(problem.logits(some.to(device), problem.module), wanted.to(device)))
     except RuntimeError as error:
         if not out_of_memory(error) or batch == 1:
             raise
@@ -79,6 +81,23 @@ def _on_gpu(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Te
         return _on_gpu(problem, weights, inputs, targets, batch // 2)
     losses, right = zip(*found)
     return Scores(torch.cat(losses).cpu(), torch.cat(right).cpu())
+
+
+def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: int = 500) -> Tensor:
+    """The module's outputs ``(N, ...)`` on the processor at ``weights`` ``(D,)``, eval mode: what metrics are given."""
+    device = problem.device
+    problem.bind(weights.to(device))
+    with exact(device), problem.evaluating(), torch.no_grad():
+        return torch.cat([problem.logits(some.to(device), problem.module).cpu() for some in inputs.split(batch)])
+
+
+def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
+    """One number: of a function ``(outputs, targets)``, or of an object with ``reset``, ``update`` and ``compute``."""
+    if hasattr(metric, "update") and hasattr(metric, "compute"):
+        metric.reset()
+        metric.update(outputs, targets)
+        return float(metric.compute())
+    return float(metric(outputs, targets))
 
 
 def class_accuracy(found: Scores, targets: Tensor, classes: int) -> list[float | None]:
@@ -94,11 +113,13 @@ def class_accuracy(found: Scores, targets: Tensor, classes: int) -> list[float |
 def client_accuracies(
     problem: ModuleProblem, data: Federated, weights_of: Callable[[int], Tensor], clients: Sequence[int]
 ) -> np.ndarray:
-    """Accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it."""
+    """Accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it; loss where the
+    task has no accuracy."""
+    which = 1 if problem.objective.scored else 0
     found = []
     for client in clients:
         rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
-        found.append(scores(problem, weights_of(client), data.inputs[rows], data.targets[rows]).mean()[1])
+        found.append(scores(problem, weights_of(client), data.inputs[rows], data.targets[rows]).mean()[which])
     return np.array(found)
 
 

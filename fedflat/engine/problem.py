@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedflat.core.checks import InputError
 from fedflat.core.held import Held
-from fedflat.core.loss import example_loss, weighted_mean
+from fedflat.core.loss import CROSS_ENTROPY, Objective, weighted_mean
 from fedflat.core.onednn import looked_at
 from fedflat.core.params import Layout
 from fedflat.core.types import Part
@@ -108,6 +108,7 @@ class ModuleProblem:
     user's own.
     pristine: a copy of the module, made before any client's data was seen; it is what a run releases.
     compiled: local training runs the module compiled by ``torch.compile``.
+    objective: the loss.
     onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).
     """
 
@@ -121,9 +122,10 @@ class ModuleProblem:
         onednn: bool = False,
         random: bool = False,
         pristine: nn.Module | None = None,
+        objective: Objective = CROSS_ENTROPY,
     ) -> None:
         self.module, self.layout, self.precision, self.compiled = module, layout, precision, compiled
-        self.onednn, self.random, self.pristine = onednn, random, pristine
+        self.onednn, self.random, self.pristine, self.objective = onednn, random, pristine, objective
         parameters = dict(module.named_parameters())
         self.parameters = [parameters[name] for name in layout.names]
         self._bound = torch.empty(0)
@@ -131,6 +133,7 @@ class ModuleProblem:
         self._twins = [module]
         self.module.train()
         self._watched = [self._watch(module)]
+        self._loss = None if objective.own is None else Held(objective.own)
 
     def _watch(self, module: nn.Module) -> Held:
         return Held(module, self.parameters, module.buffers())
@@ -143,6 +146,8 @@ class ModuleProblem:
         self._buffers.restore()
         for watched in self._watched:
             refuse_change(watched, everything=everything)
+        if self._loss is not None:
+            refuse_change(self._loss, "loss", everything=everything)
 
     def released(self, weights: Tensor) -> nn.Module:
         """What a run gives back: w^0's module in eval mode, on the processor, with nothing changed but the parameters,
@@ -214,7 +219,7 @@ class ModuleProblem:
             "shared": self.parameters[: self.layout.shared],
             "personal": self.parameters[self.layout.shared :],
         }[part]
-        losses, right = example_loss(self._training_logits(batch.inputs), batch.targets)
+        losses, right = self.objective(self._training_logits(batch.inputs), batch.targets)
         loss = weighted_mean(losses, batch.weights)
         grads = torch.autograd.grad(loss, chosen, allow_unused=True)
         flat = [torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for g, p in zip(grads, chosen)]
@@ -234,11 +239,13 @@ class ModuleProblem:
 class BlockProblem:
     """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``.
 
-    precision: as ``ModuleProblem``'s.
+    precision, objective: as ``ModuleProblem``'s.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, precision: str = "fp32") -> None:
-        self.module, self.layout, self.precision = module, layout, precision
+    def __init__(
+        self, module: nn.Module, layout: Layout, precision: str = "fp32", objective: Objective = CROSS_ENTROPY
+    ) -> None:
+        self.module, self.layout, self.precision, self.objective = module, layout, precision, objective
         self.module.train()
         trained = set(layout.names)
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
@@ -272,7 +279,7 @@ class BlockProblem:
         parameters = dict(self.layout.views(whole)) | self._fixed
         with layers_in(self.precision, inputs):
             logits = torch.func.functional_call(self.module, parameters, (inputs,))
-        losses, right = example_loss(logits if self.precision == "fp32" else logits.float(), targets)
+        losses, right = self.objective(logits if self.precision == "fp32" else logits.float(), targets)
         return weighted_mean(losses, weights), weighted_mean(right, weights)
 
     @contextmanager

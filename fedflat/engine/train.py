@@ -26,7 +26,16 @@ from fedflat.engine.ahead import Ahead
 from fedflat.engine.batches import Order, SingleFeed
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
-from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
+from fedflat.engine.evaluate import (
+    Metric,
+    Scores,
+    class_accuracy,
+    client_accuracies,
+    measured,
+    outputs_of,
+    scores,
+    spread,
+)
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
@@ -66,8 +75,9 @@ class Job:
     """Everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder.
 
     identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
-    file outside the folder. tell: is given each note at once. A run without a folder is drawn with ``key`` as it is, so
-    a test that needs a key of its own sets it.
+    file outside the folder. tell: is given each note at once. made_for: the shapes the module was built for. metrics:
+    the user's own, on public test data. A run without a folder is drawn with ``key`` as it is, so a test that needs a
+    key of its own sets it.
     """
 
     parts: Parts
@@ -88,6 +98,8 @@ class Job:
     public_update: Callable[[RoundState], Tensor] | None = None
     stages: dict[str, float] = field(default_factory=dict)
     charged_again: int = 0
+    made_for: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @cached_property
     def last_round(self) -> int:
@@ -247,6 +259,7 @@ def _save(
     kept, layout = heads.copy(), job.parts.layout
     names = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes)]
     facts = {"run": folder.run, "ledger": ledger, "tensors": names, "shared_tensors": layout.shared}  # type: ignore[union-attr]
+    facts |= {"made_for": dict(job.made_for)} if job.made_for else {}
 
     def save() -> object:
         try:
@@ -306,15 +319,30 @@ def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record
     if data.test_inputs is not None and (last or _due(finished, job.evaluation.every, rounds)):
         how = job.evaluation
         found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
-        public["test_loss"], public["test_accuracy"] = found.mean()
-        public["class_accuracy"] = class_accuracy(found, data.test_targets, data.classes)  # type: ignore[arg-type]
+        public |= _tested(job, found, whole)
     every = job.evaluation.personal_every or max(1, rounds // 10)
     if job.held and (last or _due(finished, every, rounds)):
         accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), job.held)
         name = "personal_accuracy" if _personal(job.parts.algorithm) else "client_accuracy"
+        if not job.problem.objective.scored:
+            name = name.replace("accuracy", "loss")
         hidden[name] = float(accuracies.mean())
-        hidden["client_accuracy_quantiles"] = spread(accuracies)
+        hidden[f"client_{name.partition('_')[2]}_quantiles"] = spread(accuracies)
     return public, hidden
+
+
+def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
+    """Loss, accuracy where the task has one, and the user's own metrics, on public test data."""
+    data, objective = job.data, job.problem.objective
+    loss, score = found.mean()
+    public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
+    if objective.task == "classification":
+        public["class_accuracy"] = class_accuracy(found, data.test_targets, data.classes)  # type: ignore[arg-type]
+    if job.metrics:
+        outputs = outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
+        targets = data.test_targets.cpu()  # type: ignore[union-attr]
+        public |= {f"test_{name}": measured(metric, outputs, targets) for name, metric in job.metrics.items()}
+    return public
 
 
 def _personal(algorithm: Algorithm) -> bool:

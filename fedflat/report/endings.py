@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedflat.report import tables
-from fedflat.report.metrics import number
+from fedflat.report.cautions import cautions
+from fedflat.report.metrics import number, own_metrics
 from fedflat.report.progress import ASKED, console_now
 
 PRIVATE = "private to the simulation, not covered by the guarantee"
@@ -29,6 +31,8 @@ def print_summary(result: Any, folder: Path, page: Path) -> None:
     with console.capture() as capture:
         console.print(table, width=min(console.width, 100))
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    for text in cautions(result.privacy, result.history, result.private_history):
+        print(textwrap.fill(f"Warning: {text}", console.width, subsequent_indent="  "))
     _whole_line(f"Report: {page}")
     if result.stopped:
         _whole_line(f"{result.stopped[:1].upper()}{result.stopped[1:]}.")
@@ -42,7 +46,8 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     rows = [
         ("algorithm", f"{recipe.algorithm.name} ({recipe.name}, seed {recipe.seed})"),
         ("rounds", f"{len(result.history)} of {recipe.rounds}"),
-        ("test accuracy", _accuracy(result.history)),
+        _tested(result.history),
+        *[(key.replace("_", " "), _final(result.history, key)) for key in own_metrics(result.history)],
     ]
     personal = [
         value for value in (number(r.get("personal_accuracy")) for r in result.private_history) if value is not None
@@ -62,6 +67,19 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     rows.append(("trust", str(privacy.get("trust", "–"))))
     rows.append(("time", tables.duration(sum(number(r.get("seconds")) or 0.0 for r in result.history))))
     return rows
+
+
+def _tested(history: list[dict[str, Any]]) -> tuple[str, str]:
+    """Test accuracy, or the loss of a task without one."""
+    losses = any(number(record.get("test_loss")) is not None for record in history)
+    if losses and all(record.get("test_accuracy") is None for record in history):
+        return "test loss", _final(history, "test_loss")
+    return "test accuracy", _accuracy(history)
+
+
+def _final(history: list[dict[str, Any]], key: str) -> str:
+    found = [value for record in history if (value := number(record.get(key))) is not None]
+    return f"{found[-1]:.4g} final" if found else "never a finite number"
 
 
 def _accuracy(history: list[dict[str, Any]]) -> str:

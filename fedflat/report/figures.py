@@ -95,6 +95,7 @@ def figures_of_run(run: Run) -> list[Figure]:
         _simple(
             run.metrics, "test_loss", Figure("loss", "Test loss", (), note="Public test data."), metrics.spent(run)
         ),
+        *[_measured(run, key) for key in metrics.own_metrics(run.metrics)],
         _privacy(run),
         _clip(run),
         class_bars([(metrics.section(run.recipe, "algorithm").get("name", "") or run.name, run)], overlay=False),
@@ -150,6 +151,11 @@ def _accuracy(run: Run) -> Figure | None:
     points = column(run.metrics, "test_accuracy")
     figure = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True)
     return _with(figure, [_series("Test accuracy", points, dict(metrics.spent(run)))])
+
+
+def _measured(run: Run, key: str) -> Figure | None:
+    title = key.replace("_", " ").capitalize()
+    return _simple(run.metrics, key, Figure(key, title, (), note="Public test data."), metrics.spent(run))
 
 
 def _privacy(run: Run) -> Figure | None:

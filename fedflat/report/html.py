@@ -13,9 +13,10 @@ from string import Template
 from typing import Any
 
 from fedflat.report import audited, metrics, svg, tables
+from fedflat.report.cautions import cautions
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, differing, group_runs, setting
-from fedflat.report.metrics import Run, section
+from fedflat.report.metrics import Run, column, section
 from fedflat.report.statement import definition_list, readable, statement_html
 from fedflat.report.together import cost_sentences, costs
 
@@ -122,17 +123,22 @@ def _tiles(run: Run) -> str:
     planned = found["rounds_planned"]
     rounds = found["rounds"]
     ended = f"of {planned} planned" if planned and planned != rounds else "as planned" if planned else ""
+    tested = _tile(
+        "Test accuracy", _percent(found["final_accuracy"]), best if found["final_accuracy"] is not None else never
+    )
+    if found["final_accuracy"] is None and found["final_loss"] is not None:  # a task without an accuracy
+        tested = _tile("Test loss", f"{found['final_loss']:.4g}", "public test data")
+    others = {key: column(run.metrics, key) for key in metrics.own_metrics(run.metrics)}
     tiles = [
-        _tile(
-            "Test accuracy", _percent(found["final_accuracy"]), best if found["final_accuracy"] is not None else never
-        ),
+        tested,
+        *[_tile(key.replace("_", " ").capitalize(), f"{p[-1][1]:.4g}", "") for key, p in others.items() if p],
         _epsilon_tile(run),
         _tile("Rounds", f"{rounds:,}", ended),
         _tile("Time", tables.duration(found["seconds"]), _pace(rounds, found["seconds"])),
     ]
     if found["personal_accuracy"] is not None:
         tiles.append(_tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
-    return f'<dl class="tiles">{"".join(tiles)}</dl>{_warning(run)}'
+    return f'<dl class="tiles">{"".join(tiles)}</dl>{_warning(run)}{_cautions(run)}'
 
 
 def _percent(value: float | None) -> str:
@@ -167,6 +173,11 @@ def _warning(run: Run) -> str:
     listed = "".join(f"<li>{escape(reason)}</li>" for reason in metrics.reasons(run))
     head = f"Proven ε is {proven}; the formula claims {tables.epsilon_text(claimed)}, which does not cover what ran."
     return f'<aside class="notice"><p><strong>{escape(head)}</strong></p><ul>{listed}</ul></aside>{_audit_warning(run)}'
+
+
+def _cautions(run: Run) -> str:
+    listed = "".join(f"<li>{escape(text)}</li>" for text in cautions(run.privacy, run.metrics, run.private))
+    return f'<aside class="notice"><p><strong>Warnings</strong></p><ul>{listed}</ul></aside>' if listed else ""
 
 
 def _audit_warning(run: Run) -> str:

@@ -222,6 +222,12 @@ def turn(record: Mapping[str, Any], place: int) -> int:
     return place if found is None else int(found)
 
 
+def own_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Keys of what else was measured on public test data: the user's own metrics, as ``test_NAME``."""
+    known = {"test_loss", "test_accuracy"}
+    return sorted({key for record in records for key in record if key.startswith("test_")} - known)
+
+
 def final_accuracy(run: Run) -> float | None:
     """Test accuracy (0 to 1) of the shared model at the last evaluation; ``None`` if it was never evaluated."""
     points = column(run.metrics, "test_accuracy")

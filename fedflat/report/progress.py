@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.report import tables
-from fedflat.report.metrics import number
+from fedflat.report.metrics import number, own_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -85,6 +85,7 @@ class _Facts:
     budget: float | None = None
     shows_epsilon: bool = True
     accuracy: float | None = None
+    tested: dict[str, float] = field(default_factory=dict)
     personal: float | None = None
     epsilon: float | None = None
     rate: float | None = None
@@ -133,6 +134,8 @@ class Progress:
         facts.round, facts.done_here = int(released["round"]) + 1, facts.done_here + 1
         facts.epsilon = number(released.get("epsilon"))
         facts.accuracy = _newer(released.get("test_accuracy"), facts.accuracy)
+        keys = [*([] if facts.accuracy is not None else ["test_loss"]), *own_metrics([released])]
+        facts.tested |= {key[5:]: value for key in keys if (value := number(released.get(key))) is not None}
         facts.personal = _newer(private.get("personal_accuracy"), facts.personal)
         seconds, cohort = number(released.get("seconds")), number(private.get("cohort"))
         if seconds and cohort is not None:
@@ -168,6 +171,7 @@ def _numbers(facts: _Facts) -> list[str]:
     found = []
     if facts.accuracy is not None:
         found.append(f"accuracy {tables.percent(facts.accuracy)} %")
+    found += [f"{name} {value:.4g}" for name, value in facts.tested.items()]
     if facts.personal is not None:
         found.append(f"personal {tables.percent(facts.personal)} %")
     if facts.shows_epsilon and facts.epsilon is not None:

@@ -71,7 +71,10 @@ def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     named = facts["tensors"][: facts["shared_tensors"]]
     lengths = [math.prod(shape) for _, shape in named]
     pieces = state.shared.split(lengths)
-    return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}, {"round": state.round}
+    return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}, {
+        "round": state.round,
+        "made_for": facts.get("made_for") or {},
+    }
 
 
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
@@ -93,6 +96,7 @@ def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], fac
     from fedflat.report.html import render
 
     about = {"format": "pt", "round": str(facts["round"]), "fedflat": "shared weights as released"}
+    about["made_for"] = json.dumps(facts["made_for"])
     save_file(weights, target / MODEL, metadata=about)
     for name in (LEDGER, STATEMENT):
         shutil.copyfile(source / name, target / name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
@@ -18,10 +18,12 @@ from fedflat.assembly.records import resolved, state_privacy
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.loss import OwnLoss
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated
 from fedflat.engine.device import PROCESSES
+from fedflat.engine.evaluate import Metric
 from fedflat.engine.resume import software_of
 from fedflat.engine.train import Job, Record, final_module, train
 from fedflat.privacy.statement import write as write_statement
@@ -29,29 +31,9 @@ from fedflat.records import keys
 from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds
 from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
+from fedflat.simulation.result import Result
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gives back.
-
-    model: the module with the final shared weights (a personal head is w^0's). history: one record per round, the keys
-    of metrics.jsonl. private_history: the keys of private.jsonl. privacy: the statement. folder: the files', or None.
-    notes: what was found on resuming, a sentence each.
-    """
-
-    model: nn.Module
-    history: list[Record]
-    private_history: list[Record]
-    privacy: dict[str, Any]
-    recipe: Recipe
-    folder: Path | None
-    stopped: str
-    heads: dict[int, torch.Tensor]
-    stages: dict[str, float]
-    notes: tuple[str, ...] = ()
 
 
 def run(
@@ -61,6 +43,9 @@ def run(
     test: Any = None,
     out: str | Path | None = None,
     *,
+    task: str | None = None,
+    loss: OwnLoss | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     algorithm: Algorithm | Factory | None = None,
     data: Federated | None = None,
     resume: bool = False,
@@ -71,16 +56,22 @@ def run(
     """Simulate a recipe on this machine.
 
     recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
-    clients: one ``(inputs, targets)`` pair per client, instead of the recipe's data. test: a public pair.
+    clients: one ``(inputs, targets)`` pair per client, a dict user -> pair, or what ``fedflat.clients`` gave, instead
+    of the recipe's data. test: a public pair.
+    task: classification, multilabel, regression or next-token, instead of the recipe's. loss: (outputs, targets) -> the
+    loss of each example ``(b,)``, instead of the task's. metrics: name -> a function (outputs, targets) -> number, or a
+    torchmetrics object, on the whole public test set: ``test_NAME`` in the history.
     data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     Raises InputError for anything wrong in what was given, before any work is done.
     """
     parsed = Recipe.of(recipe)
+    if task is not None:
+        parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")
     if resume and out is not None:
         parsed = _on_the_same_engine(parsed, Path(out))
-    parsed = as_given(parsed, model, clients, data, algorithm)
-    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data)
+    parsed = as_given(parsed, model, clients, data, algorithm, loss)
+    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None
     if out is not None:
         (_reopen if resume else _open)(Path(out), parsed, job)
@@ -98,7 +89,7 @@ def run(
         if job.stored and job.opening is not None and outcome.complete:
             keys.forget(job.opening.run)
     return Result(
-        model=final_module(job, outcome),
+        made=functools.partial(_as_it_is, final_module(job, outcome)),
         history=outcome.history,
         private_history=outcome.private,
         privacy=facts,
@@ -109,6 +100,10 @@ def run(
         stages=dict(job.stages),
         notes=outcome.notes,
     )
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:

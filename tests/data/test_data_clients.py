@@ -108,7 +108,7 @@ GOOD = (torch.zeros(2, 3), torch.tensor([0, 1]))
             "clients[1] inputs: found dtype torch.int64",
         ),
         ([GOOD, (torch.zeros(2, 3), torch.tensor([[0], [1]]))], "clients[1] targets: found shape (1,) per example"),
-        ([(torch.tensor([[1.0], [torch.nan]]), torch.tensor([0, 1]))], "clients[0] inputs: found a NaN or infinite"),
+        ([(torch.tensor([[1.0], [torch.nan]]), torch.tensor([0, 1]))], "clients[0] inputs[1]: found a NaN or infinite"),
         ([(torch.tensor([[1.0], [-torch.inf]]), torch.tensor([0, 1]))], "finite numbers"),
         ([(np.array([[1e300]]), torch.tensor([0]))], "finite numbers"),
         ([(torch.zeros(1, 3), torch.tensor([0.5]))], "clients[0] targets: found dtype torch.float32"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import RunError
+from fedflat.core.loss import Objective
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Local
 from fedflat.data.clients import Federated, Indices
@@ -56,6 +57,7 @@ class Package:
     layout: Layout
     precision: str
     onednn: bool
+    objective: Objective
     local: Local
     seed: int
     frozen: dict[str, np.ndarray]
@@ -84,7 +86,7 @@ class Package:
             test_targets=None,
             **self.facts,
         )
-        problem = ModuleProblem(self.module, self.layout, self.precision, onednn=self.onednn)
+        problem = ModuleProblem(self.module, self.layout, self.precision, onednn=self.onednn, objective=self.objective)
         return Sequential(self.algorithm, problem, self.local, data, self.seed)
 
 
@@ -106,6 +108,7 @@ def packed(inner: Sequential) -> Package:
         layout=inner.problem.layout,
         precision=inner.problem.precision,
         onednn=inner.problem.onednn,
+        objective=inner.problem.objective,
         local=inner.local,
         seed=inner.seed,
         frozen=frozen,

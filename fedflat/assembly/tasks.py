@@ -1,0 +1,193 @@
+"""What is trained for: the task of a recipe, a loss and metrics of the user's own, and targets that suit them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.assembly.plans import NOT_HELD
+from fedflat.config.recipe import GIVEN, Recipe
+from fedflat.core.checks import wrong
+from fedflat.core.held import Held
+from fedflat.core.imports import imported
+from fedflat.core.loss import IGNORE, Objective, OwnLoss
+from fedflat.core.rng import seeded_torch
+from fedflat.data.clients import Federated, first_above
+from fedflat.engine.evaluate import Metric, measured
+
+TRIED = 4
+"""Made-up examples that a loss is tried on."""
+RESERVED = ("loss", "accuracy")
+
+
+def objective_of(recipe: Recipe, loss: OwnLoss | None) -> Objective:
+    """The loss of a recipe: its task's, one by import path, or a function given in Python."""
+    if loss is None and recipe.loss == GIVEN:
+        raise wrong("loss", f"{GIVEN}: the run's folder does not hold the function", NOT_HELD)
+    own = imported("loss", recipe.loss) if loss is None and recipe.loss is not None else loss
+    if own is not None and not callable(own):
+        raise wrong("loss", type(own).__name__, "a function (outputs, targets) -> loss of each example (b,)")
+    return Objective(recipe.task, own)
+
+
+def refuse_other_tasks(where: str, recipe: Recipe) -> None:
+    """Raise InputError where only cross-entropy is served."""
+    if not Objective(recipe.task).cross_entropy or recipe.loss is not None:
+        found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
+        raise wrong(f"{where}: task", found, "classification or next-token")
+
+
+def suited(data: Federated, task: str) -> Federated:
+    """The federation with targets as the task takes them.
+
+    Raises InputError, naming client and row, for targets of another kind.
+    """
+    _check_targets(data, task, data.targets, lambda row: _whose(data, row))
+    if data.test_targets is not None:
+        _check_targets(data, task, data.test_targets, lambda row: f"test, row {row}")
+    if task in ("classification", "next-token"):
+        return data
+    tests = None if data.test_targets is None else data.test_targets.float()
+    outputs = 1 if data.targets.dim() == 1 else data.targets.shape[1]
+    return replace(data, targets=data.targets.float(), test_targets=tests, classes=outputs)
+
+
+def _whose(data: Federated, row: int) -> str:
+    for i in range(data.clients):
+        for rows in (data.parts[i], data.held_back[i] if data.held_back else data.parts[i][:0]):
+            found = np.flatnonzero(rows == row)
+            if len(found):
+                return f"{data.called(i)}, row {found[0]}"
+    return f"row {row}"
+
+
+def _check_targets(data: Federated, task: str, targets: Tensor, place: Callable[[int], str]) -> None:
+    whole = not targets.is_floating_point()
+    if task == "regression":
+        return  # any finite numbers, which is checked where they are read
+    if task == "multilabel":
+        if targets.dim() != 2:
+            found = f"shape {tuple(targets.shape[1:])} per example"
+            raise wrong(f"{place(0)}, target", found, "(L,), one 0 or 1 for each label, for task: multilabel")
+        _first_bad(targets, (targets < 0) | (targets > 1), place, "0 or 1 (or between) for each label")
+        return
+    if not whole and targets.numel():
+        hint = "For numbers to be predicted: task: regression; for several labels: task: multilabel."
+        raise wrong(f"{place(0)}, target", "a fraction", f"class numbers from 0, for task: {task}", hint=hint)
+    if task == "next-token" and targets.dim() != 2:
+        found = f"shape {tuple(targets.shape[1:])} per example"
+        raise wrong(f"{place(0)}, target", found, "(T,), a token id for each place, for task: next-token")
+    bad = targets < 0
+    if task == "next-token":
+        bad &= targets != IGNORE
+    _first_bad(targets, bad, place, "class numbers from 0" if task == "classification" else "token ids, or -100")
+
+
+def _first_bad(targets: Tensor, bad: Tensor, place: Callable[[int], str], allowed: str) -> None:
+    if bool(bad.any()):
+        row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
+        shown = targets[row][bad[row]] if targets.dim() > 1 else targets[row : row + 1]
+        raise wrong(f"{place(row)}, target", f"{shown.flatten()[0].item():g}", allowed)
+
+
+def check_outputs(module: nn.Module, example: Tensor, data: Federated, objective: Objective) -> None:
+    """Raise InputError for a module whose outputs do not fit the task. example: made-up inputs."""
+    with torch.no_grad():
+        out = copy.deepcopy(module).eval()(example)
+    if not isinstance(out, Tensor):
+        raise wrong("model", f"an output of type {type(out).__name__}", "a tensor")
+    if objective.own is not None:
+        return
+    shape, task, n = tuple(out.shape[1:]), objective.task, data.classes
+    if task in ("classification", "next-token"):
+        wanted = (len(example), *data.targets.shape[1:])
+        if tuple(out.shape[:-1]) != wanted:
+            shown = ", ".join(map(str, (*wanted, "classes")))
+            raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
+        if out.shape[-1] < n:
+            raise wrong("model", f"{out.shape[-1]} outputs", f"at least {n} ({first_above(data, out.shape[-1])})")
+        return
+    wanted = tuple(data.targets.shape[1:])
+    if shape != wanted and not (task == "regression" and wanted == () and shape == (1,)):
+        allowed = f"{wanted} per example, as the targets of task: {task}" if wanted else "() or (1,) per example"
+        raise wrong("model", f"outputs of shape {shape} per example", allowed)
+
+
+def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Federated) -> None:
+    """A loss of the user's own on two made-up batches: finite, ``(b,)``, with a gradient, the same again, and nothing
+    kept from one to the other. Raises InputError."""
+    own = objective.own
+    if own is None:
+        return
+    watched = Held(own)
+    with torch.no_grad(), seeded_torch(0, "outputs to try a loss on"):
+        shape = copy.deepcopy(module).eval()(example).shape[1:]
+        batches = [torch.randn(count, *shape) for count in (TRIED, TRIED - 1)]
+    found = [_tried(own, outputs, _made_up(data, len(outputs), objective.task)) for outputs in batches]
+    again = _tried(own, batches[0], _made_up(data, TRIED, objective.task))
+    if not torch.equal(found[0], again):
+        allowed = "a function without memory and without chance"
+        raise wrong("loss", "other numbers for the same examples after others", allowed)
+    changed = watched.changed(everything=True)
+    if changed is not None:
+        raise wrong(
+            "loss", f"{changed}, which a call changed", "a function that keeps nothing from one call to the next"
+        )
+
+
+def _made_up(data: Federated, count: int, task: str) -> Tensor:
+    shape = (count, *data.targets.shape[1:])
+    numbers = torch.arange(int(np.prod(shape))).reshape(shape)
+    if task == "multilabel":
+        return (numbers % 2).float()
+    return numbers.float() / 8 if task == "regression" else numbers % max(1, data.classes)
+
+
+def _tried(own: OwnLoss, outputs: Tensor, targets: Tensor) -> Tensor:
+    outputs = outputs.clone().requires_grad_()
+    where = f"loss, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    allowed = f"a floating-point tensor ({len(outputs)},): the loss of each example, with its gradient"
+    try:
+        found = own(outputs, targets)
+    except Exception as error:  # a user's function may fail in its own way
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise wrong(where, f"{type(error).__name__}: {reason}", allowed) from error
+    if not isinstance(found, Tensor) or found.shape != (len(outputs),):
+        shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        hint = "Leave out the mean: reduction='none'." if isinstance(found, Tensor) and found.dim() == 0 else ""
+        raise wrong(where, shown, allowed, hint=hint)
+    if not found.is_floating_point() or not found.requires_grad:
+        raise wrong(where, f"{found.dtype} without a gradient", allowed)
+    if not bool(torch.isfinite(found).all()):
+        raise wrong(where, "a loss that is not finite", allowed)
+    return found.detach()
+
+
+def check_metrics(metrics: Mapping[str, Metric], data: Federated) -> None:
+    """Raise InputError for a metric's name that cannot be a key, or metrics without test data."""
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+            raise wrong("metrics", repr(name), f"names as of variables, other than {' and '.join(RESERVED)}")
+        if not callable(metric) and not hasattr(metric, "compute"):
+            allowed = "a function (outputs, targets) -> number, or an object with update and compute"
+            raise wrong(f"metrics.{name}", type(metric).__name__, allowed)
+    if metrics and data.test_inputs is None:
+        raise wrong(
+            "metrics", f"{', '.join(metrics)} without test data", "test=(inputs, targets), which must be public"
+        )
+
+
+def try_metrics(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> None:
+    """Raise InputError for a metric that fails on the public test set."""
+    for name, metric in metrics.items():
+        try:
+            measured(metric, outputs, targets)
+        except Exception as error:  # a user's function may fail in its own way
+            reason = (str(error).strip().splitlines() or [""])[0]
+            where = f"metrics.{name}, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+            raise wrong(where, f"{type(error).__name__}: {reason}", "a function that gives one number") from error
