@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,9 @@ def _differences(neighbours: Neighbours) -> list[str]:
     if random:  # messages rounded or noised by their clients: worlds cannot be coupled, the sampled audit remains
         return faults
     plain = replace(bench.parts.algorithm, server=())
-    bare = Neighbours(bench.changed(algorithm=plain, optimizer=_keep), neighbours.others, neighbours.canary)
+    bare = Neighbours(
+        bench.changed(algorithm=plain, optimizer=_Keep(bench.parts.broadcast)), neighbours.others, neighbours.canary
+    )
     start, width = bench.state.shared.numel(), bench.parts.message_length
     # Behind the mean, an adaptive clip's next threshold, from a count with its own noise.
     shifts = [coupled_difference(bare, number)[start : start + width] for number in range(KEYS)]
@@ -81,9 +83,14 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     return all(torch.equal(a, b) for a, b in zip(draws[:KEYS], draws[KEYS:]))
 
 
-def _keep(w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A server that does nothing but show the mean, in the first of its slots."""
-    return w, {"": mean}
+@dataclass(frozen=True)
+class _Keep:
+    """A server that does nothing but show the mean, in the first of its slots; clients receive what they do."""
+
+    broadcast: tuple[str, ...]
+
+    def __call__(self, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return w, {"": mean}
 
 
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
