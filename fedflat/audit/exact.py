@@ -55,10 +55,8 @@ def _differences(neighbours: Neighbours) -> list[str]:
         faults.append(f"the noiseless sum moves by {moved:.4g}, more than the sensitivity {limit:.4g}")
     if random:  # messages rounded or noised by their clients: worlds cannot be coupled, the sampled audit remains
         return faults
-    plain = replace(bench.parts.algorithm, server=())
-    bare = Neighbours(
-        bench.changed(algorithm=plain, optimizer=_Keep(bench.parts.broadcast)), neighbours.others, neighbours.canary
-    )
+    plain, keep = replace(bench.parts.algorithm, server=()), _Keep(bench.parts.broadcast)
+    bare = Neighbours(bench.changed(algorithm=plain, optimizer=keep), neighbours.others, neighbours.canary)
     start, width = bench.state.shared.numel(), bench.parts.message_length
     # Behind the mean, an adaptive clip's next threshold, from a count with its own noise.
     shifts = [coupled_difference(bare, number)[start : start + width] for number in range(KEYS)]

@@ -103,9 +103,8 @@ class LocalSection(Section):
     lr: Positive = 0.1
     """Learning rate η of round 0. Change it first, together with the clip. Example: 0.1"""
     momentum: Share | None = None
-    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn and dp-scaffold, which
-    need it).
-    Example: 0.5"""
+    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn and dp-scaffold,
+    which need it). Example: 0.5"""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Round t uses lr·lr_decay^t. Example: 0.998"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
