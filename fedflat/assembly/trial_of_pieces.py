@@ -26,6 +26,7 @@ from fedflat.core.types import (
     ClientState,
     LocalView,
     MaskView,
+    MeanView,
     Phase,
     ServerView,
     StateView,
@@ -61,11 +62,10 @@ Vectors = Mapping[str, Tensor]
 Names = Sequence[str]
 
 
-def try_pieces(algorithm: Algorithm, layout: Layout, optimizer: object = None) -> bool:
+def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     """Raise InputError, naming the piece, for one that fails, returns a wrong shape or type, mixes the clients of a
     block, or remembers earlier ones; numbers that are not finite are no error.
 
-    optimizer: the server optimiser, which may broadcast slots too.
     Returns whether a piece draws random numbers: its clients must then be trained one by one.
     """
     whole = layout.tensors("shared")
@@ -74,11 +74,11 @@ def try_pieces(algorithm: Algorithm, layout: Layout, optimizer: object = None) -
         forms.insert(0, _shortened(whole, layout.size - layout.dimension))
     with using_threads(1):
         try:
-            return _try_all(algorithm, forms[0], optimizer)
+            return _try_all(algorithm, forms[0])
         except InputError:
             if len(forms) == 1:
                 raise
-            return _try_all(algorithm, forms[1], optimizer)  # a piece may be made for vectors of this length only
+            return _try_all(algorithm, forms[1])  # a piece may be made for vectors of this length only
 
 
 def packaged(algorithm: Algorithm) -> bool:
@@ -91,7 +91,7 @@ def packaged(algorithm: Algorithm) -> bool:
         piece = pieces.pop()
         if isinstance(piece, Composed):
             pieces += [piece.outer, piece.inner]
-        elif not type(piece).__module__.startswith("fedflat.pieces."):
+        elif not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
             return False
     return True
 
@@ -104,12 +104,12 @@ def _shortened(whole: tuple[slice, ...], personal: int) -> _Form:
     return _Form(tuple(tensors), end, min(personal, SHORT))
 
 
-def _try_all(algorithm: Algorithm, form: _Form, optimizer: object) -> bool:
+def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     slots: dict[str, Tensor] = {}
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
             slots.update(step.initial(_numbers("w^t", form.shared)))
-    vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, optimizer))}
+    vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     states = tuple(state.name for state in algorithm.client_state)
     phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
     phases += [("algorithm.finetune.rule", algorithm.finetune)] if algorithm.finetune is not None else []
@@ -318,11 +318,19 @@ def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> 
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
             found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots), 5.0, 20))
-            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-                raise _Fault(f"{type(found).__name__} returned", "(mean, changed slots)")
-            _as_expected(found[0], mean[: form.shared])
-            mean = found[0]
-            slots.update(found[1])
+            mean = _server_result(found, mean[: form.shared], slots)
+    if algorithm.optimizer is not None:
+        with _named("algorithm.optimizer", algorithm.optimizer):
+            optimizer = algorithm.optimizer(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))
+            _server_result(optimizer(_numbers("w^t", form.shared), mean, slots), mean, slots)
+
+
+def _server_result(found: Any, like: Tensor, slots: dict[str, Tensor]) -> Tensor:
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise _Fault(f"{type(found).__name__} returned", "(a vector, changed slots)")
+    _as_expected(found[0], like)
+    slots.update(found[1])
+    return cast(Tensor, found[0])
 
 
 def _numbers(purpose: str, *shape: int) -> Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fedflat.core.checks import InputError, nearest, wrong
 
+SERVER_LR = {"sgd": 1.0, "adam": 0.01, "yogi": 0.01}
+"""``server.lr`` where a recipe gives none."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -48,7 +50,7 @@ class DataSection(Section):
 
     dataset: str = "digits"
     """What is trained on: a name of fedflat list datasets, any hub id, or a file or folder of parquet with the hub's
-    columns (found under FEDFLAT_DATA too). Example: cifar10"""
+    columns or of a table (parquet or CSV; found under FEDFLAT_DATA too). Example: cifar10"""
     partition: Annotated[Partition, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = Partition()
     """How examples are given to clients. Example: {kind: dirichlet, alpha: 0.6}"""
     clients: Annotated[int, Field(ge=1)] | None = None
@@ -74,6 +76,32 @@ class DataSection(Section):
     """Tokens of a text beyond which it is cut. Example: 64"""
     vocabulary: Annotated[int, Field(ge=3)] | None = None
     """Numbers that words are hashed to, where no tokenizer is named. Example: 5000"""
+    inputs: str | list[str] | None = None
+    """Columns of a table (parquet or CSV) that are read as numbers: numbers, true and false, lists of numbers of one
+    length, or text with data.categories. Example: [age, income]"""
+    target: str | list[str] | None = None
+    """Column of a table with the target; several for several targets. Example: bought"""
+    by: str | None = None
+    """Column that names the client of each row: short for partition: {kind: natural, by: …}. Example: user"""
+    categories: dict[str, list[Any]] | None = None
+    """For columns of text or codes, all values in a public order; they are never learnt from the rows. An input becomes
+    a 0/1 feature for each value. Example: {colour: [red, green, blue]}"""
+    scale: dict[str, tuple[float, Positive]] | None = None
+    """Public (mean, std) of columns: (x - mean) / std is trained on. Example: {age: [40, 15]}"""
+    max_per_client: Annotated[int, Field(ge=1)] | None = None
+    """Public bound on each client's examples: the first so many of a draw by the seed. None: all. Example: 100"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        """``by: user`` is the natural split by that column."""
+        if not isinstance(given, Mapping) or given.get("by") is None:
+            return given
+        natural = {"kind": "natural", "by": given["by"]}
+        asked = given.get("partition", natural)
+        if asked not in (natural, {**natural, "alpha": None, "per_client": None}, "natural", {"kind": "natural"}):
+            raise wrong("data.by", f"{given['by']} with another partition", "one of by and partition")
+        return {**given, "partition": natural}
 
 
 class NamedSection(Section):
@@ -186,11 +214,12 @@ class PrivacySection(Section):
 class ServerSection(Section):
     """What the server does with the noisy mean."""
 
-    optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
-    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate and need a much
-    smaller lr."""
-    lr: Positive = 1.0
-    """Server learning rate. Keep 1.0 for sgd; adam and yogi want about 0.01. Example: 1.0"""
+    optimizer: Literal["sgd", "adam", "yogi"] | None = None
+    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate. None: sgd, or the
+    method's own (dp-fedadam), beside which another is refused. Example: adam"""
+    lr: Positive | None = None
+    """Server learning rate. None: 1.0 for sgd, 0.01 for adam and yogi, whose every step is about lr long in each
+    coordinate; the method's own with its own optimizer. Example: 1.0"""
     momentum: Share = 0.0
     """Server momentum of sgd; costs no privacy. Example: 0.9"""
     beta1: Share = 0.9
@@ -202,6 +231,11 @@ class ServerSection(Section):
     weights: Literal["uniform", "samples"] = "uniform"
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""
+
+    def filled(self) -> ServerSection:
+        """The same, with the optimizer and lr that stand for None where a method brings no optimizer of its own."""
+        name = self.optimizer or "sgd"
+        return self.model_copy(update={"optimizer": name, "lr": SERVER_LR[name] if self.lr is None else self.lr})
 
 
 class EngineSection(Section):

@@ -21,6 +21,7 @@ from fedflat.core.types import (
     Broadcast,
     GridMechanism,
     MaskView,
+    MeanView,
     MovingClip,
     RoundInfo,
     RoundState,
@@ -111,7 +112,8 @@ def finish_round(
     if not plan.releases(aggregate.count):
         return _aborted(state, broadcast, aggregate)
     released = noisy_sum(parts, broadcast, aggregate, key, unit)
-    mean = released.to(state.shared.dtype, copy=True).div_(plan.divisor if divisor is None else divisor)
+    constant = plan.divisor if divisor is None else divisor
+    mean = released.to(state.shared.dtype, copy=True).div_(constant)
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
     steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
@@ -120,7 +122,7 @@ def finish_round(
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)
-    shared, changed = parts.optimizer(state.shared, mean, slots)
+    shared, changed = parts.optimizer(mean_view(parts, bound, constant))(state.shared, mean, slots)
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
@@ -143,6 +145,13 @@ def noisy_sum(
         noisy = wide.plus(aggregate.total, parts.mechanism.noise(key, broadcast.round, broadcast, aggregate, bound))
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
+
+
+def mean_view(parts: Parts, bound: float, divisor: float) -> MeanView:
+    """What is public of the noise in a mean of messages with L2 norm ≤ ``bound``: that of the expected cohort."""
+    total = getattr(parts.mechanism, "total_std", None)
+    std = parts.plan.std(bound) if total is None else total(bound, parts.plan.divisor)
+    return MeanView(std / divisor, bound, divisor)
 
 
 def _aborted(state: RoundState, broadcast: Broadcast, aggregate: Aggregate) -> tuple[RoundState, RoundInfo]:
