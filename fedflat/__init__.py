@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Transform,
         UpdateView,
     )
+    from fedflat.data.own import clients
     from fedflat.privacy.accounting.epsilon import epsilon, noise_multiplier
     from fedflat.simulation.run import Result, run
 
@@ -53,6 +54,7 @@ _PLACES = {
     "ServerView": "fedflat.core.types",
     "Transform": "fedflat.core.types",
     "UpdateView": "fedflat.core.types",
+    "clients": "fedflat.data.own",
     "epsilon": "fedflat.privacy.accounting.epsilon",
     "noise_multiplier": "fedflat.privacy.accounting.epsilon",
     "run": "fedflat.simulation.run",
@@ -77,6 +79,7 @@ __all__ = [
     "ServerView",
     "Transform",
     "UpdateView",
+    "clients",
     "epsilon",
     "noise_multiplier",
     "run",

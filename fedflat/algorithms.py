@@ -13,12 +13,15 @@ from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
+from fedflat.pieces.clipping import Normalise
+from fedflat.pieces.control import MeanControl, WithControl, corrected, own_control
+from fedflat.pieces.feedback import Lacking, MeanMemory, own_memory
 from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.masks import random_mask, top_mask
 from fedflat.pieces.server import (
     KeepInitial,
     LaplacianSmoothing,
-    PgnMemory,
+    PgnDirection,
     corrected_adam,
     laplacian_smoothing,
     velocity,
@@ -113,9 +116,42 @@ def _pgn(name: str, rho: float, beta: float, smoothing: LaplacianSmoothing | Non
         name,
         phases=(Phase(rule=pgn(rho, beta)),),
         transforms=(add_back_direction(beta),),
-        server=(PgnMemory(beta, smoothing),),
+        server=(PgnDirection(beta, smoothing),),
         momentum=0.0,
         fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum (002 Alg. 1)",
+    )
+
+
+def dp_scaffold(scale: float = 1.0) -> Algorithm:
+    """DP-SCAFFOLD at client level: update and control variate, clipped together (Noble et al. 2022).
+
+    scale: b of the message (Δw, Δc/b): a larger one leaves more of the clip to Δw, and more noise on c.
+    """
+    scale = in_range("algorithm.scale", scale, 0, open_low=True)
+    return Algorithm(
+        "dp-scaffold",
+        phases=(Phase(rule=corrected),),
+        transforms=(WithControl(scale),),
+        server=(MeanControl(scale),),
+        client_state=(own_control(scale),),
+        vectors=2,
+        momentum=0.0,
+        fixed_momentum="Δw/(Kη) is the mean of the corrected gradients only without local momentum",
+    )
+
+
+def fed_normec(alpha: float = 0.1) -> Algorithm:
+    """Fed-α-NormEC: smoothed normalisation in place of the clip, with error feedback (Shulgin et al. 2025).
+
+    alpha: α of C·e/(α + ‖e‖), in the message's units.
+    """
+    alpha = in_range("algorithm.alpha", alpha, 0, open_low=True)
+    return Algorithm(
+        "fed-normec",
+        transforms=(Lacking(),),
+        server=(MeanMemory(),),
+        client_state=(own_memory(),),
+        scale=Normalise(alpha),
     )
 
 
@@ -247,6 +283,8 @@ ALGORITHMS: dict[str, Factory] = {
     "dp-fedprox": dp_fedprox,
     "dp-fedadam": dp_fedadam,
     "dp-fednsam": dp_fednsam,
+    "dp-scaffold": dp_scaffold,
+    "fed-normec": fed_normec,
     "dp-fedavg-ft": dp_fedavg_ft,
     "dp-fedsam-ft": dp_fedsam_ft,
     "centaur": centaur,

@@ -118,11 +118,11 @@ def test_median_noise_follows_each_clients_own_median() -> None:
 
 def test_pgn_clients_subtract_their_own_steps() -> None:
     local = Local(steps=4, batch_size=8, lr=0.5, epochs=2)
-    memory = torch.randn(20)
+    direction = torch.randn(20)
     made = shares(local=local, beta=0.3)
-    with_memory = summed(made, messages(1), [40], memory=memory)  # K_i = 2·5 = 10
+    with_direction = summed(made, messages(1), [40], vectors={"direction": direction})  # K_i = 2·5 = 10
     without = summed(shares(), messages(1), [40])
-    assert torch.allclose(with_memory.total - without.total, (0.7 * (4 - 10) * 0.5 * memory).double())
+    assert torch.allclose(with_direction.total - without.total, (0.7 * (4 - 10) * 0.5 * direction).double())
     assert made.surplus_steps(16) == 0 and shares().surplus_steps(99) == 0
     first = summed(made, messages(1), [40])  # before there is any g̃
     assert torch.equal(first.total, without.total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,17 @@ from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, R
 from fedflat.core.checks import wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.clients import Federated, from_pairs, hold_back
+from fedflat.data.clients import Federated, from_pairs, hold_back, with_test
+from fedflat.data.own import clients as own_clients
+
+Clients = Federated | Mapping[Any, Any] | Sequence[Any]
+"""What ``run(clients=...)`` takes."""
 
 
 def as_given(
     recipe: Recipe,
     model: nn.Module | None = None,
-    clients: Sequence[Any] | None = None,
+    clients: Clients | None = None,
     data: Federated | None = None,
     algorithm: Algorithm | Factory | None = None,
 ) -> Recipe:
@@ -41,10 +45,10 @@ def as_given(
     return recipe.model_copy(update=given)
 
 
-def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federated:
-    """The federation: pairs given in Python, or the recipe's data section."""
+def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
+    """The federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
-        given = from_pairs(clients, test)
+        given = _given(clients, test)
         parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(given, parts=parts, held_back=held)
     if test is not None:
@@ -54,6 +58,15 @@ def data_of(recipe: Recipe, clients: Sequence[Any] | None, test: Any) -> Federat
     from fedflat.data.sources import load
 
     return load(recipe.data, recipe.seed)
+
+
+def _given(clients: Clients, test: Any) -> Federated:
+    """Pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
+    if isinstance(clients, Mapping):
+        return own_clients(clients, test=test)
+    if not isinstance(clients, Federated):
+        return from_pairs(clients, test)
+    return clients if test is None else with_test(clients, test)
 
 
 def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple[nn.Module, bool]:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly.inputs import as_given, data_of, module_of
+from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
@@ -45,7 +45,7 @@ from fedflat.methods.published import assembly as published
 def prepare(
     recipe: Recipe,
     model: nn.Module | None = None,
-    clients: Sequence[Any] | None = None,
+    clients: Clients | None = None,
     test: Any = None,
     *,
     algorithm: Algorithm | Factory | None = None,
@@ -97,7 +97,7 @@ class _Ingredients:
 def _ingredients(
     recipe: Recipe,
     model: nn.Module | None,
-    clients: Sequence[Any] | None,
+    clients: Clients | None,
     test: Any,
     algorithm: Algorithm | Factory | None,
     data: Federated | None,

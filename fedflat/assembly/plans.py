@@ -126,6 +126,11 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
     if not method.private:
         return clipping.whole_vector(math.inf), math.inf
     given = recipe.privacy.clip
+    if method.scale is not None:
+        if isinstance(given, ClipSection) and (given.kind != "constant" or given.value is None):
+            raise wrong("privacy.clip", given.kind, f"one number for {method.name}, which scales messages itself")
+        threshold = float(given.value if isinstance(given, ClipSection) else given)  # type: ignore[arg-type]
+        return clipping.ByNorm(method.scale), clipping.whole_vector(threshold).threshold
     if not isinstance(given, ClipSection):
         return clipping.whole_vector(given), float(given)
     if given.kind == "adaptive":
@@ -135,9 +140,11 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
     if given.kind == "per-tensor":
         if given.values is None:
             raise wrong(
-                "privacy.clip.values", "nothing", f"one number, or {layout.shared} (one for each shared tensor)"
+                "privacy.clip.values",
+                "nothing",
+                f"one number, or {layout.shared * method.vectors} (one for each shared tensor)",
             )
-        per_tensor = clipping.per_tensor(given.values, layout.shared)
+        per_tensor = clipping.per_tensor(given.values, layout.shared * method.vectors)
         return per_tensor, per_tensor.threshold
     if given.kind == "constant" and given.value is not None:
         return clipping.whole_vector(given.value), given.value

@@ -113,6 +113,7 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
         "secure": recipe.privacy.secure_rng,
         "personal": method.head is not None,
         "finetuned": method.finetune is not None,
+        **({"client_state": [state.name for state in method.client_state]} if method.client_state else {}),
         "public_data": job.data.test_inputs is not None,
         **({"unidentified": True} if job.identity.method is None else {}),
         "held_out": held_out(job.parts.algorithm, recipe.data.dataset, job.data.name),

@@ -8,19 +8,31 @@ train to the end on messages that all count as zero. Packaged methods and users'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedflat.backends.sequential import using_threads
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, wrong
 from fedflat.core.held import global_generators
 from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.types import Algorithm, LocalView, MaskView, MeanView, Phase, ServerView, UpdateView
+from fedflat.core.types import (
+    Algorithm,
+    ClientState,
+    LocalView,
+    MaskView,
+    MeanView,
+    Phase,
+    ServerView,
+    StateView,
+    UpdateView,
+    broadcast_by,
+)
 from fedflat.pieces.gradients import Composed
 
 ROWS = 3
@@ -44,15 +56,17 @@ class _Form:
         return {"all": self.shared + self.personal, "shared": self.shared, "personal": self.personal}[phase.part]
 
 
-Call = Callable[[Tensor, Tensor], Tensor]
-"""Two inputs of a piece, ``(n, k)`` or ``(k,)`` -> what it makes of them."""
+Call = Callable[[Tensor, Tensor, np.random.Generator], Tensor]
+"""Two inputs of a piece, ``(n, k)`` or ``(k,)``, and a generator -> what it makes of them."""
+Vectors = Mapping[str, Tensor]
+Names = Sequence[str]
 
 
 def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     """Raise InputError, naming the piece, for one that fails, returns a wrong shape or type, mixes the clients of a
     block, or remembers earlier ones; numbers that are not finite are no error.
 
-    Returns whether a piece draws from torch's generator: its clients must then be trained one by one.
+    Returns whether a piece draws random numbers: its clients must then be trained one by one.
     """
     whole = layout.tensors("shared")
     forms = [_Form(whole, layout.dimension, layout.size - layout.dimension)]
@@ -72,11 +86,12 @@ def packaged(algorithm: Algorithm) -> bool:
     a user's own does to the rows of a block once real data are in them, so those clients are trained one by one."""
     phases = [*algorithm.phases, *([] if algorithm.finetune is None else [algorithm.finetune])]
     pieces: list[Any] = [*algorithm.transforms, *(phase.rule for phase in phases if phase.rule is not None)]
+    pieces += [state.next for state in algorithm.client_state]
     while pieces:
         piece = pieces.pop()
         if isinstance(piece, Composed):
             pieces += [piece.outer, piece.inner]
-        elif not type(piece).__module__.startswith("fedflat.pieces."):
+        elif not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
             return False
     return True
 
@@ -94,25 +109,36 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
             slots.update(step.initial(_numbers("w^t", form.shared)))
-    memory = _numbers("memory", form.shared) if "memory" in slots else None
+    vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
+    states = tuple(state.name for state in algorithm.client_state)
     phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
     phases += [("algorithm.finetune.rule", algorithm.finetune)] if algorithm.finetune is not None else []
     draws = False
     for name, phase in phases:
         if phase.rule is not None and form.size(phase):
-            draws |= _try_one(_told(name, phase.rule), functools.partial(_steps, phase, memory), form.size(phase))
+            draws |= _try_one(
+                _told(name, phase.rule), functools.partial(_steps, phase, vectors, states), form.size(phase)
+            )
     for index, transform in enumerate(algorithm.transforms):
-        call = functools.partial(_transformed, transform, form, memory)
-        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared)
+        call = functools.partial(_transformed, transform, form, vectors, states)
+        length = algorithm.vectors * form.shared if index == len(algorithm.transforms) - 1 else form.shared
+        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared, length)
+    for state in algorithm.client_state:
+        call = functools.partial(_moved, state, algorithm, vectors)
+        _try_one(f"algorithm.client_state ({state.name})", call, form.shared, together=False)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
     _try_server(algorithm, form, slots)
     return draws
 
 
-def _steps(phase: Phase, memory: Tensor | None, start: Tensor, target: Tensor) -> Tensor:
+def _steps(
+    phase: Phase, vectors: Vectors, states: Names, start: Tensor, target: Tensor, generator: np.random.Generator
+) -> Tensor:
     """The second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""
-    view = LocalView(start=start.clone(), clip=1.0, memory=memory if phase.part != "personal" else None)
+    view = LocalView(start.clone(), 1.0, steps=2, lr=0.1, generator=generator)
+    if phase.part != "personal":
+        view = replace(view, broadcast=vectors, state=_states(states, target))
     rule: Any = phase.rule
 
     def gradient(w: Tensor) -> Tensor:
@@ -123,13 +149,40 @@ def _steps(phase: Phase, memory: Tensor | None, start: Tensor, target: Tensor) -
     return cast(Tensor, rule(gradient, view)(start - 0.1 * first))
 
 
-def _transformed(transform: Any, form: _Form, memory: Tensor | None, update: Tensor, gradient: Tensor) -> Tensor:
-    view = UpdateView(tensors=form.tensors, gradient=gradient.clone, steps=2, lr=0.1, memory=memory)
+def _transformed(
+    transform: Any,
+    form: _Form,
+    vectors: Vectors,
+    states: Names,
+    update: Tensor,
+    gradient: Tensor,
+    generator: np.random.Generator,
+) -> Tensor:
+    kept = _states(states, gradient)
+    view = UpdateView(form.tensors, gradient.clone, 2, 0.1, broadcast=vectors, state=kept, generator=generator)
     return cast(Tensor, transform(update.clone(), view))
 
 
-def _try_one(name: str, call: Call, size: int) -> bool:
-    """Try a piece that works for one client and for a block; whether it draws from torch's generator."""
+def _moved(
+    state: ClientState, algorithm: Algorithm, vectors: Vectors, sent: Tensor, before: Tensor, _: np.random.Generator
+) -> Tensor:
+    """A client's next state; it is asked for one client at a time."""
+    view = StateView(vectors, _states([one.name for one in algorithm.client_state], before), 2, 0.1)
+    return state.next(torch.cat([sent] * algorithm.vectors), view)
+
+
+def _states(names: Names, like: Tensor) -> dict[str, Tensor]:
+    return dict.fromkeys(names, 0.5 * like)
+
+
+def _try_one(name: str, call: Call, size: int, length: int | None = None, together: bool = True) -> bool:
+    """Try a piece that works for one client and, where ``together``, for a block; whether it draws random numbers.
+
+    size, length: entries of what it is given, and of what it returns (None: as many).
+    """
+    call = call if length is None or length == size else _Longer(call, length // size)
+    if not together:
+        return _remembers(name, call, size)
     one = _numbers("a client", ROWS, size), _numbers("its gradient", ROWS, size)
     other = _numbers("another client", ROWS, size), _numbers("another gradient", ROWS, size)
     found, draws = _run(name, call, *one)
@@ -153,6 +206,27 @@ def _try_one(name: str, call: Call, size: int) -> bool:
     return False
 
 
+def _remembers(name: str, call: Call, size: int) -> bool:
+    """Whether a piece draws; refused if it gives something else after another client."""
+    one, other = (_numbers(who, 2, size) for who in ("a client", "another client"))
+    found, draws = _run(name, call, one[0], one[1])
+    _run(name, call, other[0], other[1])
+    if draws or not _same(_run(name, call, one[0], one[1])[0], found):
+        raise InputError(f"{name}: found a function that draws or remembers; allowed: one of what it is given.")
+    return draws
+
+
+@dataclass(frozen=True)
+class _Longer:
+    """A transform that makes messages of ``times`` vectors."""
+
+    call: Call
+    times: int
+
+    def __call__(self, one: Tensor, other: Tensor, generator: np.random.Generator) -> Tensor:
+        return self.call(one, other, generator)
+
+
 def _strangers(
     name: str, call: Call, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], found: Tensor, row: int
 ) -> bool:
@@ -167,15 +241,23 @@ def _strangers(
 
 
 def _run(name: str, call: Call, *inputs: Tensor) -> tuple[Tensor, bool]:
-    """What a piece makes of inputs, with its generators set anew; and whether it drew from torch's."""
+    """What a piece makes of inputs, with its generators set anew; and whether it drew from torch's or the view's."""
     with _named(name), seeded_torch(0, "trial of pieces"):
+        own, fresh = (stream(0, "trial of a view's generator") for _ in range(2))
         before = global_generators()
-        found = call(*(values.clone() for values in inputs))
+        found = call(inputs[0].clone(), inputs[1].clone(), own)
         after = global_generators()
         if before[1:] != after[1:]:
-            raise _Fault("a draw from a global generator of NumPy or Python", "torch's own generator")
-        _as_expected(found, inputs[0])
-    return found, before[0] != after[0]
+            raise _Fault(
+                "a draw from a global generator of NumPy or Python", "view.generator, or torch's own generator"
+            )
+        _as_expected(found, _like(call, inputs[0]))
+    return found, before[0] != after[0] or str(own.bit_generator.state) != str(fresh.bit_generator.state)
+
+
+def _like(call: Call, given: Tensor) -> Tensor:
+    """What a piece's outcome should look like."""
+    return torch.cat([given] * call.times, -1) if isinstance(call, _Longer) else given
 
 
 class _Fault(Exception):
@@ -230,11 +312,13 @@ def _try_mask(algorithm: Algorithm, form: _Form) -> None:
 
 def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> None:
     """Server steps see nothing private: only what they return is looked at."""
-    mean, slots = _numbers("a mean", form.shared), dict(slots)
+    mean, slots = _numbers("a mean", algorithm.vectors * form.shared), dict(slots)
+    if algorithm.vectors > 1 and not algorithm.server:
+        raise wrong("algorithm.server", f"nothing for messages of {algorithm.vectors} vectors", "a step for their mean")
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
-            found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots)))
-            mean = _server_result(found, mean, slots)
+            found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots), 5.0, 20))
+            mean = _server_result(found, mean[: form.shared], slots)
     if algorithm.optimizer is not None:
         with _named("algorithm.optimizer", algorithm.optimizer):
             optimizer = algorithm.optimizer(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))

@@ -71,10 +71,9 @@ def _sparse(bench: Bench, threshold: float) -> tuple[Client, Client]:
     return _silence(bench), Client(vector)
 
 
-def _against_memory(bench: Bench, threshold: float) -> tuple[Client, Client]:
+def _against_direction(bench: Bench, threshold: float) -> tuple[Client, Client]:
     """Through PGN's re-added direction: the canary pulls against what the server broadcasts, the others along it."""
-    memory = bench.state.slots.get("memory")
-    vector = bench.random("direction") if memory is None else memory
+    vector = bench.state.slots.get("direction", bench.random("direction"))
     vector = vector / torch.linalg.vector_norm(vector) * threshold * LOUD
     return Client(vector), Client(-vector)
 
@@ -87,9 +86,9 @@ CANARIES = (
     Canary("silent client", _silent),
     Canary("one entry per tensor", _sparse),
 )
-AGAINST_MEMORY = Canary("against the re-added direction", _against_memory)
+AGAINST_DIRECTION = Canary("against the re-added direction", _against_direction)
 
 
 def canaries_for(bench: Bench) -> tuple[Canary, ...]:
-    """The canaries of a method: all, and one more through its memory if it broadcasts one."""
-    return (*CANARIES, AGAINST_MEMORY) if "memory" in bench.state.slots else CANARIES
+    """The canaries of a method: all, and one more against the direction that it broadcasts, if it does."""
+    return (*CANARIES, AGAINST_DIRECTION) if "direction" in bench.state.slots else CANARIES

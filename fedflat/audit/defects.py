@@ -55,7 +55,7 @@ class _MaskCount(Accumulator):
         super().__init__(*arguments)
         self.counts = torch.zeros(self.dimension)
 
-    def add(self, messages: Tensor, sizes: Sequence[int], stats: Any = None) -> None:
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Any = None) -> Tensor:
         """Clip and sum what the masks keep."""
         if messages.shape[-1] == self.dimension:
             messages = messages.float()
@@ -65,7 +65,7 @@ class _MaskCount(Accumulator):
                 kept[:, where] = kept[:, where].scatter(1, top.indices, (top.values > 0).float())
             self.counts += kept.sum(0)
             messages = messages * kept
-        super().add(messages, sizes, stats)
+        return super().add(messages, sizes, stats)
 
     def result(self) -> Aggregate:
         """The aggregate, with the counts beside it."""

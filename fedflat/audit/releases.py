@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedflat.audit.bench import Bench, Client, World, world_of
 from fedflat.core.rng import digest
-from fedflat.core.types import Aggregate, MeanView, Optimizer, RoundState, ServerView
+from fedflat.core.types import Aggregate, MeanView, MovingClip, Optimizer, RoundState, ServerView
 from fedflat.engine.round import finish_round
 
 CHECKED = 150
@@ -96,7 +96,7 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
     Exactly: the first copy is the single run of the same key. law: in distribution as well, by many single runs.
     """
     bench = neighbours.bench
-    if hasattr(bench.parts.clip, "next"):
+    if isinstance(bench.parts.clip, MovingClip):
         return True
     for present in (False, True):
         keys = [run_key(n, "faithful", int(present)) for n in range(2)]

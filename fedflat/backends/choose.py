@@ -84,6 +84,8 @@ def backend_for(
             f"engine.backend: found {name} with a model that cannot be sent to another process; allowed: a model whose "
             "class is defined at the top of a module, or engine.backend=sequential."
         )
+    if name == "graphs" and parts.algorithm.client_state:
+        raise wrong("engine.backend", f"graphs with {parts.algorithm.name}, whose clients keep a state", _allowed(gpu))
     if name == "lowrank":
         reason = makers.no_factors()
         if reason:
@@ -172,6 +174,8 @@ class _Makers:
             return "a model that is not a stack of linear layers"
         if self.parts.algorithm.head is not None or any(p.part != "all" for p in self.parts.algorithm.phases):
             return "a personal part"
+        if self.parts.algorithm.client_state or self.parts.algorithm.vectors > 1:
+            return "clients' state, or a message of several vectors"
         return "local epochs of each client's own length" if self.parts.local.epochs is not None else ""
 
 
@@ -221,8 +225,8 @@ def _measured_on_gpu(makers: _Makers) -> Choice:
     blocks: list[Choice] = []
     cohort = max(1, math.ceil(parts.plan.sampler.size))
     sizes = np.unique(data.sizes[data.sizes > 0])
-    if len({parts.local.steps_for(size) for size in sizes.tolist()}) > FEW_STEPS:
-        return Choice("sequential")  # each number of steps would be recorded on its own
+    if len({parts.local.steps_for(size) for size in sizes.tolist()}) > FEW_STEPS or parts.algorithm.client_state:
+        return Choice("sequential")  # each number of steps would be recorded on its own; graphs keep no states
     if parts.local.epochs is None and not problem.random and not makers.compiled:
         many = makers.block(False, GPU_ENTRIES) if makers.stack is not None else VMAPPED
         blocks = [Choice("graphs", size) for size in {min(size, cohort) for size in (VMAPPED, many)} if size > 1]

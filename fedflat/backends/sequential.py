@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.held import Held, global_generators
-from fedflat.core.personal import Heads
-from fedflat.core.rng import seeded_torch
+from fedflat.core.personal import Heads, Own
+from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import Order, SingleFeed
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import sent
+from fedflat.engine.kept import add_trained, states_of
 from fedflat.engine.problem import ModuleProblem, refuse_change
 
 
@@ -52,7 +54,7 @@ class Sequential:
 
     def __post_init__(self) -> None:
         method = self.algorithm
-        self._pieces = Held((method.phases, method.transforms, method.finetune))
+        self._pieces = Held((method.phases, method.transforms, method.finetune, method.client_state))
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train each client of the cohort (sorted ids) and add its message to the accumulator."""
@@ -67,17 +69,36 @@ class Sequential:
         for client in cohort.tolist():
             size = len(self.data.parts[client])
             if size == 0:
-                accumulator.add(torch.zeros(1, broadcast.shared.numel()), [0])
+                accumulator.add(torch.zeros(1, self.algorithm.vectors * broadcast.shared.numel()), [0])
                 continue
-            result = self.one(client, broadcast, heads.whole(broadcast.shared, client))
-            heads.keep(client, result.personal)
+            states = states_of(self.algorithm, heads, client, broadcast.shared)
+            result = self.one(client, broadcast, heads.whole(broadcast.shared, client), states)
             facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
-            accumulator.add(result.message[None], [size], facts)
+            self.keep(accumulator, heads, broadcast, client, result.message, result.personal, facts)
         self.problem.settle(everything=True)
         refuse_change(self._pieces, "algorithm", everything=True)
 
-    def one(self, client: int, broadcast: Broadcast, weights: Tensor) -> LocalResult:
-        """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies."""
+    def keep(
+        self,
+        accumulator: Accumulator,
+        heads: Heads,
+        broadcast: Broadcast,
+        client: int,
+        message: Tensor,
+        personal: Tensor,
+        facts: Mapping[str, Tensor],
+    ) -> None:
+        """Add a trained client's message, and keep what stays with it."""
+        size = len(self.data.parts[client])
+        add_trained(accumulator, heads, self.algorithm, broadcast, self.local, client, message, personal, size, facts)
+
+    def one(
+        self, client: int, broadcast: Broadcast, weights: Tensor, states: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> LocalResult:
+        """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies.
+
+        states: the client's own, by name, ``(d,)``.
+        """
         rows, device = self.data.parts[client], self.problem.device
         order = Order(self.seed, broadcast.round, self.local.batch_size)
         feed = SingleFeed(self.data, client, order, rows)
@@ -85,7 +106,9 @@ class Sequential:
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
                 before = global_generators()
-                result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there)
+                there_too = {name: state.to(device) for name, state in states.items()}
+                own = Own(there_too, stream(self.seed, "pieces", broadcast.round, client))
+                result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there, own)
                 if global_generators()[1:] != before[1:]:
                     raise wrong(
                         "model or algorithm", "a draw from a global generator of NumPy or Python", "torch's own"

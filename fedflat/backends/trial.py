@@ -67,9 +67,8 @@ def sum_of(backend: Backend, parts: Parts, first: torch.Tensor, clients: np.ndar
     size = parts.layout.dimension
     threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
     zero = torch.zeros(size)
-    memory = zero if any("memory" in step.initial(zero[:1]) for step in parts.algorithm.server) else None
-    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, memory=memory)
-    sink = Accumulator(parts.clip, threshold, parts.layout.tensors("shared"), size)
+    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=dict.fromkeys(parts.broadcast, zero))
+    sink = Accumulator(parts.clip, threshold, parts.message_tensors, parts.message_length)
     backend.train(clients, broadcast, sink, Heads(first[size:].clone()))
     return sink.total
 

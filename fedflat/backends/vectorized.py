@@ -21,7 +21,7 @@ from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.backends.sequential import Sequential, using_threads
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.held import global_generators
-from fedflat.core.personal import Heads
+from fedflat.core.personal import Heads, Own
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
@@ -30,6 +30,7 @@ from fedflat.engine.batches import BlockFeed, Order
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.factored import Declined, Factored
+from fedflat.engine.kept import add_trained, states_of
 from fedflat.engine.problem import BlockProblem, Problem
 
 AT_ONCE = 16
@@ -110,7 +111,7 @@ class Vectorized:
                 except (RuntimeError, MemoryError) as error:
                     self._halve(error, len(clients), broadcast)
                     return
-                self._keep(trained, accumulator, heads)
+                self._keep(trained, broadcast, accumulator, heads)
                 yield len(clients)
 
     @property
@@ -123,7 +124,8 @@ class Vectorized:
             return _Trained(clients, None, None)
         result = self._trained(clients, broadcast, heads)
         device = result.message.device
-        part = accumulator.part(device) if len(clients) > 1 else None
+        alone = len(clients) == 1 or self.algorithm.client_state  # its state follows from its factor in the sum
+        part = None if alone else accumulator.part(device)
         if part is None:
             return _Trained(clients, result, None)
         self._add(clients, result, part)
@@ -152,7 +154,7 @@ class Vectorized:
         factors = self.factors  # another block's thread may decline in between
         if factors is not None:
             try:
-                return self._run(factors, clients, broadcast, factors.start(broadcast.shared, len(clients)))  # type: ignore[arg-type]
+                return self._run(factors, clients, broadcast, factors.start(broadcast.shared, len(clients)), heads)  # type: ignore[arg-type]
             except Declined:
                 self.factors = None
         if heads.first.numel():
@@ -160,7 +162,7 @@ class Vectorized:
         else:
             weights = broadcast.shared.repeat(len(clients), 1)
         try:
-            return self._run(self.problem, clients, broadcast, weights)
+            return self._run(self.problem, clients, broadcast, weights, heads)
         except _Drew:
             self.random = True
             return self._each(clients, broadcast, heads)
@@ -170,30 +172,40 @@ class Vectorized:
         train, found = cast(Sequential, self.alone).one, list[LocalResult | None]()
         for client in clients.tolist():
             there = len(self.data.parts[client]) > 0
-            found.append(train(client, broadcast, heads.whole(broadcast.shared, client)) if there else None)
+            states = states_of(self.algorithm, heads, client, broadcast.shared)
+            found.append(train(client, broadcast, heads.whole(broadcast.shared, client), states) if there else None)
         some = next(one for one in found if one is not None)
         zero = LocalResult(*(torch.zeros_like(value) for value in vars(some).values()))
         return LocalResult(*map(torch.stack, zip(*(vars(one or zero).values() for one in found))))
 
-    def _run(self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor) -> LocalResult:
+    def _run(
+        self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor, heads: Heads
+    ) -> LocalResult:
         order = Order(self.seed, broadcast.round, self.local.batch_size)
         feed = BlockFeed(self.data, clients.tolist(), order, [self.data.parts[c] for c in clients])
         local = self.local.of(len(feed.rows[0]))
+        rows = [states_of(self.algorithm, heads, c, broadcast.shared) for c in clients.tolist()]
+        own = Own({state.name: torch.stack([row[state.name] for row in rows]) for state in self.algorithm.client_state})
         if self.apart:  # no module, so nothing that could draw or remember but the method's pieces
-            return train_client(self.algorithm, problem, broadcast, local, feed, weights)
+            return train_client(self.algorithm, problem, broadcast, local, feed, weights, own)
         with seeded_torch(self.seed, "block", broadcast.round, int(clients[0])):
             before = global_generators()
-            result = train_client(self.algorithm, problem, broadcast, local, feed, weights)
+            result = train_client(self.algorithm, problem, broadcast, local, feed, weights, own)
             drawn = before != global_generators()
         _settle(problem)
         if drawn and self.alone is not None:
             raise _Drew
         return result
 
-    def _keep(self, trained: _Trained, accumulator: Accumulator, heads: Heads) -> None:
+    def _keep(self, trained: _Trained, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         result, present = trained.result, self.data.sizes[trained.clients] > 0
         if result is None:
             self._add_zeros(len(trained.clients), accumulator)
+            return
+        if self.algorithm.client_state:
+            self._add_zeros(len(present) - int(present.sum()), accumulator)
+            for place in np.flatnonzero(present).tolist():
+                self._remember(int(trained.clients[place]), place, result, broadcast, accumulator, heads)
             return
         if heads.first.numel():
             for client in np.flatnonzero(present).tolist():
@@ -202,6 +214,14 @@ class Vectorized:
             self._add(trained.clients, result, accumulator)
         else:
             accumulator.merge(trained.part)
+
+    def _remember(
+        self, client: int, place: int, result: LocalResult, broadcast: Broadcast, accumulator: Accumulator, heads: Heads
+    ) -> None:
+        """Add one client's message, and keep what stays with it."""
+        facts = {"train_loss": result.loss[place], "train_accuracy": result.accuracy[place]}
+        message, personal, size = result.message[place], result.personal[place], int(self.data.sizes[client])
+        add_trained(accumulator, heads, self.algorithm, broadcast, self.local, client, message, personal, size, facts)
 
     def _add(self, clients: np.ndarray, result: LocalResult, accumulator: Accumulator) -> None:
         """Add a block's messages; exactly zero for clients without data."""
@@ -223,7 +243,7 @@ class Vectorized:
             accumulator.add(message[rows], sizes[some].tolist(), facts)
 
     def _add_zeros(self, count: int, accumulator: Accumulator) -> None:
-        size = self.problem.layout.dimension
+        size = self.algorithm.vectors * self.problem.layout.dimension
         accumulator.add(torch.zeros(1, size).expand(count, size), [0] * count)
 
 

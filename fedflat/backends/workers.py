@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import queue
@@ -29,14 +30,15 @@ from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.kept import states_of
+from fedflat.engine.problem import ModuleProblem, refuse_change
 
 WAIT = 5.0
 
 
 @dataclass(frozen=True)
 class _Done:
-    """What a worker says of a client: the slot its vector ``(D,)`` is in, and two numbers; or what went wrong."""
+    """What a worker says of a client: the slot its vectors are in, and two numbers; or what went wrong."""
 
     client: int
     slot: int
@@ -58,21 +60,21 @@ class Workers:
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train each client of the cohort and add its message, in client order."""
         if self._pool is None:
-            self._pool = _Pool(self.inner, self.count)
+            self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))
         sizes = {int(c): len(self.inner.data.parts[c]) for c in cohort}
-        dimension = broadcast.shared.numel()
+        message, head = self._pool.spans[:2]
         self._pool.broadcast(broadcast)
         results = self._pool.train([c for c, size in sizes.items() if size], broadcast, heads)
         for client, size in sizes.items():
             if size == 0:
-                accumulator.add(torch.zeros(1, dimension), [0])
+                accumulator.add(torch.zeros(1, message.stop), [0])
                 continue
             done, vector = next(results)
-            heads.keep(client, vector[dimension:])
             facts = {"train_loss": torch.tensor(done.loss), "train_accuracy": torch.tensor(done.accuracy)}
-            accumulator.add(vector[None, :dimension], [size], facts)
+            self.inner.keep(accumulator, heads, broadcast, client, vector[message], vector[head], facts)
         for _ in results:  # lets the last slot go back
             pass
+        refuse_change(self.inner._pieces, "algorithm", everything=True)
 
     def close(self) -> None:
         """Stop the processes."""
@@ -81,16 +83,25 @@ class Workers:
             self._pool = None
 
 
+def spans_of(inner: Sequential) -> tuple[slice, ...]:
+    """Where a client's message, its head and each of its states are in a slot."""
+    layout, method = inner.problem.layout, inner.algorithm
+    sizes = [method.vectors * layout.dimension, layout.size - layout.dimension]
+    ends = list(itertools.accumulate([*sizes, *(layout.dimension for _ in method.client_state)]))
+    return tuple(slice(start, end) for start, end in zip([0, *ends], ends))
+
+
 class _Pool:
     """The processes, their shared tensors and their queues."""
 
-    def __init__(self, inner: Sequential, count: int) -> None:
+    def __init__(self, inner: Sequential, count: int, vectors: int) -> None:
         context = multiprocessing.get_context("spawn")
         layout, slots = inner.problem.layout, 2 * count + 1
+        self.spans, self.algorithm = spans_of(inner), inner.algorithm
         self.tasks: Any = context.Queue()
         self.answers: Any = context.Queue()
-        self.slots = torch.zeros(slots, layout.size).share_memory_()
-        self.shared = torch.zeros(3, layout.dimension).share_memory_()
+        self.slots = torch.zeros(slots, self.spans[-1].stop).share_memory_()
+        self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
         shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
         with _worker_environment(), _without_main():
@@ -107,17 +118,17 @@ class _Pool:
     def broadcast(self, broadcast: Broadcast) -> None:
         """Put the round's vectors where the workers read them; no task is under way then."""
         self.shared[0] = broadcast.shared
-        if broadcast.memory is not None:
-            self.shared[1] = broadcast.memory
         if broadcast.mask is not None:
-            self.shared[2] = broadcast.mask
+            self.shared[1] = broadcast.mask
+        for row, vector in zip(self.shared[2:], broadcast.vectors.values()):
+            row.copy_(vector)
 
     def train(self, clients: list[int], broadcast: Broadcast, heads: Heads) -> Any:
         """Yield (answer, vector) in client order, handing out tasks as slots come free."""
         small = replace(
             broadcast,
             shared=torch.empty(0),
-            memory=None if broadcast.memory is None else torch.empty(0),
+            vectors=dict.fromkeys(broadcast.vectors, torch.empty(0)),
             mask=None if broadcast.mask is None else torch.empty(0),
         )
         waiting, ready = list(reversed(clients)), {}
@@ -133,10 +144,12 @@ class _Pool:
             self.free.append(done.slot)
 
     def _hand_out(self, waiting: list[int], small: Broadcast, heads: Heads) -> None:
-        dimension = self.shared.shape[1]
+        _, head, *states = self.spans
         while waiting and self.free:
             client, slot = waiting.pop(), self.free.pop()
-            self.slots[slot, dimension:] = heads.of(client)
+            self.slots[slot, head] = heads.of(client)
+            for where, state in zip(states, states_of(self.algorithm, heads, client, self.shared[0]).values()):
+                self.slots[slot, where] = state
             self.tasks.put((client, slot, small))
 
     def _answer(self) -> _Done:
@@ -244,20 +257,22 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     keep_freed_memory()
-    dimension = shared.shape[1]
+    message, head, *states = spans_of(inner)
+    names = [state.name for state in inner.algorithm.client_state]
     while (task := _next(tasks)) is not None:
         client, slot, small = task
         try:
             broadcast = replace(
                 small,
                 shared=shared[0],
-                memory=None if small.memory is None else shared[1],
-                mask=None if small.mask is None else shared[2].bool(),
+                vectors=dict(zip(small.vectors, shared[2:])),
+                mask=None if small.mask is None else shared[1].bool(),
             )
-            result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, dimension:]]))
+            own = {name: slots[slot, where].clone() for name, where in zip(names, states)}
+            result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, head]]), own)
             inner.problem.settle(everything=getattr(inner.problem.module, "frozen", False) is not True)
-            slots[slot, :dimension] = result.message
-            slots[slot, dimension:] = result.personal
+            slots[slot, message] = result.message
+            slots[slot, head] = result.personal
             answers.put(_Done(client, slot, float(result.loss), float(result.accuracy)))
         except InputError as error:
             answers.put(_Done(client, slot, error=str(error), refused=True))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fedflat.core.checks import InputError, nearest, wrong
 
@@ -50,7 +50,7 @@ class DataSection(Section):
 
     dataset: str = "digits"
     """What is trained on: a name of fedflat list datasets, any hub id, or a file or folder of parquet with the hub's
-    columns (found under FEDFLAT_DATA too). Example: cifar10"""
+    columns or of a table (parquet or CSV; found under FEDFLAT_DATA too). Example: cifar10"""
     partition: Annotated[Partition, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = Partition()
     """How examples are given to clients. Example: {kind: dirichlet, alpha: 0.6}"""
     clients: Annotated[int, Field(ge=1)] | None = None
@@ -76,6 +76,32 @@ class DataSection(Section):
     """Tokens of a text beyond which it is cut. Example: 64"""
     vocabulary: Annotated[int, Field(ge=3)] | None = None
     """Numbers that words are hashed to, where no tokenizer is named. Example: 5000"""
+    inputs: str | list[str] | None = None
+    """Columns of a table (parquet or CSV) that are read as numbers: numbers, true and false, lists of numbers of one
+    length, or text with data.categories. Example: [age, income]"""
+    target: str | list[str] | None = None
+    """Column of a table with the target; several for several targets. Example: bought"""
+    by: str | None = None
+    """Column that names the client of each row: short for partition: {kind: natural, by: …}. Example: user"""
+    categories: dict[str, list[Any]] | None = None
+    """For columns of text or codes, all values in a public order; they are never learnt from the rows. An input becomes
+    a 0/1 feature for each value. Example: {colour: [red, green, blue]}"""
+    scale: dict[str, tuple[float, Positive]] | None = None
+    """Public (mean, std) of columns: (x - mean) / std is trained on. Example: {age: [40, 15]}"""
+    max_per_client: Annotated[int, Field(ge=1)] | None = None
+    """Public bound on each client's examples: the first so many of a draw by the seed. None: all. Example: 100"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        """``by: user`` is the natural split by that column."""
+        if not isinstance(given, Mapping) or given.get("by") is None:
+            return given
+        natural = {"kind": "natural", "by": given["by"]}
+        asked = given.get("partition", natural)
+        if asked not in (natural, {**natural, "alpha": None, "per_client": None}, "natural", {"kind": "natural"}):
+            raise wrong("data.by", f"{given['by']} with another partition", "one of by and partition")
+        return {**given, "partition": natural}
 
 
 class NamedSection(Section):

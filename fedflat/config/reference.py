@@ -32,6 +32,8 @@ ALGORITHM_KEYS = {
     "beta1": "Decay of the first moment of the method's own Adam.",
     "beta2": "Decay of its second moment.",
     "floor": "Least second moment it divides by, once the noise's variance is off. None: that variance.",
+    "scale": "b, the unit of Δc in DP-SCAFFOLD's message (Δw, Δc/b): its noise is b times that of Δw.",
+    "alpha": "α of the smoothed normalisation C·e/(α + ‖e‖), in the message's units.",
     "smoothing": "σ_ls of the Laplacian smoothing. At 0.01, 98 % of the noise stays.",
     "scope": "What is smoothed as one sequence: tensor, or the whole vector.",
     "head": "Patterns of the parameters that stay with the client. None: the last linear layer.",

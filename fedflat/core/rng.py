@@ -11,10 +11,12 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+
+from fedflat.core.checks import RunError
 
 KEY_BYTES = 32
 
@@ -31,6 +33,22 @@ def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
     name = digest(key, purpose, *index)
     words = np.frombuffer(name, dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=words[:2], counter=np.append(words[2:], [0, 0]).astype(np.uint64)))
+
+
+class _NoGenerator:
+    """Stands where there is no generator, and says so when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copies and comparisons ask for
+            raise AttributeError(name)
+        raise RunError("algorithm: view.generator is for clients that train alone; set engine.backend=sequential")
+
+    def __repr__(self) -> str:
+        return "NO_GENERATOR"
+
+
+NO_GENERATOR = cast(np.random.Generator, _NoGenerator())
+"""The generator of a block of clients, which has none: what is drawn for one must not depend on the others."""
 
 
 class Streams:

@@ -7,13 +7,15 @@ last axis only, so the same piece serves one client, a block of clients and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fedflat.core.rng import NO_GENERATOR
 
 Relation = Literal["add-remove", "replace-one"]
 Part = Literal["all", "shared", "personal"]
@@ -24,16 +26,24 @@ GradientFn = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LocalView:
-    """What a gradient rule may read: values fixed for the round (all of them broadcast, so public).
+    """What a gradient rule may read: values fixed for the round.
 
     start: weights ``(…, n)`` at which the local phase began (w^t for the shared part).
     clip: clipping threshold C of the round, in units of the update's L2 norm; ``inf`` if nothing is clipped.
-    memory: the broadcast direction g̃ ``(n,)``, or None.
+    steps, lr: the public K and η_t of the phase.
+    broadcast: the server's named vectors ``(d,)`` that every client receives; none in a phase of the personal part.
+    state: the client's own named vectors ``(…, d)``; none in a phase of the personal part.
+    generator: the client's own randomness of the round, the same for every piece it runs, for a client that trains
+        alone, as clients of methods with pieces of a user's own do. It follows the public seed, so it protects nothing.
     """
 
     start: Tensor
     clip: float
-    memory: Tensor | None = None
+    steps: int
+    lr: float
+    broadcast: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    generator: np.random.Generator = NO_GENERATOR
 
 
 GradientRule = Callable[[GradientFn, LocalView], GradientFn]
@@ -58,18 +68,46 @@ class UpdateView:
     tensors: the slices of the flat vector in which each shared tensor lives.
     gradient: () -> gradient ``(…, d)`` of the client's full local loss (no penalty, eval mode) at its final weights.
     steps, lr: the public K and η_t of the phase that trained the shared part.
-    memory: the broadcast g̃ ``(d,)``, or None.
+    broadcast, state, generator: as in :class:`LocalView`.
     """
 
     tensors: tuple[slice, ...]
     gradient: Callable[[], Tensor]
     steps: int
     lr: float
-    memory: Tensor | None = None
+    broadcast: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    generator: np.random.Generator = NO_GENERATOR
 
 
 Transform = Callable[[Tensor, UpdateView], Tensor]
-"""Update ``(…, d)`` -> message ``(…, d)``, on the client, before the clip."""
+"""Update ``(…, d)`` -> message ``(…, d)``, on the client, before the clip; where a method's message consists of k
+vectors, the last transform makes all of it, ``(…, k·d)``."""
+
+
+@dataclass(frozen=True)
+class StateView:
+    """What the new value of a client's state may depend on besides what was sent.
+
+    broadcast, state: what the client received, and its own vectors before the round. steps, lr: as in UpdateView.
+    """
+
+    broadcast: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    steps: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """A named vector ``(d,)`` that a client keeps between rounds, zero before it first takes part; it never leaves it.
+
+    next: (what was sent, view) -> its new value ``(d,)``. What was sent is the message after the clip, times the very
+    factor that multiplied it in the sum, float32 ``(k·d,)``; zero where the message was not finite.
+    """
+
+    name: str
+    next: Callable[[Tensor, StateView], Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,7 +132,9 @@ CommonMask = Callable[[MaskView], Tensor]
 class ServerView:
     """What server post-processing may read: released or public values only.
 
-    slots: named vectors the server keeps between rounds (g̃, optimiser moments, w^0).
+    slots: named vectors the server keeps between rounds (directions, optimiser moments, w^0).
+    cohort, clients: m, by which the sum was divided, and M. Where each client keeps what it sent, the mean over all
+    clients of what they keep moves by cohort/clients·mean.
     """
 
     round: int
@@ -102,16 +142,37 @@ class ServerView:
     lr: float
     tensors: tuple[slice, ...]
     slots: Mapping[str, Tensor]
+    cohort: float
+    clients: int
 
 
 class ServerStep(Protocol):
-    """Post-processing of the noisy mean: spends nothing, keeps its memory in named slots."""
+    """Post-processing of the noisy mean: spends nothing, keeps its memory in named slots.
+
+    Where a method's message consists of k vectors, the first step takes the mean ``(k·d,)`` apart.
+    """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
         """Slots before round 0."""
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""
+
+
+@runtime_checkable
+class Broadcasting(Protocol):
+    """A server step, or server optimiser, some of whose slots every client receives at the start of a round.
+
+    broadcast: their names. Until a slot is there, clients receive zeros.
+    """
+
+    @property
+    def broadcast(self) -> tuple[str, ...]: ...
+
+
+def broadcast_by(pieces: Iterable[object]) -> tuple[str, ...]:
+    """The slots that some server steps and optimisers broadcast."""
+    return tuple(name for piece in pieces if isinstance(piece, Broadcasting) for name in piece.broadcast)
 
 
 class Clip(Protocol):
@@ -130,6 +191,14 @@ class NormClip(Clip, Protocol):
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` float64 -> factors ``(n,)``, 0 where a norm is not finite."""
+
+
+@runtime_checkable
+class MovingClip(Clip, Protocol):
+    """A clip whose threshold follows a noised count of the messages below it."""
+
+    def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
+        """C_{t+1} from the noisy centred count and the constant divisor m."""
 
 
 class Sampler(Protocol):
@@ -208,6 +277,10 @@ class Algorithm:
     mask: common mask drawn by the server. server: post-processing of the noisy mean, before the server optimiser.
     head: parameter-name patterns that stay with the client; an empty tuple means "the last linear layer".
     finetune: a phase each client runs on the global model before it is evaluated (never sent).
+    client_state: vectors that each client keeps between rounds.
+    vectors: k, of how many vectors ``(d,)`` a message consists; they are clipped as one, and noise is on all of them.
+    scale: the method's own factor in place of the clip's min(1, C/‖message‖): (norms ``(n,)`` float64, C) -> factors
+        ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
     private: clip and noise. False only for the non-private twins.
     momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
     optimizer: a server optimiser of the method's own, in place of the recipe's; server_lr: ``server.lr`` for it when
@@ -222,6 +295,9 @@ class Algorithm:
     server: tuple[ServerStep, ...] = ()
     head: tuple[str, ...] | None = None
     finetune: Phase | None = None
+    client_state: tuple[ClientState, ...] = ()
+    vectors: int = 1
+    scale: Callable[[Tensor, float], Tensor] | None = None
     private: bool = True
     momentum: float = 0.5
     fixed_momentum: str = ""
@@ -232,7 +308,7 @@ class Algorithm:
 
     @property
     def shared_phase(self) -> Phase:
-        """The phase that moves the shared part: its K and η enter PGN's memory."""
+        """The phase that moves the shared part: its K and η enter PGN's direction."""
         return next(p for p in reversed(self.phases) if p.part in ("all", "shared"))
 
 
@@ -240,6 +316,7 @@ class Algorithm:
 class Broadcast:
     """All a client receives at the start of a round.
 
+    vectors: the server's slots ``(d,)`` that its steps and its optimiser broadcast, by name.
     draw: number of the cohort draw; the round's own, unless rounds are made of several (ae-dpfl).
     """
 
@@ -247,7 +324,7 @@ class Broadcast:
     shared: Tensor
     clip: float
     rate: float
-    memory: Tensor | None = None
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
     mask: Tensor | None = None
     draw: int = 0
 
@@ -278,6 +355,58 @@ class Aggregate:
     factors: Tensor
     stats: Mapping[str, float] = field(default_factory=dict)
     exact: np.ndarray | None = None
+
+
+class Mechanism(Protocol):
+    """The source of a round's noise."""
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Noise ``(d,)`` on the sum, for the L2 bound the clip reports."""
+
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """The adaptive clip's centred count with its noise."""
+
+
+@runtime_checkable
+class ScaledMechanism(Mechanism, Protocol):
+    """A mechanism whose noise can be drawn before the cohort is known: ``noise`` is ``scaled`` of ``unit``."""
+
+    def unit(self, key: bytes, round: int, size: int) -> Tensor:
+        """N(0, I) ``(size,)`` of a round."""
+
+    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """The round's noise from its ``unit``, which is overwritten."""
+
+
+class Encoder(Protocol):
+    """The whole-number sum of a round's clipped messages."""
+
+    total: np.ndarray
+
+    def add(self, clipped: Tensor) -> None:
+        """Add clipped messages ``(n, d)``."""
+
+    def value(self) -> Tensor | None:
+        """The exact sum in the update's units, float64 ``(d,)``; None where only the plain clipped sum is readable."""
+
+
+@runtime_checkable
+class GridMechanism(Mechanism, Protocol):
+    """A mechanism on whole numbers (secure grid noise, ddgauss): it encodes messages and releases their sum itself."""
+
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Encoder:
+        """A fresh sum for one round. size: entries of a message."""
+
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """``aggregate.exact`` with noise, float32 ``(d,)`` in the update's units."""
+
+
+@runtime_checkable
+class SummingMechanism(Mechanism, Protocol):
+    """A mechanism that brings a round's sum of its own: votes, published procedures, sums that clients have noised."""
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Any:
+        """A fresh sum for one round. tensors: where each tensor is in a message."""
 
 
 @dataclass(frozen=True)

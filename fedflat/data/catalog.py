@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Kind = Literal["image", "text", "chars"]
+Kind = Literal["image", "text", "chars", "table"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Federated:
     test_inputs, test_targets: the public test set, or None.
     vocabulary: number of token ids of a text set, 0 otherwise; padding: the id that means "no token".
     most: the largest number of training examples a client may have, declared without looking at who has how many.
+    names: whom each client stands for, where the data says it; never written down.
     """
 
     inputs: torch.Tensor
@@ -45,6 +46,7 @@ class Federated:
     vocabulary: int = 0
     padding: int = 0
     most: int | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         largest = max(map(len, self.parts), default=0) if self.most is not None else 0
@@ -55,6 +57,10 @@ class Federated:
     def clients(self) -> int:
         """Number of clients M, those without data included."""
         return len(self.parts)
+
+    def called(self, i: int) -> str:
+        """Client ``i`` as messages name it."""
+        return f"client {self.names[i]}" if self.names else f"clients[{i}]"
 
     @functools.cached_property
     def sizes(self) -> Indices:
@@ -84,7 +90,8 @@ class Federated:
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        total = hashlib.sha256(f"{self.name} {self.classes} {self.vocabulary} {self.padding}".encode())
+        bound = "" if self.most is None else f" {self.most}"
+        total = hashlib.sha256(f"{self.name} {self.classes} {self.vocabulary} {self.padding}{bound}".encode())
         for value in (self.inputs, self.targets, self.test_inputs, self.test_targets, *self.parts, *self.held_back):
             if value is None:
                 total.update(b"none")
@@ -98,31 +105,59 @@ class Federated:
         return total.hexdigest()
 
 
-def from_pairs(clients: Sequence[Any], test: Any = None, name: str = GIVEN) -> Federated:
+def from_pairs(
+    clients: Sequence[Any], test: Any = None, name: str = GIVEN, *, fractions: bool = False, names: Sequence[str] = ()
+) -> Federated:
     """A federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
-    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0.
-    A client may have no examples. ``test`` is an optional public pair of the same form.
+    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0; with
+    ``fractions`` also floating ones, kept as float32, whose task says later what is allowed.
+    A client may have no examples. ``test`` is an optional public pair of the same form. names: whose each pair is.
     Raises InputError, naming the client, for anything else.
     """
     if not isinstance(clients, Sequence):
         raise wrong("clients", type(clients).__name__, "a list of (inputs, targets) pairs, one per client")
-    pairs = [_pair(f"clients[{i}]", pair) for i, pair in enumerate(clients)]
+    called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(clients))]
+    pairs = [_pair(where, pair, fractions) for where, pair in zip(called, clients)]
     if not pairs:
         raise wrong("clients", "no client", "at least one (inputs, targets) pair")
-    public = None if test is None else _pair("test", test)
-    named = [(f"clients[{i}]", *pair) for i, pair in enumerate(pairs)] + ([("test", *public)] if public else [])
+    public = None if test is None else _pair("test", test, fractions)
+    named = [(where, *pair) for where, pair in zip(called, pairs)] + ([("test", *public)] if public else [])
     _same_form(named)
     filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]
     inputs, targets = (torch.cat([pair[side].to(filled[0][0].device) for pair in filled]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
-    seen = [t for t in (targets, public[1] if public else None) if t is not None and t.numel()]
-    classes = 1 + max((int(t.max()) for t in seen), default=0)
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
     test_inputs, test_targets = public or (None, None)
-    return Federated(inputs, targets, parts, empty, test_inputs, test_targets, classes, name)
+    classes = classes_of(targets, test_targets)
+    return Federated(inputs, targets, parts, empty, test_inputs, test_targets, classes, name, names=tuple(names))
+
+
+def with_test(data: Federated, test: Any) -> Federated:
+    """The federation with a public test pair, of the same form as its clients' data."""
+    fractions = data.targets.is_floating_point()
+    x, y = _pair("test", test, fractions)
+    _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
+    classes = max(data.classes, classes_of(y))
+    return dataclasses.replace(data, test_inputs=x, test_targets=y, classes=classes)
+
+
+def classes_of(*targets: torch.Tensor | None) -> int:
+    """One more than the largest class number."""
+    whole = [t for t in targets if t is not None and t.numel() and not t.is_floating_point()]
+    return 1 + max((int(t.max()) for t in whole), default=0)
+
+
+def bounded(parts: Sequence[Indices], most: int, key: int | bytes) -> tuple[Indices, ...]:
+    """At most so many rows of every client, sorted: the first of a draw by ``key``, its number and its size only."""
+    kept = []
+    for i, part in enumerate(parts):
+        if len(part) > most:
+            part = np.sort(part[stream(key, "bound on examples", i).permutation(len(part))[:most]])
+        kept.append(part)
+    return tuple(kept)
 
 
 def hold_back(
@@ -162,27 +197,40 @@ def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.
     return order.reshape(epochs * per_epoch, batch)[:steps]
 
 
-def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """One checked pair: float32 or int64 inputs, int64 targets."""
+def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """One checked pair: float32 or int64 inputs, int64 targets (or float32 ones, if fractions are allowed)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong(where, type(pair).__name__, "an (inputs, targets) pair")
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        # an empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels
-        if y.numel():
-            raise wrong(f"{where} targets", f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
-    elif y.numel() and int(y.min()) < 0:
-        raise wrong(f"{where} targets", f"label {int(y.min())}", "class numbers ≥ 0")
     if y.ndim > 2:
         raise wrong(f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
     if x.is_complex():
         raise wrong(f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
-    x = x.to(torch.float32 if x.is_floating_point() else torch.int64)
-    if not bool(torch.isfinite(x).all()):
-        raise wrong(f"{where} inputs", "a NaN or infinite value", "finite numbers")
-    return x, y.to(torch.int64)
+    return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
+
+
+def _targets(where: str, y: torch.Tensor, fractions: bool) -> torch.Tensor:
+    if fractions and not y.is_complex():
+        return _finite(where, y)
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        # an empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels
+        if y.numel():
+            raise wrong(where, f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
+    elif y.numel() and int(y.min()) < 0:
+        row = int((y.reshape(len(y), -1) < 0).any(1).int().argmax())
+        raise wrong(where, f"label {int(y.min())} in row {row}", "class numbers ≥ 0")
+    return y.to(torch.int64)
+
+
+def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
+    """As float32 or int64. Raises InputError, naming the row, for a number that is not finite as such."""
+    values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
+    if not bool(torch.isfinite(values).all()):
+        row = int((~torch.isfinite(values.reshape(len(values), -1))).any(1).int().argmax())
+        raise wrong(where, f"a NaN or infinite value in row {row}", "finite numbers")
+    return values
 
 
 def _tensor(where: str, value: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
@@ -21,6 +21,7 @@ class Options:
     max_examples: at most so many training examples, a seeded choice before the partition. max_test: at most
     the first so many public test examples. input, label: column names, where they cannot be guessed.
     tokenizer: folder or hub id of a transformers tokenizer; max_length, vocabulary: of the hashing one.
+    inputs, target, by, categories, scale: the columns of a table, see ``encoding.py``. max_per_client: public bound.
     """
 
     dataset: str = "digits"
@@ -35,9 +36,22 @@ class Options:
     tokenizer: str | None = None
     max_length: int | None = None
     vocabulary: int | None = None
+    inputs: str | Sequence[str] | None = None
+    target: str | Sequence[str] | None = None
+    by: str | None = None
+    categories: Mapping[str, Sequence[Any]] | None = None
+    scale: Mapping[str, Sequence[float]] | None = None
+    max_per_client: int | None = None
+
+    @property
+    def tabular(self) -> bool:
+        """Whether columns of a table are asked for."""
+        return self.inputs is not None or self.target is not None
 
 
 def guess_kind(split: Split, options: Options) -> Kind:
+    if options.tabular or (split.files[:1] and split.files[0].suffix == ".csv"):
+        return "table"
     columns = [c for c in named(options) if c in split.features] or list(split.features)
     return "image" if any(is_image(split.features[column]) for column in columns) else "text"
 
@@ -110,12 +124,12 @@ def natural_column(split: Split, source: Source | None, options: Options) -> str
         if isinstance(spec, dict)
         else ((spec, None) if isinstance(spec, str) else (getattr(spec, "kind", None), getattr(spec, "by", None)))
     )
-    if kind != "natural":
+    if kind != "natural" and options.by is None:
         return None
-    by = by or (source.natural if source else None)
+    by = options.by or by or (source.natural if source else None)
     if by is None:
         raise wrong("data.partition.by", "nothing", f"one of the columns {', '.join(split.features)}")
-    return chosen(split, "data.partition.by", by)
+    return chosen(split, "data.by" if options.by else "data.partition.by", by)
 
 
 def chosen(split: Split, where: str, column: str) -> str:

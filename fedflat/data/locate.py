@@ -13,6 +13,7 @@ from fedflat.core.hub import hub
 from fedflat.data.catalog import DATASETS, Source
 
 SPLITS = ("train", "test", "validation")
+FILES = (".parquet", ".csv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,13 @@ def locate(dataset: str) -> tuple[str, Source | None, dict[str, Split]]:
     """
     path = Path(dataset).expanduser()
     plain = dataset in DATASETS  # a folder of that name in the working directory is written ./name
-    if not plain and (path.suffix == ".parquet" or path.exists() or dataset.startswith((".", "/", "~"))):
-        name = path.stem if path.suffix == ".parquet" else path.resolve().name
-        return name, DATASETS.get(name), _parquet(path, dataset)
+    if not plain and (path.suffix in FILES or path.exists() or dataset.startswith((".", "/", "~"))):
+        name = path.stem if path.suffix in FILES else path.resolve().name
+        return name, DATASETS.get(name), _files_of(path, dataset)
     name, source = _known(dataset)
     folder = Path(os.environ["FEDFLAT_DATA"]).expanduser() / name if os.environ.get("FEDFLAT_DATA") else None
     if folder is not None and folder.is_dir():
-        return name, source, _parquet(folder, str(folder))
+        return name, source, _files_of(folder, str(folder))
     hub, config = (source.hub, source.config) if source else (dataset, None)
     return name, source, _from_hub(dataset, hub, config, folder)
 
@@ -57,45 +58,58 @@ def _known(dataset: str) -> tuple[str, Source | None]:
         # one hub id may serve several names (GLUE): then the id alone does not say which
         same = [name for name, source in DATASETS.items() if source.hub == dataset]
         return (same[0], DATASETS[same[0]]) if len(same) == 1 else (rest, None)
-    allowed = f"{', '.join(DATASETS)}, a hub id owner/name, or the path of a parquet file or folder"
+    allowed = f"{', '.join(DATASETS)}, a hub id owner/name, or the path of a parquet or CSV file or folder"
     raise wrong("data.dataset", dataset, allowed, hint=nearest(dataset, DATASETS))
 
 
-def _parquet(path: Path, shown: str) -> dict[str, Split]:
+def _files_of(path: Path, shown: str) -> dict[str, Split]:
     if path.is_file():
         return {"train": _open((path,))}
     found = {split: _files(path, split) for split in SPLITS}
     splits = {split: _open(files) for split, files in found.items() if files}
     if not splits:
-        state = "a folder without parquet files" if path.is_dir() else "no such file or folder"
-        raise wrong(
-            "data.dataset", f"{shown} ({state})", "a parquet file or a folder with train*.parquet (and test*.parquet)"
-        )
+        state = "a folder without parquet or CSV files" if path.is_dir() else "no such file or folder"
+        allowed = "a parquet or CSV file, or a folder with train*.parquet (and test*.parquet), or with train*.csv"
+        raise wrong("data.dataset", f"{shown} ({state})", allowed)
     return splits
 
 
 def _files(folder: Path, split: str) -> tuple[Path, ...]:
-    """Files ``split*.parquet`` in the folder, or in its ``data`` folder as the hub lays them out."""
-    return tuple(sorted(folder.glob(f"{split}*.parquet")) or sorted((folder / "data").glob(f"{split}*.parquet")))
+    """Files ``split*.parquet``, else ``split*.csv``, in the folder, or in its ``data`` folder as the hub lays them."""
+    for ending in FILES:
+        found = sorted(folder.glob(f"{split}*{ending}")) or sorted((folder / "data").glob(f"{split}*{ending}"))
+        if found:
+            return tuple(found)
+    return ()
 
 
 def _open(files: tuple[Path, ...]) -> Split:
     import pyarrow as pa
+    import pyarrow.csv
     import pyarrow.parquet as pq
     from datasets import Features
 
+    csv = files[0].suffix == ".csv"
+
+    def refused(error: Exception, allowed: str) -> InputError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return wrong("data.dataset", f"{files[0]} ({reason})", allowed)
+
     try:
-        features = Features.from_arrow_schema(pq.read_schema(files[0]))
+        schema = pa.csv.read_csv(files[0]).schema if csv else pq.read_schema(files[0])
+        features = Features.from_arrow_schema(schema)
     except (OSError, pa.ArrowException, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise wrong("data.dataset", f"{files[0]} ({reason})", "a readable parquet file") from None
+        raise refused(error, f"a readable {'CSV' if csv else 'parquet'} file") from None
 
     def read(columns: list[str]) -> Any:
         try:
-            return pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
+            if not csv:
+                return pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
+            only = pa.csv.ConvertOptions(include_columns=columns)
+            read = [pa.csv.read_csv(file, convert_options=only) for file in files]
+            return pa.concat_tables(read, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise wrong("data.dataset", f"{files[0]} ({reason})", "readable parquet files of one schema") from None
+            raise refused(error, "readable files of one schema") from None
 
     return Split(str(files[0]), files, features, read)
 
@@ -104,7 +118,8 @@ def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None)
     """Splits from the hub (or from the hub client's own cache when offline)."""
     looked = f"{folder} (no such folder)" if folder else "FEDFLAT_DATA (not set)"
     remedy = (
-        "Set FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet files."
+        "Set FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet or CSV "
+        "files."
     )
     try:
         loaded = _download(owner, config)

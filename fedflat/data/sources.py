@@ -15,7 +15,7 @@ from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
 from fedflat.data import images as pictures
 from fedflat.data.catalog import DATASETS, Source
-from fedflat.data.clients import Federated, hold_back
+from fedflat.data.clients import Federated, bounded, hold_back
 from fedflat.data.columns import Options, guess_kind
 from fedflat.data.locate import locate
 from fedflat.data.partition import partition
@@ -42,8 +42,10 @@ def load(spec: Any, seed: int = 0) -> Federated:
     if options.max_examples is not None and options.max_examples < len(train.targets):
         chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
         train = train.take(np.sort(chosen).astype(np.int64))
-    labels = _one_label(train.targets)
-    parts = partition(labels, _partition_spec(options.partition), options.clients, seed, train.natural)
+    spec = {"kind": "natural", "by": options.by} if options.by else _partition_spec(options.partition)
+    parts = partition(_one_label(train.targets, spec.get("kind")), spec, options.clients, seed, train.natural)
+    if options.max_per_client is not None:
+        parts = bounded(parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
     return Federated(
         inputs=_resident(train.inputs, meaning),
@@ -56,6 +58,7 @@ def load(spec: Any, seed: int = 0) -> Federated:
         name=meaning.name,
         vocabulary=meaning.vocabulary,
         padding=meaning.padding,
+        most=options.max_per_client,
     )
 
 
@@ -69,7 +72,7 @@ def _options(spec: Any) -> Options:
         options = Options(**{name: getattr(spec, name) for name in names if hasattr(spec, name)})
     if not isinstance(options.dataset, (str, os.PathLike)) or not str(options.dataset):
         raise wrong("data.dataset", options.dataset, "a name, a hub id or a path")
-    for name in ("max_examples", "max_test", "max_length", "vocabulary"):
+    for name in ("max_examples", "max_test", "max_length", "vocabulary", "max_per_client"):
         value = getattr(options, name)
         if value is not None:
             whole(f"data.{name}", value, 1)
@@ -99,7 +102,8 @@ def _digits() -> tuple[Meaning, Table, None]:
 
 def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
     name, source, splits = locate(options.dataset)
-    kind = source.kind if source else guess_kind(next(iter(splits.values())), options)
+    known = source is not None and not options.tabular
+    kind = source.kind if source and known else guess_kind(next(iter(splits.values())), options)
     wanted = [source.test] if source and source.test else ["test", "validation"]
     test_name = next((split for split in wanted if split in splits and "train" in splits), None)
     # a set of which only the evaluation split could be had is split like one without a test set
@@ -129,6 +133,10 @@ def _resident(inputs: torch.Tensor, meaning: Meaning) -> torch.Tensor:
     return pictures.normalise(inputs, meaning.mean, meaning.std) if meaning.kind == "image" else inputs
 
 
-def _one_label(targets: torch.Tensor) -> npt.NDArray[np.int64]:
+def _one_label(targets: torch.Tensor, kind: Any) -> npt.NDArray[np.int64]:
     """One number per example to partition by; of a target sequence, its last."""
+    if targets.is_floating_point():
+        if kind in ("dirichlet", "classes"):
+            raise wrong("data.partition.kind", f"{kind} with targets that are no classes", "iid or natural")
+        return np.zeros(len(targets), dtype=np.int64)
     return np.asarray((targets if targets.ndim == 1 else targets[:, -1]).numpy(), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Splits of a data set to tensors: images, sentences or running text."""
+"""Splits of a data set to tensors: images, sentences, running text, or columns of a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from fedflat.core.checks import wrong
 from fedflat.data import images as pictures
 from fedflat.data import text
 from fedflat.data.catalog import Kind, Source
+from fedflat.data.clients import classes_of
 from fedflat.data.columns import Options, image_column, label_column, natural_column, text_columns
+from fedflat.data.encoding import encoding_of, inputs_of, targets_of
 from fedflat.data.locate import Split
 
 
@@ -105,6 +107,31 @@ def _characters(
     return Meaning(name, "chars", size, vocabulary=size), table(train), table(test) if test else None
 
 
+def _columns(
+    name: str, source: Source | None, options: Options, train: Split, test: Split | None
+) -> tuple[Meaning, Table, Table | None]:
+    owner = natural_column(train, source, options)
+    there = [column for column in train.features if column != owner]
+    encoding = encoding_of("data.", there, options.inputs, options.target, options.categories, options.scale)
+
+    def table(split: Split, by: str | None) -> Table:
+        frame = split.read([*encoding.inputs, *encoding.target, *([by] if by else [])]).to_pandas()
+        owners = frame[by].tolist() if by else []
+
+        def place(row: int) -> str:
+            return f"row {row}, client {owners[row]}" if by else f"row {row} of {split.where}"
+
+        if by and frame[by].isna().any():
+            row = int(frame[by].isna().to_numpy(dtype=bool).argmax())
+            raise wrong(f"row {row}, column {by}", "a missing value", "the client that the row belongs to")
+        natural = np.array(owners, dtype=object) if by else None
+        return Table(inputs_of(frame, encoding, place), targets_of(frame, encoding, place), natural)
+
+    tables = table(train, owner), table(test, None) if test else None
+    classes = encoding.classes or classes_of(*(found.targets for found in tables if found is not None))
+    return Meaning(name, "table", classes), *tables
+
+
 def _labels(split: Split, column: str) -> torch.Tensor:
     """Class numbers ``(n,)``; raises InputError for missing, fractional or negative ones."""
     values = split.read([column]).column(column)
@@ -133,4 +160,4 @@ def _classes(split: Split, label: str, source: Source | None, train: Table, test
 
 
 Reader = Callable[[str, Source | None, Options, Split, Split | None], tuple[Meaning, Table, Table | None]]
-READERS: dict[Kind, Reader] = {"image": _images, "text": _sentences, "chars": _characters}
+READERS: dict[Kind, Reader] = {"image": _images, "text": _sentences, "chars": _characters, "table": _columns}

@@ -12,10 +12,9 @@ from torch import Tensor
 from fedflat.core import wide
 from fedflat.core.checks import RunError
 from fedflat.core.rounding import MOST
-from fedflat.core.types import Aggregate, Clip, NormClip
+from fedflat.core.types import Aggregate, Clip, Encoder, NormClip
 from fedflat.engine.factored import Factored
 from fedflat.engine.measured import add_clipped
-from fedflat.engine.parts import Encoder
 
 AT_ONCE = 1 << 26
 """Entries of a block of messages that a GPU takes in float64 at once (512 MB)."""
@@ -51,8 +50,11 @@ class Accumulator:
         """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
         return max(self.weight, 1.0) if self.weighted else None
 
-    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> None:
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> Tensor:
         """Clip messages ``(n, d)`` and add them. A message that is not finite, or of the wrong length, counts as zero.
+
+        Returns what multiplied each message, ``(n,)`` or one for each tensor ``(n, L)``; 0 where a message counts as
+        zero. Weights are not in it.
 
         stats: named facts ``(n,)`` of the clients, private to the simulation.
         sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
@@ -64,10 +66,10 @@ class Accumulator:
         messages = messages.to(self.total.device)
         if isinstance(messages, Factored):
             if isinstance(self.clip, NormClip) and type(self)._sum is Accumulator._sum:
-                self._add_factored(messages, self.clip, self._weights(sizes), stats)
-                return
+                return self._add_factored(messages, self.clip, self._weights(sizes), stats)
             messages = messages.dense()
-        norms, factors = self.clip.factors(messages, self.threshold, self.tensors)
+        norms, clipped = self.clip.factors(messages, self.threshold, self.tensors)
+        factors = clipped
         self._keep(norms, factors if factors.dim() == 1 else factors.amin(1), stats)
         weights = self._weights(sizes)
         if weights is not None:
@@ -76,10 +78,11 @@ class Accumulator:
         if messages.device.type != "cpu" or not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
+        return clipped
 
     def _add_factored(
         self, messages: Factored, clip: NormClip, weights: Tensor | None, stats: Mapping[str, Tensor] | None
-    ) -> None:
+    ) -> Tensor:
         """Messages that are not written out: the same clip and float64 sum, from their factors."""
 
         def scale(norms: Tensor) -> Tensor:
@@ -87,6 +90,7 @@ class Accumulator:
 
         norms, factors = add_clipped(self.total, messages, scale, clip.bound(self.threshold), weights)
         self._keep(norms, factors, stats)
+        return factors
 
     def _weights(self, sizes: Sequence[int]) -> Tensor | None:
         """n_i ``(n,)`` where the mean is weighted, noted in ``weight``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedflat.core.checks import wrong
 from fedflat.core.params import Layout
+from fedflat.core.personal import NOTHING, Own
 from fedflat.core.types import Algorithm, Broadcast, Local, LocalView, Phase, UpdateView, whole_gradient
 from fedflat.engine.problem import Batch, Gradient, Problem
 
@@ -44,7 +45,13 @@ class _Record:
 
 
 def train_client(
-    algorithm: Algorithm, problem: Problem, broadcast: Broadcast, local: Local, data: LocalData, weights: Tensor
+    algorithm: Algorithm,
+    problem: Problem,
+    broadcast: Broadcast,
+    local: Local,
+    data: LocalData,
+    weights: Tensor,
+    own: Own = NOTHING,
 ) -> LocalResult:
     """Local phases, update, mask and transforms of a client (algorithms.md, the round, steps 3 and 4).
 
@@ -52,7 +59,7 @@ def train_client(
     """
     layout, record = problem.layout, _Record()
     for index, phase in enumerate(algorithm.phases):
-        _run_phase(phase, index, problem, broadcast, local, data, weights, record)
+        _run_phase(phase, index, problem, broadcast, local, data, weights, record, own)
     shared = layout.span("shared")
     update = weights[..., shared] - broadcast.shared
     if broadcast.mask is not None:
@@ -63,10 +70,15 @@ def train_client(
         gradient=lambda: local_gradient(problem, weights, data),
         steps=steps_of(phase, local),
         lr=rate_of(phase, local, broadcast),
-        memory=broadcast.memory,
+        broadcast=broadcast.vectors,
+        state=own.state,
+        generator=own.generator,
     )
+    last, like = len(algorithm.transforms) - 1, update
     for index, transform in enumerate(algorithm.transforms):
-        update = _like(transform(update, view), update, f"algorithm.transforms[{index}]")
+        if index == last and algorithm.vectors > 1:
+            like = update.new_empty(*update.shape[:-1], algorithm.vectors * update.shape[-1])
+        update = _like(transform(update, view), like, f"algorithm.transforms[{index}]")
     zero = weights.new_zeros(weights.shape[:-1])
     loss = torch.stack(record.loss).mean(0) if record.loss else zero
     accuracy = torch.stack(record.accuracy).mean(0) if record.accuracy else zero
@@ -100,17 +112,26 @@ def _run_phase(
     data: LocalData,
     weights: Tensor,
     record: _Record,
+    own: Own,
 ) -> None:
     """K steps of momentum SGD with the phase's gradient rule, in place on the phase's part of ``weights``."""
     part = weights[..., problem.layout.span(phase.part)]
     start = part.clone()
-    memory = broadcast.memory if phase.part != "personal" else None
+    shared = phase.part != "personal"
     rule = phase.rule or whole_gradient
     momentum = local.momentum if phase.momentum is None else phase.momentum
     lr = rate_of(phase, local, broadcast)
-    view = LocalView(start=start, clip=broadcast.clip, memory=memory)
+    view = LocalView(
+        start=start,
+        clip=broadcast.clip,
+        steps=steps_of(phase, local),
+        lr=lr,
+        broadcast=broadcast.vectors if shared else {},
+        state=own.state if shared else {},
+        generator=own.generator,
+    )
     buffer: Tensor | None = None
-    for batch in data.batches(index, steps_of(phase, local)):
+    for batch in data.batches(index, view.steps):
         gradient = rule(_loss_gradient(problem, phase, local, weights, batch, record), view)(part)
         gradient = _like(gradient, part, f"algorithm.phases[{index}].rule")
         if momentum:

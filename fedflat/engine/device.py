@@ -112,9 +112,9 @@ def sent(broadcast: Broadcast, device: torch.device) -> Broadcast:
     """The broadcast on a device."""
     if broadcast.shared.device == device:
         return broadcast
-    memory = None if broadcast.memory is None else broadcast.memory.to(device)
+    vectors = {name: vector.to(device) for name, vector in broadcast.vectors.items()}
     mask = None if broadcast.mask is None else broadcast.mask.to(device)
-    return replace(broadcast, shared=broadcast.shared.to(device), memory=memory, mask=mask)
+    return replace(broadcast, shared=broadcast.shared.to(device), vectors=vectors, mask=mask)
 
 
 @contextmanager

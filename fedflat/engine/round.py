@@ -19,15 +19,19 @@ from fedflat.core.rng import stream
 from fedflat.core.types import (
     Aggregate,
     Broadcast,
+    GridMechanism,
     MaskView,
     MeanView,
+    MovingClip,
     RoundInfo,
     RoundState,
+    ScaledMechanism,
     ServerView,
+    SummingMechanism,
 )
 from fedflat.engine.accumulate import Accumulator, GridAccumulator
 from fedflat.engine.client import rate_of, steps_of
-from fedflat.engine.parts import GridMechanism, Parts, ScaledMechanism
+from fedflat.engine.parts import Parts
 
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
@@ -52,19 +56,18 @@ def broadcast_of(
         shared=state.shared,
         clip=state.clip,
         rate=parts.local.rate(state.round),
-        memory=state.slots.get("memory"),
+        vectors={name: state.slots.get(name, torch.zeros_like(state.shared)) for name in parts.broadcast},
         mask=mask,
     )
 
 
 def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
     """What adds up the round's messages: the plain clipped sum, unless the mechanism brings its own."""
-    tensors, size = parts.layout.tensors("shared"), parts.layout.dimension
-    make = getattr(parts.mechanism, "accumulator", None)
-    if make is not None:
-        return make(parts.clip, broadcast, tensors, key)
+    tensors, size = parts.message_tensors, parts.message_length
+    if isinstance(parts.mechanism, SummingMechanism):
+        return parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
     if isinstance(parts.mechanism, GridMechanism):
-        encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip))
+        encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
         return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
     return Accumulator(parts.clip, broadcast.clip, tensors, size, parts.weighted)
 
@@ -114,7 +117,8 @@ def finish_round(
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
     steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
-    view = ServerView(round, steps, rate, parts.layout.tensors("shared"), slots)
+    tensors = parts.layout.tensors("shared")
+    view = ServerView(round, steps, rate, tensors, slots, plan.divisor, plan.sampler.clients)
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)
@@ -159,10 +163,9 @@ def _aborted(state: RoundState, broadcast: Broadcast, aggregate: Aggregate) -> t
 
 def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:
     """C_{t+1}: the same unless the clip is adaptive, whose count is noised with the plan's own σ_b."""
-    follow = getattr(parts.clip, "next", None)
-    if follow is None:
+    if not isinstance(parts.clip, MovingClip):
         return threshold
-    return float(follow(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
+    return float(parts.clip.next(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dict[str, Any]:

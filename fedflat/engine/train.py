@@ -19,7 +19,7 @@ from torch import Tensor
 from fedflat.core.checks import RunError
 from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
-from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState
+from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.ahead import Ahead
@@ -27,7 +27,7 @@ from fedflat.engine.batches import Order, SingleFeed
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
 from fedflat.engine.evaluate import class_accuracy, client_accuracies, scores, spread
-from fedflat.engine.parts import Parts, ScaledMechanism
+from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
@@ -244,7 +244,7 @@ def _save(
     """
     clock, folder = _Clock(job.stages), job.folder
     folder.append(released, hidden)  # type: ignore[union-attr]
-    kept, layout = Heads(heads.first, dict(heads.kept)), job.parts.layout
+    kept, layout = heads.copy(), job.parts.layout
     names = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes)]
     facts = {"run": folder.run, "ledger": ledger, "tensors": names, "shared_tensors": layout.shared}  # type: ignore[union-attr]
 
@@ -286,7 +286,7 @@ def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
 def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
     """N(0, I) ``(d,)`` of the round, drawn while clients train: its stream depends on the key and the round only, its
     std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
-    mechanism, size = job.parts.mechanism, job.parts.layout.dimension
+    mechanism, size = job.parts.mechanism, job.parts.message_length
     if not isinstance(mechanism, ScaledMechanism) or not job.parts.plan.private or size < LARGE:
         return None
     return Ahead(lambda: mechanism.unit(job.key, round, size))

@@ -23,13 +23,15 @@ from typing import Any
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation.client.store import Store
 from fedflat.federation.exits import status_of
-from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, private
+from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, must_be_free, private
 from fedflat.federation.launch.project import (
     CONTROL_CERTIFICATE,
     DOORS,
+    HERE,
     PACKAGE,
     client_folder,
     environment,
+    node_port,
     superlink_command,
     supernode_command,
 )
@@ -53,6 +55,7 @@ class Federation:
         from fedflat.federation.superlink import Doors, shown
 
         doors = Doors.read(self.project)
+        self.doors = (doors.listen, doors.control)
         self.host, self.port = doors.listen
         self.control = shown(doors.control)
         self.task = Task.read(self.project / "app" / PACKAGE)
@@ -68,9 +71,12 @@ class Federation:
         self.stop()
 
     def start(self, clients: Sequence[int] | None = None) -> None:
-        """SuperLink and the SuperNodes of ``clients`` (default: all)."""
+        """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
+        chosen = range(self.task.form.clients) if clients is None else clients
+        for host, port in (*self.doors, *((HERE, node_port(self.port, client)) for client in chosen)):
+            must_be_free(str(self.project / DOORS), host, port)
         self.start_superlink()
-        for client in range(self.task.form.clients) if clients is None else clients:
+        for client in chosen:
             self.start_node(client)
 
     def start_superlink(self) -> None:
@@ -78,12 +84,20 @@ class Federation:
         self._spawn("superlink", superlink_command(self.project))
         until = time.monotonic() + self.patience
         while time.monotonic() < until:
-            if self.processes["superlink"].poll() is not None:
-                break
+            self.check_alive()
             with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
                 return
             time.sleep(0.2)
         raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
+
+    def check_alive(self) -> None:
+        """RunError, with the last line of its log, if a process that was started here has ended by itself."""
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                log = self.logs / f"{name}.log"
+                said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                last = said[-1].removeprefix("error: ") if said else "no word"
+                raise RunError(f"{name} has ended: {last} (see {log})")
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""
@@ -152,13 +166,14 @@ class Federation:
         return init_http_client_from_connection(connection, sender)
 
     def wait(self, run: int, seconds: float) -> str:
-        """Wait until a run is finished; returns its last status."""
+        """Wait until a run is finished; returns its last status. RunError as soon as a process has ended."""
         until, status = time.monotonic() + seconds, ""
         while time.monotonic() < until:
             status = self.status(run)
             if status.startswith("finished"):
                 break
-            time.sleep(2.0)
+            self.check_alive()
+            time.sleep(0.5)
         return status
 
     def stop(self) -> None:

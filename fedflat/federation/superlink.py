@@ -24,7 +24,7 @@ from fedflat.core.checks import InputError, wrong
 from fedflat.federation.exits import status_of
 from fedflat.federation.launch.certificates import write_authority_and_server
 from fedflat.federation.launch.flower import check_flower
-from fedflat.federation.launch.processes import hang_up_is_an_end, private
+from fedflat.federation.launch.processes import hang_up_is_an_end, must_be_free, private
 from fedflat.federation.launch.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, environment
 from fedflat.federation.lock import LOCK, OperatorOnly, address_of, fleet_only, loopback_of, read_lock
 from fedflat.federation.roster import Roster
@@ -61,7 +61,7 @@ def serve(project: Path) -> int:
     """Run the SuperLink of a project until it is told to end.
 
     Raises:
-        InputError: no project, a control door that others reach, no lock, or a key that others read.
+        InputError: no project, a control door or a key open to others, no lock, or a port that is taken.
     """
     check_flower()
     doors, lock = Doors.read(project), read_lock(project / "server" / LOCK)
@@ -69,6 +69,8 @@ def serve(project: Path) -> int:
     key = project / "certificates" / "server.key"
     if not key.is_file() or key.stat().st_mode & 0o077:
         raise wrong(str(key), "no such file" if not key.is_file() else "a mode other than 0600", "a private key, 0600")
+    for door, address in (("listen", doors.listen), ("control", doors.control)):
+        must_be_free(f"{project / DOORS}: {door}", *address)
     private()
     hang_up_is_an_end()
     os.environ.update(environment(project))

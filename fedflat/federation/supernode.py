@@ -21,19 +21,17 @@ from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation.exits import status_of
 from fedflat.federation.launch.certificates import write_authority_and_server
 from fedflat.federation.launch.flower import check_flower
-from fedflat.federation.launch.processes import hang_up_is_an_end, private
-from fedflat.federation.launch.project import QUIET
+from fedflat.federation.launch.processes import hang_up_is_an_end, must_be_free, private
+from fedflat.federation.launch.project import HERE, QUIET
 from fedflat.federation.task import Task
 from fedflat.federation.worker import Runtime, client_work, start_worker
-
-HERE = "127.0.0.1"
 
 
 def serve(given: argparse.Namespace) -> int:
     """Run the SuperNode until it is told to end.
 
     Raises:
-        InputError: files that are missing or open to others. RunError: the SuperLink does not know the node any more.
+        InputError: files that are missing or open to others, a taken port. RunError: the SuperLink lost the node.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
     check_flower()
@@ -43,6 +41,7 @@ def serve(given: argparse.Namespace) -> int:
     if not key.is_file() or key.stat().st_mode & 0o077:
         found = "no such file" if not key.is_file() else f"mode {key.stat().st_mode & 0o777:04o}"
         raise wrong(f"--auth-supernode-private-key {key}", found, "the client's own key, 0600")
+    must_be_free("--port", HERE, given.port)
     private()
     hang_up_is_an_end()
     os.environ.update(QUIET)

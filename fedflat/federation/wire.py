@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from fedflat.core.types import Broadcast
 
-PROTOCOL = 2
+PROTOCOL = 3
 NONCE_BYTES = 16
 ARRAYS, FACTS = "arrays", "facts"
 NPY = "numpy.ndarray"
+VECTOR = "vector."
+"""Before the name of a vector that the method broadcasts."""
 
 
 class Malformed(ValueError):
@@ -111,33 +114,35 @@ def write_ask(ask: Ask, shared: Any = None) -> Any:
 def write_broadcast(broadcast: Broadcast) -> Any:
     """Everything in an ask that is the same for all clients of the round."""
     arrays = {"shared": broadcast.shared.detach().cpu().numpy()}
-    if broadcast.memory is not None:
-        arrays["memory"] = broadcast.memory.detach().cpu().numpy()
+    arrays |= {VECTOR + name: vector.detach().cpu().numpy() for name, vector in broadcast.vectors.items()}
     if broadcast.mask is not None:
         arrays["mask"] = broadcast.mask.detach().cpu().numpy().astype(np.uint8)
     numbers = {"clip": float(broadcast.clip).hex(), "rate": float(broadcast.rate).hex()}
     return _records(arrays, {"round": broadcast.round, "draw": broadcast.draw, **numbers})
 
 
-def read_ask(content: Any, dimension: int) -> Ask:
-    """A checked ask for a model with d = ``dimension`` shared parameters, or ``Malformed``."""
+def read_ask(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Ask:
+    """A checked ask for a model with d = ``dimension`` shared parameters, or ``Malformed``.
+
+    vectors: the names of the vectors ``(d,)`` that the method broadcasts; all of them must be there, and no other.
+    """
     arrays, facts = parts_of(content)
-    if not {"shared"} <= set(arrays) <= {"shared", "memory", "mask"}:
+    if set(arrays) - {"mask"} != {"shared", *(VECTOR + name for name in vectors)}:
         raise Malformed("form")
     found = {
         name: unpack(value, "uint8" if name == "mask" else "float32", (dimension,)) for name, value in arrays.items()
     }
-    memory, mask = found.get("memory"), found.get("mask")
+    mask = found.get("mask")
     broadcast = Broadcast(
         round=number(facts, "round"),
         shared=torch.from_numpy(found["shared"]),
         clip=_hex(facts, "clip"),
         rate=_hex(facts, "rate"),
-        memory=None if memory is None else torch.from_numpy(memory),
+        vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
         mask=None if mask is None else torch.from_numpy(mask.astype(bool)),
         draw=number(facts, "draw"),
     )
-    if not np.isfinite(found["shared"]).all() or (memory is not None and not np.isfinite(memory).all()):
+    if not all(np.isfinite(value).all() for value in found.values()):
         raise Malformed("not finite")
     pin = facts.get("pin")
     if not isinstance(pin, str):

@@ -7,8 +7,7 @@ from typing import Any
 
 from fedflat.config.recipe import ClipSection, Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.types import Algorithm
-from fedflat.engine.parts import Mechanism
+from fedflat.core.types import Algorithm, Mechanism
 from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.ddgauss.plan import DDGaussPlan
 from fedflat.pieces.mechanisms import GaussianNoise
@@ -27,11 +26,13 @@ def trust_of(recipe: Recipe, method: Algorithm) -> str:
 
 
 def check(recipe: Recipe, method: Algorithm) -> None:
-    """Refuse combinations of secure noise, trust model and method for which there is no proven mechanism.
+    """Refuse combinations of secure noise, trust model, cohorts and method for which there is no proven mechanism.
 
     Raises:
         InputError: with the reason.
     """
+    _check_what_is_kept(recipe, method)
+    _check_message(recipe, method)
     trust, discrete = trust_of(recipe, method), method.kind == "ddgauss"
     if discrete and trust != "distributed":
         raise wrong("privacy.trust", trust, f"distributed for {method.name}", hint="Its noise is clients' shares.")
@@ -41,6 +42,38 @@ def check(recipe: Recipe, method: Algorithm) -> None:
     if discrete and recipe.privacy.noise_cohort is not None:
         hint = "The grid is made for the cohort that runs."
         raise wrong("privacy.noise_cohort", recipe.privacy.noise_cohort, f"nothing for {method.name}", hint=hint)
+
+
+def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
+    """What clients keep between rounds: amplification then needs coins that are independent of one another.
+
+    Given the others' coins and randomness, a release is (1 − q)·P₀ + q·E[P₁], however a client's state was made. Where
+    the others' places in a cohort depend on its own, that is not so. Local trust claims no amplification.
+    """
+    trust, sampling = trust_of(recipe, method), recipe.cohort.sampling
+    keeps = "a state" if method.client_state else "personal heads" if method.head is not None else ""
+    if not keeps or not method.private:
+        return
+    if method.client_state and trust == "distributed":
+        hint = "Its clients keep a state, moved by what they sent; of a round that is aborted nothing is added."
+        raise wrong("privacy.trust", trust, f"central or local for {method.name}", hint=hint)
+    sound = recipe.privacy.protocol == "sound" and recipe.privacy.noise_multiplier != 0
+    if sound and trust != "local" and sampling != "poisson":
+        hint = f"Its clients keep {keeps} between rounds: amplification is proven for independent coins only."
+        raise wrong("cohort.sampling", sampling, f"poisson for {method.name}", hint=hint)
+
+
+def _check_message(recipe: Recipe, method: Algorithm) -> None:
+    """What a message of several vectors, a factor or a state of the method's own does not go with."""
+    several = method.vectors > 1 or method.scale is not None or bool(method.client_state)
+    if several and method.private and recipe.privacy.protocol == "published":
+        raise wrong("privacy.protocol", "published", f"sound for {method.name}")
+    if method.vectors < 1 or (method.vectors > 1 and not method.transforms):
+        raise wrong("algorithm.vectors", method.vectors, "1, or as many as the last of algorithm.transforms makes")
+    if method.vectors > 1 and method.mask is not None:
+        raise wrong("algorithm.mask", f"a common mask, and {method.vectors} vectors in a message", "one of both")
+    if method.scale is not None and not method.private:
+        raise wrong("algorithm.scale", f"{method.name}, which is not private", "nothing where nothing is clipped")
 
 
 def constant_clip(recipe: Recipe) -> float:
@@ -61,7 +94,9 @@ def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGa
     """The plan's own account for ddgauss, None for the Gaussian sum. dimension: d, None while it is not known."""
     if method.kind != "ddgauss":
         return None
-    return DDGaussPlan(1 if dimension is None else dimension, constant_clip(recipe), **_options(method))
+    return DDGaussPlan(
+        1 if dimension is None else method.vectors * dimension, constant_clip(recipe), **_options(method)
+    )
 
 
 def settle(plan: Plan) -> Plan:

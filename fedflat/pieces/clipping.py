@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -176,6 +177,47 @@ class Adaptive:
         """C_{t+1} from the noisy centred count Σ(b_i − ½) + N(0, σ_b²) and the constant divisor m."""
         share = 0.5 + noisy_bits / divisor
         return threshold * math.exp(-self.rate * (share - self.quantile))
+
+
+@dataclass(frozen=True)
+class ByNorm:
+    """A method's own factor of a message's norm (``Algorithm.scale``), and the clip at C behind it.
+
+    rule: (norms ``(n,)``, C) -> factors ``(n,)``. What it says beyond C/‖Δ‖ is cut, so the bound is C whatever it says;
+    what is negative or not a number is 0.
+    """
+
+    rule: Callable[[Tensor, float], Tensor]
+
+    def bound(self, threshold: float) -> float:
+        """C."""
+        return threshold
+
+    def scale(self, norms: Tensor, threshold: float) -> Tensor:
+        """Norms ``(n,)`` -> factors ``(n,)``."""
+        tiny = torch.finfo(norms.dtype).tiny
+        found = torch.minimum(self.rule(norms, threshold).to(norms), threshold / norms.clamp_min(tiny))
+        sound = torch.isfinite(norms) & torch.isfinite(found) & (found >= tiny)
+        return torch.where(sound, found, torch.zeros_like(norms))
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)``, factors ``(n,)``, both float64."""
+        norms = norms_of(messages)
+        return norms, self.scale(norms, threshold)
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """Smoothed normalisation in place of a clip: Δ ← C·Δ/(α + ‖Δ‖), shorter than C (Shulgin et al. 2025).
+
+    alpha: α > 0, in units of the message's norm: far below it a message is multiplied by C/α, far above it has norm C.
+    """
+
+    alpha: float
+
+    def __call__(self, norms: Tensor, threshold: float) -> Tensor:
+        """Norms ``(n,)`` -> factors ``(n,)``."""
+        return threshold / (self.alpha + norms)
 
 
 def whole_vector(threshold: float) -> WholeVector:

@@ -50,10 +50,11 @@ class Pgn:
     beta: float
 
     def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
-        if view.memory is None:
+        direction = view.broadcast.get("direction")
+        if direction is None:
             return lambda w: self.beta * gradient(w)
-        offset = _direction(view.memory, self.rho)
-        pull = (1 - self.beta) * view.memory
+        offset = _direction(direction, self.rho)
+        pull = (1 - self.beta) * direction
 
         def mixed(w: Tensor) -> Tensor:
             return self.beta * gradient(w + offset) + pull
@@ -99,9 +100,10 @@ class LookAhead:
     gamma: float
 
     def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
-        if view.memory is None:
+        momentum = view.broadcast.get("nesterov")
+        if momentum is None:
             return gradient
-        ahead = self.gamma * view.memory
+        ahead = self.gamma * momentum
         return lambda w: gradient(w + ahead)
 
 

@@ -47,7 +47,7 @@ class GaussianNoise:
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Noise ``(d,)`` float32; confined to the common mask if the round has one."""
-        size, std = broadcast.shared.numel(), self.total_std(bound, aggregate.count)
+        size, std = aggregate.total.numel(), self.total_std(bound, aggregate.count)
         unit = torch.zeros(size) if std == 0 else self.unit(key, round, size)
         return self.scaled(unit, broadcast, aggregate, bound)
 

@@ -155,19 +155,19 @@ class GridNoise:
         """The public grid of a round whose messages have norm ≤ ``bound``."""
         return GridGaussian(bound, self.std(bound), dimension)
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float) -> GridSum:
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> GridSum:
         """What adds up a round's clipped messages."""
-        return GridSum(self.grid(bound, broadcast.shared.numel()))
+        return GridSum(self.grid(bound, size))
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """The noisy sum, float32 `(d,)`; every value is a whole number of grid steps."""
-        grid = self.grid(bound, broadcast.shared.numel())
+        grid = self.grid(bound, aggregate.total.numel())
         exact = np.zeros(grid.dimension, dtype=np.int64) if aggregate.exact is None else aggregate.exact
         return grid.to_float(exact + self._steps(key, broadcast, aggregate.count, grid))
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """The noise alone, as `release` draws it, float32 `(d,)`."""
-        grid = self.grid(bound, broadcast.shared.numel())
+        grid = self.grid(bound, aggregate.total.numel())
         return grid.to_float(self._steps(key, broadcast, aggregate.count, grid))
 
     def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> Integers:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class LaplacianSmoothing:
 
 
 @dataclass(frozen=True)
-class PgnMemory:
+class PgnDirection:
     """DP-FedPGN's server step (002 Alg. 1; the signs of its Eq. 12 and 15 are misprinted).
 
     From the noisy mean S/m of Δ̄: Δ = S/m − (1−β)Kη_t g̃^t, g̃^{t+1} = −Δ/(η_t K), smoothed here for -ls. It hands
@@ -53,17 +54,18 @@ class PgnMemory:
 
     beta: float
     smoothing: LaplacianSmoothing | None = None
+    broadcast: ClassVar[tuple[str, ...]] = ("direction",)
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {"memory": torch.zeros_like(shared)}
+        return {"direction": torch.zeros_like(shared)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         reach = view.steps * view.lr
-        update = mean - (1 - self.beta) * reach * view.slots["memory"]
-        memory = -update / reach
+        update = mean - (1 - self.beta) * reach * view.slots["direction"]
+        direction = -update / reach
         if self.smoothing is not None:
-            memory = self.smoothing.smooth(memory, view.tensors)
-        return -reach * memory, {"memory": memory}
+            direction = self.smoothing.smooth(direction, view.tensors)
+        return -reach * direction, {"direction": direction}
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,14 @@ class Velocity:
     """
 
     gamma: float
+    broadcast: ClassVar[tuple[str, ...]] = ("nesterov",)
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {"memory": torch.zeros_like(shared)}
+        return {"nesterov": torch.zeros_like(shared)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
-        velocity = self.gamma * view.slots["memory"] + (1 - self.gamma) * mean
-        return velocity, {"memory": velocity}
+        velocity = self.gamma * view.slots["nesterov"] + (1 - self.gamma) * mean
+        return velocity, {"nesterov": velocity}
 
 
 @dataclass(frozen=True)

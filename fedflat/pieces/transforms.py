@@ -77,9 +77,8 @@ class AddBackDirection:
     beta: float
 
     def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
-        if view.memory is None:
-            return update
-        return update + (1 - self.beta) * view.steps * view.lr * view.memory
+        direction = view.broadcast.get("direction")
+        return update if direction is None else update + (1 - self.beta) * view.steps * view.lr * direction
 
 
 def top_k(keep: float = 0.4) -> TopK:

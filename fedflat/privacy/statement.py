@@ -55,6 +55,10 @@ MECHANISMS: dict[str, str] = {
     "ddgauss": "Discrete Gaussian shares on clipped, rotated and rounded updates, summed modulo 2^bits.",
     "ae-dpfl": "Gaussian noise on the cohort's votes for public examples; the student is trained on their arg-max.",
 }
+KEEPS = (
+    "; clients keep heads or states between rounds, beside which amplification holds because one client's coin says "
+    "nothing of another's"
+)
 SAMPLING: dict[str, str] = {
     "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",
     "truncated": "Poisson with a cap on the cohort: clients over the cap are dropped at random; the draw is secret.",
@@ -125,7 +129,7 @@ def statement(
     """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
 
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
-    true), ``secure``, ``personal``, ``finetuned``, ``held_out``, ``mechanism`` (a sentence) and
+    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``mechanism`` (a sentence) and
     ``paper_items`` (numbers of :data:`PAPER_ITEMS`).
     Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
     under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
@@ -155,7 +159,7 @@ def statement(
         "trust": plan.trust,
         "trust_model": TRUST_PUBLISHED if plan.protocol == "published" else TRUST[plan.trust],
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
-        "sampling": _sampling(plan.sampler),
+        "sampling": _sampling(plan, facts),
         "mechanism": _mechanism(plan, facts),
         "rounds": rounds_run,
         "rounds_charged": charged,
@@ -212,9 +216,11 @@ def _adjacency(guarantees: Sequence[Any]) -> str:
     return "; ".join(ADJACENCY.get(kind.lower().replace("-", "_"), kind) for kind in kinds) or "none proven"
 
 
-def _sampling(sampler: Any) -> str:
+def _sampling(plan: PlanLike, facts: Mapping[str, Any]) -> str:
+    sampler, keeps = plan.sampler, facts.get("personal") or facts.get("client_state")
+    more = KEEPS if keeps and plan.protocol == "sound" and sampler.name == "poisson" and plan.trust != "local" else ""
     share = f"q = {sampler.size / sampler.clients:g}"
-    return f"{SAMPLING[sampler.name]} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share})"
+    return f"{SAMPLING[sampler.name]} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share}){more}"
 
 
 def _mechanism(plan: PlanLike, facts: Mapping[str, Any]) -> str:
@@ -291,6 +297,11 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         found.append(
             "Personal parts: personal heads, fine-tuned models and personal accuracies are not released, not covered; "
             "the shared part is protected in the joint sense (what everyone but the client itself sees)."
+        )
+    if facts.get("client_state"):
+        found.append(
+            "Clients' states: what each client keeps between rounds stays with it; it is not released, not covered. "
+            "What follows from it in later messages is covered."
         )
     if not facts.get("secure"):
         found.append("Attacks on floating-point noise (privacy.secure_rng: true withstands them).")

@@ -1,8 +1,8 @@
 """Checkpoints in safetensors, sealed by SHA-256: what is released, and apart from it what is private.
 
-``checkpoints/round-N.safetensors`` holds the released server state only. Personal heads, and counts of who took part,
-lie in ``private/heads/`` of the run, bound to their public half. A kill leaves the old one or the new one; a checkpoint
-counts once its public half has its name, which comes last.
+``checkpoints/round-N.safetensors`` holds the released server state only. What clients keep (heads, states), and counts
+of who took part, lie in ``private/heads/`` of the run, bound to their public half. A kill leaves the old one or the new
+one; a checkpoint counts once its public half has its name, which comes last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def save(folder: Path, state: RoundState, heads: Heads, facts: Mapping[str, Any]
     """Write the state after ``state.round`` finished rounds; keep the newest few."""
     path = folder / f"round-{state.round:06d}.safetensors"
     tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
-    hidden: dict[str, Tensor] = heads.pack() if heads.first.numel() else {}
+    hidden = heads.pack()
     for name, value in state.slots.items():
         (hidden if name in PRIVATE_SLOTS else tensors)[f"slot.{name}"] = value
     public = {"round": state.round, "clip": state.clip.hex(), "private_half": bool(hidden), **facts}
@@ -116,8 +116,7 @@ def load(path: Path) -> tuple[RoundState, Heads, Facts]:
             raise InputError(f"{other}: found the private half of another checkpoint; allowed: that of {path.name}.")
     state = _state(tensors | hidden, facts)
     heads = Heads(tensors["heads.first"])
-    if "heads.ids" in hidden:
-        heads.unpack(hidden)
+    heads.unpack(hidden)
     return state, heads, facts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly.inputs import as_given
+from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.records import resolved, state_privacy
 from fedflat.backends.choose import one_thread
@@ -57,7 +57,7 @@ class Result:
 def run(
     recipe: RecipeLike,
     model: nn.Module | None = None,
-    clients: Sequence[Any] | None = None,
+    clients: Clients | None = None,
     test: Any = None,
     out: str | Path | None = None,
     *,

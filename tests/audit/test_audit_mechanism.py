@@ -234,7 +234,7 @@ def test_memory_gives_one_more_canary():
     bench = bench_of("dp-fedpgn")
     others, canary = canaries_for(bench)[-1].make(bench, 1.0)
     assert torch.allclose(others.update, -canary.update)
-    assert float(others.update @ bench.state.slots["memory"]) > 0
+    assert float(others.update @ bench.state.slots["direction"]) > 0
 
 
 def test_planted_benches_differ_from_the_real_one_in_one_part():

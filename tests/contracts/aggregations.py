@@ -59,15 +59,16 @@ def honest(method: str, **changes: dict) -> Aggregation:
             accumulator.add(member.message, [member.size])
         total = accumulator.result()
         new, _ = finish_round(parts, state, broadcast, total, KEY, lambda line: None, divisor=accumulator.divisor)
-        return Released(new.shared - state.shared, REST.clone(), total.bits)
+        assert torch.equal(new.shared - state.shared, parts.algorithm.server[0].mean[: len(new.shared)])
+        return Released(parts.algorithm.server[0].mean.clone(), REST.clone(), total.bits)
 
     return aggregate
 
 
 def dimension(method: str) -> tuple[int, tuple[slice, ...]]:
     """Length of a method's message, and its tensors."""
-    layout = job(method).parts.layout
-    return layout.dimension, layout.tensors("shared")
+    parts = job(method).parts
+    return parts.message_length, parts.message_tensors
 
 
 # ---------------------------------------------------------------- broken twins

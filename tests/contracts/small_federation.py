@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
+from fedflat.core.types import ServerView
 from fedflat.engine.train import Job
 from fedflat.pieces.server import optimizer
 
@@ -87,11 +88,26 @@ def job(method: str, changes: Mapping[str, Any] | None = None, network: nn.Modul
     return prepare(Recipe.of(recipe(method, changes, **options)), network or module(), clients())
 
 
+class Caught:
+    """A server step that keeps the noisy mean of whole messages, and hands on its first vector."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.mean = length, torch.zeros(0)
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        self.mean = mean
+        return mean[: self.length], {}
+
+
 def at_the_sum(made: Job) -> Job:
-    """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m."""
-    plain = optimizer("sgd")
+    """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m, and so is
+    the first server step's ``mean``, which has all vectors of a message."""
     keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
-    bare = replace(made.parts.algorithm, server=keep)
+    caught = Caught(made.parts.layout.dimension)
+    bare, plain = replace(made.parts.algorithm, server=(caught, *keep)), optimizer("sgd")
     made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)
     made.first = torch.zeros_like(made.first)
     return made

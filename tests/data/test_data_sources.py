@@ -244,7 +244,7 @@ def test_a_short_name_is_not_a_folder_nearby(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match="on the hub for uoft-cs/cifar100"):
         load({"dataset": "cifar100", "clients": 2})
-    with pytest.raises(InputError, match="without parquet files"):
+    with pytest.raises(InputError, match="without parquet or CSV files"):
         load({"dataset": "./cifar100", "clients": 2})
 
 
@@ -275,7 +275,10 @@ def test_files_that_do_not_fit(tmp_path: Path, columns: dict[str, list[Any]], mo
 
 def test_files_that_are_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "junk.parquet").write_bytes(b"junk")
-    for dataset, says in ((tmp_path / "junk.parquet", "a readable parquet file"), (tmp_path, "without parquet files")):
+    for dataset, says in (
+        (tmp_path / "junk.parquet", "a readable parquet file"),
+        (tmp_path, "without parquet or CSV files"),
+    ):
         with pytest.raises(InputError, match=says):
             load({"dataset": str(dataset), "clients": 1})
 

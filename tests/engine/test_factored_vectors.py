@@ -44,13 +44,13 @@ def batch(seed: int, scale: float = 1.0) -> Batch:
 )
 def test_every_rule_is_the_same_on_factors(rule: object) -> None:
     low, dense, first = problems()
-    memory = torch.linspace(-1, 1, len(first))
+    direction = torch.linspace(-1, 1, len(first))
     w, v = low.start(first, CLIENTS), first.repeat(CLIENTS, 1)
     starts = w.clone(), v.clone()
     for seed in range(3):
         minibatch = batch(seed)
         for at, problem, start in (w, low, starts[0]), (v, dense, starts[1]):
-            view = LocalView(start=start, clip=0.05, memory=memory)
+            view = LocalView(start=start, clip=0.05, steps=1, lr=0.3, broadcast={"direction": direction})
 
             def gradient(x: object, problem: object = problem, minibatch: Batch = minibatch) -> object:
                 return problem.gradient(x, "all", minibatch).vector  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -25,12 +26,16 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("flwr.superlink")
 
+from ports import free_port
 from stand_in import deployed, small
-from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, free_port, logs
+from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, logs
 
-from fedflat.federation import lock, superlink, supernode
+from fedflat.core.checks import InputError, RunError
+from fedflat.federation import local, lock, superlink, supernode
+from fedflat.federation.launch.processes import must_be_free
 from fedflat.federation.launch.project import PACKAGE, client_folder, node_port, supernode_command, write_project
 from fedflat.federation.local import Federation
+from fedflat.federation.task import Task
 from fedflat.federation.wire import Answer, write_answer
 from fedflat.federation.worker import difference
 
@@ -241,6 +246,39 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
     doors.write_text(good)
     assert lock.main([str(fed)]) == 0 and len(lock.read_lock(secret)) == 32  # a new token mends it
     assert "127.0.0.1:8444.oidc-access-token" in (fed / "flower" / "credentials.yaml").read_text()
+
+
+def test_a_port_that_is_taken_is_one_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fed, port = tmp_path / "fed", free_port()
+    task = Task.read(write_project(small(), fed, port=port).folder / "app" / PACKAGE)
+    node = supernode_command(fed, 0, "127.0.0.1", port, task.pin)[3:]
+    starts = [
+        (port, superlink.main, [str(fed)]), (port + 1, superlink.main, [str(fed)]), (port + 2, supernode.main, node),
+        *((taken, local.main, [str(fed)]) for taken in (port, port + 1, node_port(port, 3))),
+    ]  # fmt: skip
+    for taken, main, words in starts:
+        with socket.create_server(("127.0.0.1", taken)):
+            assert main(words) == 2
+        found = capsys.readouterr().err
+        assert f"found 127.0.0.1:{taken}, which another program uses; allowed: a free port." in found
+        assert found.count("\n") == 1
+    assert not list(fed.rglob("*.log"))
+    with pytest.raises(InputError, match="up to 65535"):
+        must_be_free("--port", "127.0.0.1", 65536)
+    must_be_free("listen", "198.51.100.1", port)  # an address of another machine: nothing is known of it
+
+
+def test_a_process_that_ended_by_itself_is_named_with_its_last_line(tmp_path: Path) -> None:
+    write_project(small(), tmp_path / "fed", port=free_port())
+    with Federation(tmp_path / "fed") as federation:
+        federation._spawn("client-3", ["python", "-c", "print('error: no key'); print()"])
+        federation.processes["client-3"].wait(PATIENCE)
+        with pytest.raises(RunError, match=r"client-3 has ended: no key \(see .*client-3.log\)"):
+            federation.check_alive()
+        federation._spawn("client-3", ["sleep", "1000"])
+        federation.check_alive()
 
 
 def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("prometheus_client")
 
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import Grid, deployed, grid_of, honest, settings, small
 
@@ -39,9 +39,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def asked(address: str, path: str) -> tuple[int, str]:

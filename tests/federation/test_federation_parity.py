@@ -26,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "common mask": {"algorithm": {"name": "fed-smp-randk", "keep": 0.4}},
     "lus and blur": {"algorithm": "dp-fedavg-blurs"},
     "personal heads": {"algorithm": "dp2-fedsam", "rounds": 3},
+    "control variates": {"algorithm": {"name": "dp-scaffold", "scale": 0.5}, "rounds": 3},
+    "error feedback": {"algorithm": {"name": "fed-normec", "alpha": 0.01}, "rounds": 3},
     "adaptive clip": {"privacy": {"clip": {"kind": "adaptive", "initial": 0.05}}, "rounds": 3},
     "per-tensor clip": {"privacy": {"clip": {"kind": "per-tensor", "values": 0.03}}},
     "sample weights": {

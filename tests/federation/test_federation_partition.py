@@ -20,8 +20,9 @@ import torch
 
 pytest.importorskip("flwr")
 
+from ports import free_port
 from stand_in import client_at, small
-from test_federation_processes import free_port, logs, programs
+from test_federation_processes import logs, programs
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast

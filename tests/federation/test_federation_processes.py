@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ pytest.importorskip("flwr")
 if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).parent / "flower-superlink").exists():  # type: ignore[attr-defined]
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
+from ports import free_port
 from stand_in import client_at, final_shared, small
 
 from fedflat.core.types import Broadcast
@@ -42,12 +42,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def made(folder: Path, nodes: int, **changes: Any) -> Federation:

@@ -286,23 +286,27 @@ def test_nothing_private_lies_in_the_runs_folder(tmp_path: Path) -> None:
 def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
     shared = torch.arange(D, dtype=torch.float32)
     mask = torch.tensor([True, False, True, True, False])
-    broadcast = Broadcast(3, shared, 0.1, 0.998**3, memory=shared * 2, mask=mask, draw=9)
+    broadcast = Broadcast(3, shared, 0.1, 0.998**3, vectors={"direction": shared * 2}, mask=mask, draw=9)
     ask = Ask(1, b"n" * 16, "pin", broadcast)
-    found = wire.read_ask(wire.write_ask(ask), D)
+    found = wire.read_ask(wire.write_ask(ask), D, ["direction"])
     assert (found.client, found.nonce, found.pin) == (1, b"n" * 16, "pin")
     for name in ("round", "clip", "rate", "draw"):
         assert getattr(found.broadcast, name) == getattr(broadcast, name)
-    for name in ("shared", "memory", "mask"):
+    for name in ("shared", "mask"):
         assert torch.equal(getattr(found.broadcast, name), getattr(broadcast, name))
+    assert torch.equal(found.broadcast.vectors["direction"], shared * 2)
+    for names in ([], ["control"], ["direction", "control"]):
+        with pytest.raises(Malformed):
+            wire.read_ask(wire.write_ask(ask), D, names)
     infinite = wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared, float("inf"), 1.0)))
     assert wire.read_ask(infinite, D).broadcast.clip == float("inf")
     for bad in ("nan", "-0x1p+0", "zero", None):
         with pytest.raises(Malformed):
-            wire.read_ask(with_facts(wire.write_ask(ask), clip=bad), D)
+            wire.read_ask(with_facts(wire.write_ask(ask), clip=bad), D, ["direction"])
     with pytest.raises(Malformed):
         wire.read_ask(wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared * torch.nan, 0.1, 1.0))), D)
     with pytest.raises(Malformed):
-        wire.read_ask(wire.write_ask(ask), D + 1)
+        wire.read_ask(wire.write_ask(ask), D + 1, ["direction"])
 
 
 def test_a_reply_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path) -> None:

@@ -337,17 +337,21 @@ class Setting:
     finetune_lr: float | None = None
     server: dict = field(default_factory=dict)
     weights: str = "uniform"
+    scale: float = 1.0
+    alpha: float = 0.1
 
 
 @dataclass
 class Outcome:
-    """Final weights (a head entry is w^0's), heads by client, weights after every round, recorded numbers."""
+    """Final weights (a head entry is w^0's), heads by client, weights after every round, recorded numbers, what clients
+    keep by client."""
 
     weights: Vector
     heads: dict[int, Vector]
     trace: list[Vector]
     norms: list[list[float]]
     personal: list[float]
+    kept: dict[int, Vector] = field(default_factory=dict)
 
 
 PERSONAL = {"centaur": False, "dp2-fedsam": True, "p-fedsam": True}
@@ -408,6 +412,64 @@ def server_mean(s: Setting, mean: Vector, memory: Vector, rate: float, tensors) 
     return mean, memory
 
 
+def scaffold(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Outcome:
+    """DP-SCAFFOLD (Karimireddy et al. 2020, Alg. 1, option II), update and control clipped as one vector.
+
+    Everybody with data takes part; the divisor m and the population M count the others too.
+    """
+    w, c = initial.astype(np.float64).copy(), np.zeros(net.length)
+    own = {i: np.zeros(net.length) for i in range(len(clients))}
+    gradient = loss_gradient(net, s.weight_decay, s.max_grad_norm)
+    optimiser, population, cohort = Optimiser(**s.server), len(clients), s.cohort or len(clients)
+    trace, norms = [], []
+    for t in range(s.rounds):
+        eta, updates, changes, lengths = s.lr * s.lr_decay**t, [], [], []
+        for i, data in enumerate(clients):
+            if len(data[1]) == 0:
+                continue
+            y = w.copy()
+            for _ in range(s.steps):
+                y -= eta * (gradient(y, data) - own[i] + c)
+            new = own[i] - c + (w - y) / (s.steps * eta)
+            length = math.sqrt(norm(y - w) ** 2 + (norm(new - own[i]) / s.scale) ** 2)
+            factor = min(1.0, s.clip / length)
+            updates.append(factor * (y - w))
+            changes.append(factor * (new - own[i]))
+            own[i] = own[i] + factor * (new - own[i])
+            lengths.append(length)
+        norms.append(lengths)
+        w = optimiser.step(w, sum(updates) / cohort)
+        c = c + sum(changes) / population
+        np.testing.assert_allclose(c, sum(own.values()) / population, atol=1e-12)  # what the algebra promises
+        trace.append(w.copy())
+    return Outcome(w, {}, trace, norms, [], own)
+
+
+def normec(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Outcome:
+    """Fed-α-NormEC (Shulgin et al. 2025): normalised differences from a memory, which moves by what was sent."""
+    w, memory = initial.astype(np.float64).copy(), np.zeros(net.length)
+    own = {i: np.zeros(net.length) for i in range(len(clients))}
+    gradient = loss_gradient(net, s.weight_decay, s.max_grad_norm)
+    optimiser, population = Optimiser(**s.server), len(clients)
+    trace, norms = [], []
+    for t in range(s.rounds):
+        eta, lengths = s.lr * s.lr_decay**t, []
+        sent = np.zeros(net.length)
+        for i, data in enumerate(clients):
+            if len(data[1]) == 0:
+                continue
+            error = sgd(w.copy(), [data] * s.steps, gradient, eta, s.momentum) - w - own[i]
+            lengths.append(norm(error))
+            message = s.clip * error / (s.alpha + norm(error))
+            own[i] = own[i] + message
+            sent += message
+        norms.append(lengths)
+        memory = memory + sent / population
+        w = optimiser.step(w, memory)
+        trace.append(w.copy())
+    return Outcome(w, {}, trace, norms, [], own)
+
+
 def simulate(
     s: Setting,
     net: Net,
@@ -422,6 +484,8 @@ def simulate(
     masks: the common mask of each round (Fed-SMP). held: held-back data for personal accuracies.
     batches_of(round, client, phase, steps): minibatches; full batches when absent.
     """
+    if s.method in ("dp-scaffold", "fed-normec"):
+        return (scaffold if s.method == "dp-scaffold" else normec)(s, net, initial, clients)
     w = initial.astype(np.float64).copy()
     personal = s.method in PERSONAL
     shared = ~net.head if personal else np.ones(net.length, dtype=bool)

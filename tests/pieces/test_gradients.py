@@ -22,8 +22,9 @@ def slope(w: Tensor) -> Tensor:
     return w @ A
 
 
-def view(start: Tensor = START, clip: float = 1.0, memory: Tensor | None = None) -> LocalView:
-    return LocalView(start, clip, memory)
+def view(start: Tensor = START, clip: float = 1.0, direction: Tensor | None = None) -> LocalView:
+    told = {} if direction is None else {"direction": direction, "nesterov": direction}
+    return LocalView(start, clip, 4, 0.5, told)
 
 
 def test_sam_is_the_gradient_at_the_worst_nearby_point() -> None:
@@ -76,11 +77,11 @@ def test_sam_over_blur_sees_the_penalty_in_both_passes() -> None:
 
 
 def test_pgn_mixes_the_fresh_gradient_with_the_direction() -> None:
-    memory = torch.tensor([1.0, -2.0, 2.0], dtype=torch.float64)
-    expected = 0.3 * slope(W + 0.2 * memory / 3.0) + 0.7 * memory
-    torch.testing.assert_close(pgn(0.2, 0.3)(slope, view(memory=memory))(W), expected)
+    direction = torch.tensor([1.0, -2.0, 2.0], dtype=torch.float64)
+    expected = 0.3 * slope(W + 0.2 * direction / 3.0) + 0.7 * direction
+    torch.testing.assert_close(pgn(0.2, 0.3)(slope, view(direction=direction))(W), expected)
     for nothing in (None, torch.zeros(3, dtype=torch.float64)):
-        torch.testing.assert_close(pgn(0.2, 0.3)(slope, view(memory=nothing))(W), 0.3 * slope(W))
+        torch.testing.assert_close(pgn(0.2, 0.3)(slope, view(direction=nothing))(W), 0.3 * slope(W))
 
 
 def test_the_proximal_term_pulls_back_to_the_start() -> None:
@@ -96,7 +97,7 @@ def test_sam_at_the_look_ahead_point() -> None:
     ahead = W + 0.6 * velocity
     g = slope(ahead)
     rule = compose(look_ahead(0.6), sam(0.25))
-    torch.testing.assert_close(rule(slope, view(memory=velocity))(W), slope(ahead + 0.25 * g / g.norm()))
+    torch.testing.assert_close(rule(slope, view(direction=velocity))(W), slope(ahead + 0.25 * g / g.norm()))
     torch.testing.assert_close(rule(slope, view())(W), sam(0.25)(slope, view())(W))
     assert look_ahead(0.6)(slope, view()) is slope
 
@@ -116,10 +117,10 @@ def test_a_block_is_its_rows(rule: object) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     starts = rows + torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    memory = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    block = rule(slope, view(starts, 1.5, memory))(rows)  # type: ignore[operator]
+    direction = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    block = rule(slope, view(starts, 1.5, direction))(rows)  # type: ignore[operator]
     for row, start, found in zip(rows, starts, block):
-        torch.testing.assert_close(found, rule(slope, view(start, 1.5, memory))(row))  # type: ignore[operator]
+        torch.testing.assert_close(found, rule(slope, view(start, 1.5, direction))(row))  # type: ignore[operator]
 
 
 def test_a_broken_row_stays_in_its_row() -> None:

@@ -12,7 +12,7 @@ from fedflat.core.types import MeanView, ServerView
 from fedflat.pieces.server import (
     TINY,
     KeepInitial,
-    PgnMemory,
+    PgnDirection,
     corrected_adam,
     initial_slots,
     laplacian_smoothing,
@@ -28,7 +28,7 @@ def vector(seed: int = 0, size: int = 15) -> Tensor:
 
 
 def view(slots: dict[str, Tensor] | None = None) -> ServerView:
-    return ServerView(0, 4, 0.25, TENSORS, slots or {})
+    return ServerView(0, 4, 0.25, TENSORS, slots or {}, 5.0, 20)
 
 
 def dense(n: int, sigma: float) -> np.ndarray:
@@ -69,23 +69,23 @@ def test_at_the_papers_strength_98_percent_of_the_noise_stays() -> None:
 @pytest.mark.parametrize("smoothing", [None, 0.5])
 def test_pgn_takes_the_direction_out_again(smoothing: float | None) -> None:
     """Without noise and clip, g̃ is minus the clients' mean movement per unit of learning rate."""
-    step = PgnMemory(0.3, None if smoothing is None else laplacian_smoothing(smoothing))
+    step = PgnDirection(0.3, None if smoothing is None else laplacian_smoothing(smoothing))
     slots = step.initial(torch.zeros(15, dtype=torch.float64))
-    assert torch.equal(slots["memory"], torch.zeros(15, dtype=torch.float64))
-    memory, update, reach = vector(1), vector(2), 4 * 0.25
-    message = update + 0.7 * reach * memory
-    found, changed = step(message, view({"memory": memory}))
+    assert torch.equal(slots["direction"], torch.zeros(15, dtype=torch.float64))
+    direction, update, reach = vector(1), vector(2), 4 * 0.25
+    message = update + 0.7 * reach * direction
+    found, changed = step(message, view({"direction": direction}))
     expected = -update / reach
     if smoothing is not None:
         expected, _ = laplacian_smoothing(smoothing)(expected, view())
-    torch.testing.assert_close(changed["memory"], expected)
+    torch.testing.assert_close(changed["direction"], expected)
     torch.testing.assert_close(found, -reach * expected)
 
 
 def test_the_first_weights_are_remembered() -> None:
     first = vector()
-    slots = initial_slots((KeepInitial(), PgnMemory(0.3), laplacian_smoothing()), first)
-    assert sorted(slots) == ["initial", "memory"]
+    slots = initial_slots((KeepInitial(), PgnDirection(0.3), laplacian_smoothing()), first)
+    assert sorted(slots) == ["direction", "initial"]
     assert torch.equal(slots["initial"], first) and slots["initial"] is not first
     mean = vector(1)
     assert KeepInitial()(mean, view()) == (mean, {})
@@ -180,8 +180,8 @@ def test_velocity_keeps_the_scale_of_the_mean() -> None:
         found, changed = step(mean, view(slots))
         slots |= changed
     torch.testing.assert_close(found, mean)
-    assert torch.equal(slots["memory"], found)
-    assert torch.equal(velocity(0.0)(mean, view({"memory": vector(2)}))[0], mean)
+    assert torch.equal(slots["nesterov"], found)
+    assert torch.equal(velocity(0.0)(mean, view({"nesterov": vector(2)}))[0], mean)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,14 @@ from fedflat.pieces.transforms import add_back_direction, largest, lus, rescale,
 TENSORS = (slice(0, 6), slice(6, 9), slice(9, 10))
 
 
-def view(gradient: Tensor | None = None, memory: Tensor | None = None) -> UpdateView:
-    return UpdateView(TENSORS, lambda: torch.ones(10) if gradient is None else gradient, 4, 0.5, memory)
+def view(gradient: Tensor | None = None, direction: Tensor | None = None) -> UpdateView:
+    return UpdateView(
+        TENSORS,
+        lambda: torch.ones(10) if gradient is None else gradient,
+        4,
+        0.5,
+        {} if direction is None else {"direction": direction},
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,9 +68,11 @@ def test_lus_keeps_the_exact_count_of_a_decimal_share(sparsity: float) -> None:
 
 
 def test_pgn_adds_the_direction_back() -> None:
-    memory = torch.arange(10.0)
+    direction = torch.arange(10.0)
     update = torch.ones(10)
-    torch.testing.assert_close(add_back_direction(0.3)(update, view(memory=memory)), update + 0.7 * 4 * 0.5 * memory)
+    torch.testing.assert_close(
+        add_back_direction(0.3)(update, view(direction=direction)), update + 0.7 * 4 * 0.5 * direction
+    )
     assert add_back_direction(0.3)(update, view()) is update
 
 

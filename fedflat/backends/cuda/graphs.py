@@ -94,7 +94,7 @@ class Graphs:
     def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
         """Train the cohort (sorted ids) and add the messages to the accumulator, in client order."""
         sizes = self.data.sizes[cohort]
-        empty, dimension = int((sizes == 0).sum()), broadcast.shared.numel()
+        empty, dimension = int((sizes == 0).sum()), self.algorithm.vectors * broadcast.shared.numel()
         if empty:
             accumulator.add(torch.zeros(1, dimension).expand(empty, dimension), [0] * empty)
         static = self._receive(broadcast)
@@ -129,13 +129,16 @@ class Graphs:
         """The round's broadcast where recordings read it: the same memory in every round, numbers included."""
         there = sent(broadcast, self.device)
         rate, clip = (torch.tensor(float(number), device=self.device) for number in (broadcast.rate, broadcast.clip))
-        values = {"shared": there.shared, "memory": there.memory, "mask": there.mask, "rate": rate, "clip": clip}
+        values = {"shared": there.shared, "mask": there.mask, "rate": rate, "clip": clip}
         if self._static is None:
             copies = {name: None if value is None else value.clone() for name, value in values.items()}
-            self._static = replace(there, **copies)  # type: ignore[arg-type]
+            vectors = {name: vector.clone() for name, vector in there.vectors.items()}
+            self._static = replace(there, **copies, vectors=vectors)  # type: ignore[arg-type]
         for name, value in values.items():
             if value is not None:
                 getattr(self._static, name).copy_(value)
+        for name, vector in there.vectors.items():
+            self._static.vectors[name].copy_(vector)
         return replace(self._static, round=broadcast.round)
 
     def _free(self, clients: np.ndarray, started: deque[_Started], into: Accumulator, heads: Heads) -> _Track:

@@ -29,6 +29,8 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.kept import states_of
+from fedflat.engine.problem import refuse_change
 
 RETRIES = 3
 """How often a task is run again whose worker process, or machine, was lost."""
@@ -74,13 +76,14 @@ class RayTasks:
         results = self._results([c for c, size in sizes.items() if size], broadcast, heads)
         for client, size in sizes.items():
             if size == 0:
-                accumulator.add(torch.zeros(1, broadcast.shared.numel()), [0])
+                accumulator.add(torch.zeros(1, self.inner.algorithm.vectors * broadcast.shared.numel()), [0])
                 continue
             done = next(results)
-            heads.keep(client, view_of(done.personal))
             loss, accuracy = torch.tensor([done.loss, done.accuracy], dtype=torch.float64)
             facts = {"train_loss": loss, "train_accuracy": accuracy}
-            accumulator.add(view_of(done.message)[None], [size], facts)
+            message, personal = view_of(done.message), view_of(done.personal)
+            self.inner.keep(accumulator, heads, broadcast, client, message, personal, facts)
+        refuse_change(self.inner._pieces, "algorithm", everything=True)
 
     def _start(self, broadcast: Broadcast, heads: Heads) -> None:
         """Put the run into the object store, unless this session has it already."""
@@ -112,25 +115,31 @@ class RayTasks:
         import ray
 
         count = workers()
-        told = ray.put({f.name: array_of(getattr(broadcast, f.name)) for f in fields(broadcast)})
+        facts = {f.name: array_of(getattr(broadcast, f.name)) for f in fields(broadcast)}
+        told = ray.put(facts | {"vectors": {name: array_of(vector) for name, vector in broadcast.vectors.items()}})
         waiting = iter(self.blocks(clients, count))
         pending: deque[tuple[list[int], Any]] = deque()
         try:
             for block in itertools.islice(waiting, IN_FLIGHT * count):
-                pending.append((block, self._send(block, told, heads)))
+                pending.append((block, self._send(block, told, broadcast, heads)))
             while pending:
                 found = self._fetch(pending, broadcast.round)
                 for block in itertools.islice(waiting, 1):
-                    pending.append((block, self._send(block, told, heads)))
+                    pending.append((block, self._send(block, told, broadcast, heads)))
                 yield from found
         finally:
             for _, lost in pending:
                 ray.cancel(lost)
 
-    def _send(self, block: list[int], told: Any, heads: Heads) -> Any:
-        own = [array_of(heads.of(client)) for client in block] if heads.first.numel() else []
+    def _send(self, block: list[int], told: Any, broadcast: Broadcast, heads: Heads) -> Any:
+        own = [self._own(client, broadcast, heads) for client in block]
         # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
         return self._task.remote([self._run], told, block, own)
+
+    def _own(self, client: int, broadcast: Broadcast, heads: Heads) -> dict[str, np.ndarray]:
+        """What a client keeps, by name; its head's is empty."""
+        states = states_of(self.inner.algorithm, heads, client, broadcast.shared)
+        return {name: array_of(value) for name, value in {"": heads.of(client), **states}.items()}
 
     def _fetch(self, pending: deque[tuple[list[int], Any]], round: int) -> list[Done]:
         """The oldest block's answer. Blocks that are ready on other machines are brought here meanwhile."""
@@ -159,17 +168,19 @@ _UNPACKED: dict[str, Sequential] = {}
 """In a worker: the run it works for, by the name of its object."""
 
 
-def train_block(run: list[Any], told: dict[str, Any], clients: list[int], heads: list[np.ndarray]) -> list[Done] | str:
+def train_block(
+    run: list[Any], told: dict[str, Any], clients: list[int], own: list[dict[str, np.ndarray]]
+) -> list[Done] | str:
     """A task: train clients one after the other on one thread; a string says what went wrong."""
     client: int | None = None
     try:
         inner = _unpacked(run[0])
         facts: dict[str, Any] = {k: view_of(v) if isinstance(v, np.ndarray) else v for k, v in told.items()}
-        broadcast = Broadcast(**facts)
+        vectors = {name: view_of(vector) for name, vector in facts.pop("vectors").items()}
+        broadcast = Broadcast(**facts, vectors=vectors)
         found = []
         for index, client in enumerate(clients):
-            head = view_of(heads[index]) if heads else torch.empty(0)
-            found.append(_train(inner, client, broadcast, head))
+            found.append(_train(inner, client, broadcast, {name: view_of(v) for name, v in own[index].items()}))
         inner.problem.settle(everything=True)
         return found
     except InputError as error:
@@ -179,8 +190,9 @@ def train_block(run: list[Any], told: dict[str, Any], clients: list[int], heads:
         return f"Ray task{'' if client is None else f', client {client}'}: {text}"
 
 
-def _train(inner: Sequential, client: int, broadcast: Broadcast, head: Tensor) -> Done:
-    result = inner.one(client, broadcast, torch.cat([broadcast.shared, head]))
+def _train(inner: Sequential, client: int, broadcast: Broadcast, own: dict[str, Tensor]) -> Done:
+    weights = torch.cat([broadcast.shared, own.pop("")])
+    result = inner.one(client, broadcast, weights, own)
     message, personal = array_of(result.message), array_of(result.personal)
     return Done(message, personal, float(result.loss), float(result.accuracy))
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from fedflat.backends.choose import one_thread
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key
-from fedflat.core.types import Broadcast
+from fedflat.core.types import Broadcast, MovingClip
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.client import LocalResult
 from fedflat.engine.device import exact
+from fedflat.engine.kept import states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
 from fedflat.engine.train import Job
 from fedflat.federation.client.store import Store, read_examples
@@ -76,7 +79,7 @@ class Client:
         if self.job.parts.plan.trust == "distributed":
             raise Refused("the server asks for an update without secure aggregation")
         try:
-            ask = read_ask(content, self.job.parts.layout.dimension)
+            ask = read_ask(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
         except Malformed as fault:
             raise Refused(f"the server's message is malformed: {fault.reason}") from fault
         self.check(ask)
@@ -94,7 +97,7 @@ class Client:
             raise Refused("the server runs another recipe, task or roster")
         if ask.broadcast.round >= plan.rounds:
             raise Refused(f"the server asks for round {ask.broadcast.round} of {plan.rounds}")
-        if not is_adaptive(clip) and ask.broadcast.clip != self.job.threshold:
+        if not isinstance(clip, MovingClip) and ask.broadcast.clip != self.job.threshold:
             raise Refused("the server asks for another clip than the recipe's")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if plan.trust != "local":
@@ -105,7 +108,7 @@ class Client:
             raise Refused(f"this client has taken part {allowed} times, which is all its guarantee allows")
 
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
-        """The clipped (and under local trust noised) update float32 ``(d,)``, and the sample count if it is asked
+        """The clipped (and under local trust noised) update float32 ``(k·d,)``, and the sample count if it is asked
         for.
         """
         job = self.job
@@ -114,12 +117,16 @@ class Client:
         if self.held is not None:
             self._note_accuracy(broadcast)
         if len(rows) == 0:
-            return torch.zeros(parts.layout.dimension), 0
+            return torch.zeros(parts.message_length), 0
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
+        kept = Heads(before, states={n: {self.number: s} for n, s in self.store.states(broadcast.round).items()})
+        states = states_of(parts.algorithm, kept, self.number, broadcast.shared)
         with one_thread(), exact(job.problem.device):
-            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]))
-        self.store.keep_head(broadcast.round, before, result.personal)
-        return self._outgoing(result.message, broadcast), len(rows) if parts.weighted else 0
+            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]), states)
+        outgoing = self._outgoing(alone, result, broadcast, kept)
+        self.store.keep_head(broadcast.round, before, kept.of(self.number))
+        self.store.keep_states(broadcast.round, states, states_of(parts.algorithm, kept, self.number, broadcast.shared))
+        return outgoing, len(rows) if parts.weighted else 0
 
     def _note_accuracy(self, broadcast: Broadcast) -> None:
         """The client's own record of the model it was sent; if it fails, that changes nothing that is sent."""
@@ -130,24 +137,21 @@ class Client:
         except Exception:  # whatever it is, the answer is the same as without the record
             log.exception("no personal accuracy")
 
-    def _outgoing(self, message: Tensor, broadcast: Broadcast) -> Tensor:
-        """What leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip)."""
-        parts = self.job.parts
-        if parts.plan.trust == "local" and parts.plan.private:
-            key = fresh_key()  # never stored: nobody can draw this noise again
-            own = accumulator_of(parts, broadcast, key)
-            own.add(message[None], [1])
+    def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: Heads) -> Tensor:
+        """What leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
+
+        What stays goes to ``kept``; a state is moved by the message as clipped here.
+        """
+        parts, key = self.job.parts, fresh_key()  # never stored: nobody can draw this noise again
+        noised = parts.plan.trust == "local" and parts.plan.private
+        plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
+        own = accumulator_of(parts, broadcast, key) if noised else plain
+        alone.keep(own, kept, broadcast, self.number, result.message, result.personal, {})
+        if noised:
             return noisy_sum(parts, broadcast, own.result(), key).to(torch.float32)
-        if is_adaptive(parts.clip):
-            return message.to(torch.float32)
-        clipped = Accumulator(parts.clip, broadcast.clip, parts.layout.tensors("shared"), parts.layout.dimension)
-        clipped.add(message[None], [1])
-        return clipped.result().total.to(torch.float32)
-
-
-def is_adaptive(clip: Any) -> bool:
-    """Whether the threshold moves from round to round."""
-    return getattr(clip, "next", None) is not None
+        if isinstance(parts.clip, MovingClip):
+            return result.message.to(torch.float32)
+        return plain.result().total.to(torch.float32)
 
 
 def client_of(task: Task, config: Any) -> Client:

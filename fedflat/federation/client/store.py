@@ -1,10 +1,10 @@
-"""A client's own disk: its examples, its personal part, and how often it took part. Nothing in here is ever sent."""
+"""A client's own disk: its examples, personal part, states, and how often it took part. Nothing here is ever sent."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,13 @@ from torch import Tensor
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.privacy.ledger import sync_folder
 
-HEAD, ROUNDS, SESSION, NODE = "head.safetensors", "rounds.jsonl", "session.json", "node.json"
+HEAD, STATES, ROUNDS, SESSION, NODE = (
+    "head.safetensors",
+    "states.safetensors",
+    "rounds.jsonl",
+    "session.json",
+    "node.json",
+)
 ACCURACY, LOCK = "personal.jsonl", "answer.lock"
 
 
@@ -76,30 +82,28 @@ class Store:
 
         A round that is asked again (the server was restarted) starts from where it started before, not from its end.
         """
-        from safetensors import SafetensorError, safe_open
-
         path = self.folder / HEAD
+        kept = _kept(path, round)
         if not path.exists():
             return first.clone()
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored = int(file.metadata()["round"])
-                found: Tensor = file.get_tensor("before" if stored >= round else "after")
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            allowed = "the file fedflat wrote, or none to start anew"
-            raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error
+        found = kept.get("", first[:0])
         if found.shape != first.shape:
             raise wrong(str(path), f"{found.numel()} personal parameters", f"{first.numel()}, as the model has")
         return found
 
+    def states(self, round: int) -> dict[str, Tensor]:
+        """The client's named states ``(d,)`` that a round starts from, as for the head; none before the first."""
+        return _kept(self.folder / STATES, round)
+
     def keep_head(self, round: int, before: Tensor, after: Tensor) -> None:
         """Store a round's personal part, durably; one that is not finite is not kept."""
-        from safetensors.torch import save
+        if after.numel() and bool(torch.isfinite(after).all()):
+            _keep(self.folder / HEAD, round, {"": before}, {"": after})
 
-        if not after.numel() or not bool(torch.isfinite(after).all()):
-            return
-        held = {"before": before.contiguous().clone(), "after": after.contiguous().clone()}
-        replace_file(self.folder / HEAD, save(held, {"round": str(round)}))
+    def keep_states(self, round: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Store a round's states, durably."""
+        if after:
+            _keep(self.folder / STATES, round, before, after)
 
     def participations(self) -> int:
         """How many answers have left this client, or may have."""
@@ -162,6 +166,30 @@ class Store:
             sync_folder(self.folder)  # its name too, or a power cut forgets the first answer
         except OSError as error:
             raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
+
+
+def _keep(path: Path, round: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    both = {"before": before, "after": after}
+    held = {when + name: v.contiguous().clone() for when, values in both.items() for name, v in values.items()}
+    replace_file(path, save(held, {"round": str(round)}))
+
+
+def _kept(path: Path, round: int) -> dict[str, Tensor]:
+    """What a round starts from: what it started from before, or what an earlier one left."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            when = "before" if int(file.metadata()["round"]) >= round else "after"
+            names = [name for name in file.keys() if name.startswith(when)]  # noqa: SIM118
+            return {name.removeprefix(when): file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        allowed = "the file fedflat wrote, or none to start anew"
+        raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+
+from fedflat.core.checks import wrong
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -21,6 +25,19 @@ def private() -> None:
     """From here on: files that only this account reads (umask 077), and no core dumps (they would hold updates)."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def must_be_free(where: str, host: str, port: int) -> None:
+    """InputError if another program listens on this port, or if there is no such port; said before Flower starts."""
+    if port > 65535:
+        raise wrong(where, f"{host}:{port}", "a port up to 65535")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower's own: a closed one may be left over
+        try:
+            found.bind((host, port))
+        except OSError as error:  # anything else is Flower's to say: a name, an address of another network
+            if error.errno == errno.EADDRINUSE:
+                raise wrong(where, f"{host}:{port}, which another program uses", "a free port") from error
 
 
 def hang_up_is_an_end() -> None:

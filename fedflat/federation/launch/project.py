@@ -24,7 +24,7 @@ from fedflat.federation.roster import Roster
 from fedflat.federation.task import RECIPE, Form, Task, check_deployable
 
 PACKAGE = "fedflat_app"
-PORT = 8443
+HERE, PORT = "127.0.0.1", 8443
 DATA, HELD = "data.safetensors", "held.safetensors"
 DOORS, CONTROL_CERTIFICATE = "server/superlink.toml", "flower/control/ca.crt"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -41,9 +41,7 @@ class Project:
     delta: float
 
 
-def write_project(
-    recipe: Recipe, out: Path, nodes: int | None = None, port: int = PORT, host: str = "127.0.0.1"
-) -> Project:
+def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int = PORT, host: str = HERE) -> Project:
     """Write the project of a recipe for ``nodes`` clients (default: the recipe's) into the new folder ``out``.
 
     The recipe's own data set is partitioned as in a simulation; each client's examples go into that client's folder.
@@ -97,7 +95,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     data, app = job.data, out / "app" / PACKAGE
     app.mkdir(parents=True)
     out.chmod(0o700)
-    hosts = list(dict.fromkeys([host, "127.0.0.1", "localhost"]))
+    hosts = list(dict.fromkeys([host, HERE, "localhost"]))
     write_authority_and_server(out / "certificates", hosts)
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
     (app / RECIPE).write_text(_recipe_text(recipe, job), encoding="utf-8")
@@ -108,7 +106,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
         test = (out / "server" / "test.safetensors").absolute()
         write_examples(test, data.test_inputs, data.test_targets)
     _write_app(out, app, data.clients, test)
-    _write_doors(out, f"{host}:{port}", f"127.0.0.1:{port + 1}")
+    _write_doors(out, f"{host}:{port}", f"{HERE}:{port + 1}")
     pin = Task.read(app).pin
     (out / "README.md").write_text(_readme(recipe, out, job, pin, host, port), encoding="utf-8")
 

@@ -43,9 +43,9 @@ class ClientShares:
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> ClientsSum:
         """Where the round's sum goes."""
-        return ClientsSum(broadcast.shared.numel(), np.zeros(self.inner.mechanism.padded, dtype=np.int64))
+        return ClientsSum(self.inner.mechanism.dimension, np.zeros(self.inner.mechanism.padded, dtype=np.int64))
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float) -> Any:
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Any:
         """Refused: clients encode."""
         raise NotImplementedError("clients encode their own updates")
 

@@ -36,6 +36,7 @@ from fedflat.federation.server.monitor import shown
 from fedflat.federation.server.transport import POLL_SECONDS, ClientNoise, Flower, Refusals, return_large_blocks
 from fedflat.federation.task import Task, check_deployable
 from fedflat.methods.ddgauss.mechanism import SharedDiscreteNoise
+from fedflat.pieces.clipping import ByNorm, whole_vector
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.statement import write as write_statement
@@ -121,7 +122,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
 
 def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusals) -> Flower:
     """What asks the clients: one exchange a round, or the steps of secure aggregation."""
-    dimension, seconds = job.parts.layout.dimension, settings.answer_seconds
+    dimension, seconds = job.parts.message_length, settings.answer_seconds
     common = (grid, task.roster, task.pin, dimension, seconds, counts.note)
     if not isinstance(job.parts.mechanism, ClientShares):
         return Flower(*common, poll=settings.poll)
@@ -159,6 +160,8 @@ def job_of(task: Task, settings: Settings) -> Job:
         test = read_examples(settings.test)
         task.form.check(str(settings.test), *test)
     job = prepare(task.recipe, data=task.form.federation(test=test))
+    if isinstance(job.parts.clip, ByNorm):  # messages come scaled; once more would be another message
+        job.parts = replace(job.parts, clip=whole_vector(job.threshold))
     if job.parts.plan.trust == "local" and job.parts.plan.private:
         job.parts = replace(job.parts, mechanism=ClientNoise())
     if isinstance(job.parts.mechanism, SharedDiscreteNoise):

@@ -155,7 +155,7 @@ class ClientNoise:
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
         """A plain sum: a noised message is longer than the clip, and already private."""
-        return Accumulator(whole_vector(float("inf")), float("inf"), tensors, broadcast.shared.numel())
+        return Accumulator(whole_vector(float("inf")), float("inf"), tensors, tensors[-1].stop)
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """None: it is in the sum."""

@@ -236,7 +236,7 @@ class SharedDiscreteNoise:
     shares: int | None = None
     secure: bool = False
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float) -> ModularSum:
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> ModularSum:
         """What adds up a round's clipped messages."""
         return ModularSum(
             self.mechanism,

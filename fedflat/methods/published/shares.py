@@ -1,7 +1,7 @@
 """Sums of published procedures (``privacy.protocol: published``): each client's own noise, then what follows it.
 
 The sound round adds noise once, to the sum. Papers 000, 002 and 003 let each of m clients add N(0, σ²C²/m) to its
-message; what they do to the message afterwards (masks, weights, the subtracted memory term) then acts on its noise too.
+message; what they do to the message afterwards (masks, weights, the subtracted direction) then acts on its noise too.
 004 divides by the realised cohort. These are mechanisms and sums for the one server path; no loop knows of them.
 """
 
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, Clip, Local, Transform, UpdateView
+from fedflat.core.types import Aggregate, Broadcast, Clip, Local, Mechanism, Transform, UpdateView
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.parts import Mechanism
 
 
 class OwnClip(Clip, Protocol):
@@ -69,7 +68,7 @@ class NoiseShares:
         return self.std(threshold) / math.sqrt(self.clients)
 
     def surplus_steps(self, examples: int) -> int:
-        """K − K_i: by how many re-added steps a client differs from the public K; 0 without re-added memory."""
+        """K − K_i: by how many re-added steps a client differs from the public K; 0 without re-added direction."""
         if self.beta is None or self.local is None:
             return 0
         return self.local.steps - self.local.steps_for(examples)
@@ -81,16 +80,16 @@ class SharesAccumulator(Accumulator):
     def __init__(
         self, shares: NoiseShares, clip: OwnClip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes
     ) -> None:
-        super().__init__(clip, broadcast.clip, tensors, broadcast.shared.numel(), shares.weighted)
+        super().__init__(clip, broadcast.clip, tensors, tensors[-1].stop, shares.weighted)
         self.shares, self.own, self.broadcast, self.key = shares, clip, broadcast, key
         self.noise = torch.zeros_like(self.total)
         self._drawn = 0
         self._sizes: Sequence[int] = ()
 
-    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> None:
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> Tensor:
         """As the plain sum, with noise; a client without data sends nothing and adds no noise."""
         self._sizes = sizes
-        super().add(messages, sizes, stats)
+        return super().add(messages, sizes, stats)
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         thresholds = self.own.own_thresholds(messages, self.threshold, self.tensors)
@@ -120,11 +119,11 @@ class SharesAccumulator(Accumulator):
 
     def _surplus(self, size: int) -> Tensor:
         """(1−β)(K − K_i)·η·g̃: what the server step's common K leaves over."""
-        steps, memory = self.shares.surplus_steps(size), self.broadcast.memory
-        if not steps or memory is None or self.shares.local is None or self.shares.beta is None:
+        steps, direction = self.shares.surplus_steps(size), self.broadcast.vectors.get("direction")
+        if not steps or direction is None or self.shares.local is None or self.shares.beta is None:
             return torch.zeros_like(self.total)
         lr = self.shares.local.lr * self.broadcast.rate
-        return (1 - self.shares.beta) * steps * lr * memory.double()
+        return (1 - self.shares.beta) * steps * lr * direction.double()
 
     def result(self) -> NoisedAggregate:
         """The aggregate so far, with its noise."""
@@ -150,7 +149,7 @@ class RealisedMean:
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
         """The sum of a round."""
-        return RealisedSum(clip, broadcast.clip, tensors, broadcast.shared.numel())
+        return RealisedSum(clip, broadcast.clip, tensors, tensors[-1].stop)
 
     def noise(self, *arguments: Any) -> Tensor:
         """All shares at once, in law."""

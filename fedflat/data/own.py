@@ -1,0 +1,235 @@
+"""``fedflat.clients``: a federation from whatever holds a user's data, one client for each of its owners."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedflat.core.checks import nearest, whole, wrong
+from fedflat.data.clients import GIVEN, Federated, Indices, bounded, classes_of, from_pairs
+from fedflat.data.encoding import Encoding, encoding_of, inputs_of, targets_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ALLOWED = (
+    "a table with a column of users (pandas, Hugging Face, pyarrow) and by=, a dict user -> data, a list with one "
+    "(inputs, targets) pair, torch Dataset or table per client, or one torch Dataset and by= an owner for each example"
+)
+
+
+def clients(
+    source: Any,
+    by: str | Sequence[Any] | None = None,
+    inputs: str | Sequence[str] | None = None,
+    target: str | Sequence[str] | None = None,
+    *,
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    scale: Mapping[str, Sequence[float]] | None = None,
+    max_examples: int | None = None,
+    test: Any = None,
+    seed: int = 0,
+) -> Federated:
+    """A federation for ``fedflat.run(recipe, clients=...)``: every user one client, with all of its examples.
+
+    source: a table (a pandas or Polars DataFrame, a Hugging Face Dataset, a pyarrow Table) with ``by`` the column that
+    names the user; a dict user -> (inputs, targets), torch Dataset or table; a list of such, one per client; or one
+    torch Dataset or pair with ``by`` a sequence, the user of each example.
+    inputs, target: columns of tables; they must be numbers, true and false, or lists of numbers of one shape.
+    categories: column -> all its values, for text and codes: a 0/1 feature for each, or the class number of a target.
+    scale: column -> (mean, std), public constants. Nothing is ever learnt from the rows.
+    max_examples: public bound on each client's examples: the first so many of a draw by ``seed``.
+    test: public test data of the same form, without users.
+    Clients are in the order of their names. Raises InputError naming row, client and column of what cannot be used.
+    """
+    if type(source).__name__.endswith("DatasetDict"):
+        raise wrong("clients", f"all splits ({', '.join(source)})", "one split, for example data['train']")
+    asked = functools.partial(_encoding, inputs=inputs, target=target, categories=categories, scale=scale)
+    if isinstance(source, Mapping):
+        named = sorted(((str(user), data) for user, data in source.items()), key=lambda pair: pair[0])
+        _refuse(by, "a dict has its users for keys")
+        found = _several([data for _, data in named], [user for user, _ in named], asked, test)
+    elif _is_table(source):
+        found = _table(source, by, asked, test)
+    elif by is not None and not isinstance(by, str):
+        found = _whole(source, by, test)
+    elif isinstance(source, Sequence) and not isinstance(source, str):
+        _refuse(by, "the list has one entry per client")
+        found = _several(list(source), [], asked, test)
+    else:
+        raise wrong("clients", type(source).__name__, ALLOWED)
+    if max_examples is None:
+        return found
+    whole("max_examples", max_examples, 1)
+    return replace(found, parts=bounded(found.parts, max_examples, seed), most=max_examples)
+
+
+def _refuse(by: Any, why: str) -> None:
+    if by is not None:
+        raise wrong("clients: by", by, f"none, since {why}")
+
+
+def _encoding(frame: pd.DataFrame, by: str | None = None, **asked: Any) -> Encoding:
+    columns = [str(column) for column in frame.columns if column != by]
+    return encoding_of("clients: ", columns, **asked)
+
+
+def _is_table(source: Any) -> bool:
+    return hasattr(source, "to_pandas") or (hasattr(source, "iloc") and hasattr(source, "columns"))
+
+
+def _frame(source: Any) -> pd.DataFrame:
+    """Any table as a pandas DataFrame with rows numbered from 0."""
+    found = source.to_pandas() if hasattr(source, "to_pandas") else source
+    found = found.reset_index(drop=True)
+    twice = found.columns[found.columns.duplicated()]
+    if len(twice):
+        raise wrong("clients", f"two columns called {twice[0]}", "columns with different names")
+    return found
+
+
+def _table(source: Any, by: Any, asked: Any, test: Any) -> Federated:
+    frame = _frame(source)
+    if not isinstance(by, str):
+        if by is None:
+            raise wrong("clients: by", "nothing", f"the column that names the client: {_listed(frame)}")
+        frame, by = frame.assign(**{"by=": _each(by, len(frame))}), "by="
+    if by not in frame.columns:
+        raise wrong(
+            "clients: by", by, f"one of the columns {_listed(frame)}", hint=nearest(by, map(str, frame.columns))
+        )
+    missing = frame[by].isna().to_numpy(dtype=bool)
+    if missing.any():
+        raise wrong(
+            f"row {int(missing.argmax())}, column {by}", "a missing value", "the client that the row belongs to"
+        )
+    names, codes = np.unique(np.array([str(value) for value in frame[by].tolist()]), return_inverse=True)
+    codes = codes.reshape(-1)
+    return _encoded(frame, names.tolist(), codes, asked(frame, by), test)
+
+
+def _listed(frame: pd.DataFrame) -> str:
+    return ", ".join(map(str, frame.columns))
+
+
+def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any) -> Federated:
+    """One table whose row ``i`` belongs to client ``codes[i]``."""
+    if not names:
+        raise wrong("clients", "a table without rows", "at least one client's example")
+    order = np.argsort(codes, kind="stable")
+    frame, whose = frame.iloc[order], codes[order]
+
+    def place(row: int) -> str:
+        return f"row {order[row]}, client {names[whose[row]]}"
+
+    ends = np.searchsorted(whose, np.arange(len(names) + 1))
+    parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
+    public = None if test is None else _public(test, encoding)
+    x, y = inputs_of(frame, encoding, place), targets_of(frame, encoding, place)
+    _same_shape(public, x, y)
+    empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
+    test_x, test_y = public or (None, None)
+    classes = encoding.classes or classes_of(y, test_y)
+    return Federated(x, y, parts, empty, test_x, test_y, classes, GIVEN, names=tuple(names))
+
+
+def _public(test: Any, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _is_table(test):
+        raise wrong("clients: test", type(test).__name__, "a table with the same columns")
+    frame = _frame(test)
+    for name in (*encoding.inputs, *encoding.target):
+        if name not in frame.columns:
+            raise wrong("clients: test", f"no column {name}", f"the columns of the clients; there are {_listed(frame)}")
+
+    def place(row: int) -> str:
+        return f"test row {row}"
+
+    return inputs_of(frame, encoding, place), targets_of(frame, encoding, place)
+
+
+def _same_shape(public: tuple[torch.Tensor, torch.Tensor] | None, x: torch.Tensor, y: torch.Tensor) -> None:
+    for side, here, there in zip(("inputs", "targets"), public or (), (x, y)):
+        if here.shape[1:] != there.shape[1:] or here.dtype != there.dtype:
+            allowed = f"{tuple(there.shape[1:])} of {there.dtype} per example, as at the clients"
+            raise wrong(f"test {side}", f"shape {tuple(here.shape[1:])} of {here.dtype} per example", allowed)
+
+
+def _several(data: list[Any], names: list[str], asked: Any, test: Any) -> Federated:
+    """One entry per client: pairs, torch Datasets, or tables."""
+    if data and all(_is_table(entry) for entry in data):
+        import pandas as pd
+
+        frames = [_frame(entry) for entry in data]
+        shown = names or [str(i) for i in range(len(data))]
+        codes = np.repeat(np.arange(len(frames), dtype=np.int64), [len(frame) for frame in frames])
+        encoding = asked(frames[0])
+        for frame, name in zip(frames, shown):
+            for column in (*encoding.inputs, *encoding.target):
+                if column not in frame.columns:
+                    raise wrong(f"client {name}", f"no column {column}", f"the columns {_listed(frames[0])}")
+        return _encoded(pd.concat(frames, ignore_index=True), shown, codes, encoding, test)
+    called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(data))]
+    pairs = [_examples(where, entry) for where, entry in zip(called, data)]
+    public = None if test is None else _examples("test", test)
+    return from_pairs(pairs, public, fractions=True, names=names)
+
+
+def _examples(where: str, entry: Any) -> Any:
+    """A pair as it is; a torch Dataset as the pair of its stacked examples."""
+    if isinstance(entry, (tuple, list)) or not (hasattr(entry, "__getitem__") and hasattr(entry, "__len__")):
+        return entry
+    if isinstance(entry, torch.utils.data.TensorDataset) and len(entry.tensors) == 2:
+        return entry.tensors
+    if isinstance(entry, (str, bytes, np.ndarray, torch.Tensor, Mapping)):
+        return entry
+    examples = [entry[i] for i in range(len(entry))]
+    if not examples:
+        return torch.empty(0), torch.empty(0, dtype=torch.int64)
+    for row, example in enumerate(examples):
+        if not isinstance(example, (tuple, list)) or len(example) != 2:
+            raise wrong(f"{where}, row {row}", type(example).__name__, "an (input, target) pair of tensors or numbers")
+    return tuple(_stacked(where, side, [example[side] for example in examples]) for side in (0, 1))
+
+
+def _stacked(where: str, side: int, values: list[Any]) -> torch.Tensor:
+    part = ("inputs", "targets")[side]
+    tensors = []
+    for row, value in enumerate(values):
+        try:
+            tensors.append(torch.as_tensor(value))
+        except (TypeError, ValueError, RuntimeError):
+            raise wrong(f"{where} {part}, row {row}", type(value).__name__, "a tensor, an array or a number") from None
+        if tensors[row].shape != tensors[0].shape or tensors[row].dtype != tensors[0].dtype:
+            found = f"shape {tuple(tensors[row].shape)} of {tensors[row].dtype}"
+            allowed = f"shape {tuple(tensors[0].shape)} of {tensors[0].dtype}, as in row 0"
+            raise wrong(f"{where} {part}, row {row}", found, allowed)
+    return torch.stack(tensors)
+
+
+def _each(by: Any, rows: int) -> list[Any]:
+    """The owner of every example, as a list."""
+    owners = by.tolist() if hasattr(by, "tolist") else list(by)
+    if len(owners) != rows:
+        raise wrong("clients: by", f"{len(owners)} owners", f"one for each of the {rows} examples")
+    return owners
+
+
+def _whole(source: Any, by: Any, test: Any) -> Federated:
+    """One pair or torch Dataset whose examples belong to the owners in ``by``."""
+    pair = _examples("data", source)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise wrong("clients", type(source).__name__, ALLOWED)
+    x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
+    owners = np.array([str(value) for value in _each(by, len(x))])
+    if len(y) != len(x):
+        raise wrong("clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
+    names = np.unique(owners).tolist()
+    rows = [np.flatnonzero(owners == name) for name in names]
+    public = None if test is None else _examples("test", test)
+    return from_pairs([(x[own], y[own]) for own in rows], public, fractions=True, names=names)

@@ -1,0 +1,269 @@
+"""``fedflat.clients``: users' data in any form becomes the same federation, and what cannot be used is one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+import fedflat
+from fedflat.core.checks import InputError
+from fedflat.core.rng import stream
+from fedflat.data.clients import Federated
+from fedflat.data.sources import load
+
+COLOURS = ["red", "green", "blue"]
+ROWS = 120
+
+
+def table() -> pd.DataFrame:
+    draw = stream(0, "a table")
+    return pd.DataFrame(
+        {
+            "user": [f"u{i}" for i in draw.integers(0, 12, ROWS)],
+            "age": draw.normal(40, 15, ROWS),
+            "visits": draw.integers(0, 9, ROWS),
+            "member": draw.random(ROWS) < 0.5,
+            "colour": draw.choice(COLOURS, ROWS),
+            "bought": draw.integers(0, 3, ROWS),
+        }
+    )
+
+
+FORM: dict[str, Any] = {
+    "inputs": ["age", "visits", "member", "colour"],
+    "target": "bought",
+    "categories": {"colour": COLOURS},
+    "scale": {"age": (40, 15)},
+}
+
+
+def same(a: Federated, b: Federated) -> None:
+    assert a.names == b.names and a.clients == b.clients
+    for i in range(a.clients):
+        for one, other in zip(a.client(i), b.client(i)):
+            assert torch.equal(one, other) and one.dtype == other.dtype
+
+
+def test_every_column_is_encoded_as_stated_and_every_user_is_a_client() -> None:
+    frame = table()
+    found = fedflat.clients(frame, by="user", **FORM)
+    assert found.names == tuple(sorted(set(frame.user))) and found.clients == frame.user.nunique()
+    for i, name in enumerate(found.names):
+        own = frame[frame.user == name]
+        x, y = found.client(i)
+        wanted = np.column_stack(
+            [(own.age - 40) / 15, own.visits, own.member, *[own.colour == colour for colour in COLOURS]]
+        )
+        assert np.array_equal(x.numpy(), wanted.astype(np.float32)) and x.dtype == torch.float32
+        assert y.tolist() == own.bought.tolist() and y.dtype == torch.int64
+    assert found.called(0) == f"client {found.names[0]}"
+
+
+def test_every_form_gives_the_same_federation(tmp_path: Path) -> None:
+    frame = table()
+    expected = fedflat.clients(frame, by="user", **FORM)
+    same(expected, fedflat.clients(datasets.Dataset.from_pandas(frame), by="user", **FORM))
+    same(expected, fedflat.clients(dict(list(frame.groupby("user"))), **FORM))
+    same(expected, fedflat.clients(frame.drop(columns="user"), by=frame.user.tolist(), **FORM))
+    pairs = {name: expected.client(i) for i, name in enumerate(expected.names)}
+    same(expected, fedflat.clients(pairs))
+    same(expected, fedflat.clients({name: (x.numpy(), y.numpy()) for name, (x, y) in pairs.items()}))
+    same(expected, fedflat.clients({name: TensorDataset(x, y) for name, (x, y) in pairs.items()}))
+    same(expected, fedflat.clients({name: Examples(x, y) for name, (x, y) in pairs.items()}))
+    owners = [name for name, (x, _) in pairs.items() for _ in range(len(x))]
+    whole = tuple(torch.cat(side) for side in zip(*pairs.values()))
+    same(expected, fedflat.clients(whole, by=owners))
+    same(expected, fedflat.clients(TensorDataset(*whole), by=np.array(owners)))
+    plain = fedflat.clients(list(pairs.values()))
+    assert plain.names == () and torch.equal(plain.inputs, expected.inputs)
+    listed = fedflat.clients([rows for _, rows in frame.groupby("user")], **FORM)
+    assert torch.equal(listed.inputs, expected.inputs)
+
+
+class Examples(Dataset):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.x[i], int(self.y[i])
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_a_file_of_the_same_table_gives_the_same_examples(tmp_path: Path, ending: str) -> None:
+    frame = table()
+    frame.to_parquet(tmp_path / "train.parquet") if ending == "parquet" else frame.to_csv(tmp_path / "train.csv")
+    form = {**FORM, "dataset": str(tmp_path), "by": "user", "test_fraction": 0.0}
+    found, expected = load(form, seed=3), fedflat.clients(frame, by="user", **FORM)
+    of = {tuple(sorted(map(tuple, expected.client(i)[0].tolist()))) for i in range(expected.clients)}
+    assert {tuple(sorted(map(tuple, found.client(i)[0].tolist()))) for i in range(found.clients)} == of
+    assert found.classes == expected.classes == 3
+    whole = fedflat.Recipe.of({"rounds": 1, "algorithm": "fedavg", "cohort": {"size": 1}, "data": form})
+    assert whole.data.partition.kind == "natural" and whole.data.partition.by == "user"
+    assert fedflat.Recipe.of(whole.dump()) == whole
+
+
+def test_a_bound_keeps_the_first_of_a_draw_and_is_declared() -> None:
+    frame = table()
+    found = fedflat.clients(frame, by="user", max_examples=5, **FORM)
+    assert found.most == 5 and found.sizes.max() == 5
+    alone = fedflat.clients(frame[frame.user == found.names[0]], by="user", max_examples=5, **FORM)
+    assert torch.equal(alone.client(0)[0], found.client(0)[0]), "a client's choice depends on no other client"
+    other = fedflat.clients(frame, by="user", max_examples=5, seed=1, **FORM)
+    assert not torch.equal(other.client(0)[0], found.client(0)[0])
+    unbounded = fedflat.clients(frame, by="user", **FORM)
+    assert len({found.fingerprint(), other.fingerprint(), unbounded.fingerprint()}) == 3
+
+
+def test_lists_fractions_several_targets_and_named_classes() -> None:
+    frame = pd.DataFrame(
+        {"u": [1, 1, 2], "pixels": [np.ones((2, 3))] * 3, "ids": [[1, 2]] * 3, "y": [0.5, 1.5, 2.5], "z": [1, 0, 1]}
+    )
+    assert fedflat.clients(frame, "u", "pixels", "z").inputs.shape == (3, 2, 3)
+    tokens = fedflat.clients(frame, "u", "ids", "z").inputs
+    assert tokens.dtype == torch.int64 and tokens.shape == (3, 2)
+    both = fedflat.clients(frame, "u", ["pixels", "ids"], ["y", "z"])
+    assert both.inputs.shape == (3, 8) and both.targets.shape == (3, 2) and both.targets.dtype == torch.float32
+    named = fedflat.clients(frame.assign(k=["b", "a", "b"]), "u", "y", "k", categories={"k": ["a", "b", "c"]})
+    assert named.targets.tolist() == [1, 0, 1] and named.classes == 3
+
+
+def test_a_list_among_lists_is_checked_too() -> None:
+    frame = pd.DataFrame({"u": [1, 2, 3], "x": [[1.0], [2.0], 3.0], "y": [0, 1, 0]})
+    with pytest.raises(InputError, match="row 2, client 3, column x: found 3"):
+        fedflat.clients(frame, "u", "x", "y")
+
+
+def test_public_test_data_is_encoded_alike() -> None:
+    frame = table()
+    found = fedflat.clients(frame, by="user", test=frame.drop(columns="user"), **FORM)
+    assert found.test_inputs is not None and found.test_inputs.shape == (ROWS, 6)
+    with pytest.raises(InputError, match="no column age"):
+        fedflat.clients(frame, by="user", test=frame[["bought"]], **FORM)
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"age": [None]}, {}, "column age: found a missing value"),
+    ({"age": ["abc"]}, {}, "column age: found 'abc'; allowed: a number; for text give its categories"),
+    ({"age": [float("inf")]}, {}, "column age: found inf"),
+    ({"visits": [1e300]}, {"scale": {}}, "column visits: found 1e+300"),
+    ({"colour": ["pink"]}, {}, "column colour: found 'pink'; allowed: red, green, blue"),
+    ({"colour": [None]}, {}, "column colour: found a missing value"),
+    ({"visits": [[1, 2]]}, {}, "column visits: found [1, 2]; allowed: a number"),
+    ({"bought": ["yes"]}, {}, "column bought: found 'yes'"),
+    ({"bought": [None]}, {}, "column bought: found a missing value"),
+]
+
+
+@pytest.mark.parametrize(("cell", "more", "says"), BAD)
+def test_a_wrong_cell_is_named_with_row_client_and_column(
+    tmp_path: Path, cell: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    frame = table().astype(dict.fromkeys(cell, object))
+    for name, values in cell.items():
+        frame[name] = [*frame[name].tolist()[:7], *values, *frame[name].tolist()[8:]]
+    with pytest.raises(InputError) as error:
+        fedflat.clients(frame, by="user", **{**FORM, **more})
+    text = str(error.value)
+    assert says in text and text.startswith(f"row 7, client {frame.user[7]}") and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "says"),
+    [
+        (table(), {"by": None}, "clients: by: found nothing"),
+        (table(), {"by": "usr"}, "Did you mean user?"),
+        (table(), {"by": ["a"]}, "found 1 owners; allowed: one for each of the 120"),
+        (table(), {"inputs": ["agee"]}, "Did you mean age?"),
+        (table(), {"inputs": None}, "clients: inputs: found nothing"),
+        (table(), {"inputs": ["age", "age"]}, "age twice"),
+        (table(), {"inputs": ["age", "bought"]}, "which is the target"),
+        (table(), {"categories": {"colour": []}}, "a list of different values"),
+        (table(), {"categories": {"colour": [["red"]]}}, "a list of different values"),
+        (table(), {"categories": {"user": ["u1"]}}, "clients: categories: found user"),
+        (table(), {"scale": {"age": (1, 0)}}, "std > 0"),
+        (table(), {"max_examples": 0}, "max_examples: found 0"),
+        (table().iloc[:0], {}, "a table without rows"),
+        (table().assign(user=None), {}, "row 0, column user: found a missing value"),
+        (table().assign(colour=pd.Categorical(table().colour)), {"categories": {}}, "categories that come with"),
+        (table().assign(age=pd.Timestamp("2026-01-01")), {}, "column age: found datetime64"),
+        (pd.concat([table(), table().age], axis=1), {}, "two columns called age"),
+        ({"a": table(), "b": table()[["age"]]}, {"by": None}, "client b: found no column visits"),
+        ({"a": table()}, {}, "a dict has its users for keys"),
+        ("people.csv", {}, "clients: found str"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_pandas(table())), {}, "one split"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_one_sentence(source: Any, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as error:
+        fedflat.clients(source, **{"by": "user", **FORM, **asked})
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "by", "says"),
+    [
+        ({"ann": (torch.tensor([[1.0], [torch.nan]]), [0, 1])}, None, "found a NaN or infinite value in row 1"),
+        ({"ann": (torch.zeros(2, 1), [0, 1]), "bob": (torch.zeros(2, 2), [0, 1])}, None, "client bob inputs: found"),
+        ({"ann": [(1, 2, 3)]}, None, "client ann: found list"),
+        ([Examples(torch.zeros(2, 1), torch.tensor([0, 1])), "b"], None, "clients[1]: found str"),
+        ([[torch.zeros(2, 1)] * 3], None, "clients[0]: found list"),
+        ((torch.zeros(3, 1), [0, 1, 0]), ["a", "b"], "found 2 owners"),
+        ((torch.zeros(3, 1), [0, 1]), ["a", "b", "c"], "3 inputs and 2 targets"),
+        (5, ["a"], "clients: found int"),
+    ],
+)  # fmt: skip
+def test_wrong_pairs_are_named(source: Any, by: Any, says: str) -> None:
+    with pytest.raises(InputError) as error:
+        fedflat.clients(source, by=by)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_examples_of_a_dataset_must_agree() -> None:
+    class Ragged(Examples):
+        def __getitem__(self, i: int) -> Any:
+            return torch.zeros(i + 1), 0
+
+    class Odd(Examples):
+        def __getitem__(self, i: int) -> Any:
+            return torch.zeros(1)
+
+    class Texts(Examples):
+        def __getitem__(self, i: int) -> Any:
+            return "abc", 0
+
+    for kind, says in ((Ragged, "row 1: found shape (2,)"), (Odd, "row 0: found Tensor"), (Texts, "row 0: found str")):
+        with pytest.raises(InputError) as error:
+            fedflat.clients({"ann": kind(torch.zeros(3, 1), torch.zeros(3))})
+        assert says in str(error.value) and "client ann" in str(error.value)
+    empty = fedflat.clients([Examples(torch.zeros(0, 1), torch.zeros(0)), (torch.zeros(2, 1), [0, 1])])
+    assert empty.sizes.tolist() == [0, 2]
+
+
+def test_a_run_takes_them_with_its_test_data() -> None:
+    recipe = {
+        "rounds": 1,
+        "algorithm": "dp-fedavg",
+        "local": {"steps": 1, "batch_size": 10, "lr": 0.1},
+        "cohort": {"size": 5},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
+    }
+    data = fedflat.clients(table(), by="user", **FORM)
+    test = (data.inputs[:10], data.targets[:10])
+    first = fedflat.run(recipe, model=torch.nn.Linear(6, 3), clients=data, test=test)
+    assert first.history[-1]["test_accuracy"] is not None and first.recipe.data.dataset == "given in Python"
+    with pytest.raises(InputError, match="test inputs: found shape"):
+        fedflat.run(recipe, model=torch.nn.Linear(6, 3), clients=data, test=(torch.zeros(2, 5), torch.zeros(2).long()))
+    pairs = {name: data.client(i) for i, name in enumerate(data.names)}
+    model = first.model
+    again = [fedflat.run(recipe, model=model, clients=some, test=test) for some in (data, pairs)]
+    assert torch.equal(*(torch.cat([p.flatten() for p in run.model.parameters()]) for run in again))
