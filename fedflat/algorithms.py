@@ -14,7 +14,7 @@ from typing import Any
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
 from fedflat.pieces.clipping import Normalise
-from fedflat.pieces.control import MeanControl, WithControl, corrected, own_control
+from fedflat.pieces.control import Corrected, MeanControl, WithControl, own_control
 from fedflat.pieces.feedback import Lacking, MeanMemory, own_memory
 from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.masks import random_mask, top_mask
@@ -130,7 +130,7 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
         "dp-scaffold",
-        phases=(Phase(rule=corrected),),
+        phases=(Phase(rule=Corrected()),),
         transforms=(WithControl(scale),),
         server=(MeanControl(scale),),
         client_state=(own_control(scale),),

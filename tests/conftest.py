@@ -1,5 +1,44 @@
 """For every test: one torch thread (the tests' tensors are small; more threads only wait for each other)."""
 
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 import torch
 
+from fedflat.cli import main as cli
+
 torch.set_num_threads(1)
+
+
+class Said(NamedTuple):
+    """What a command left: exit status, stdout, stderr."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Callable[..., Said]]:
+    """``fedflat`` with these words, called in this process (a new one would load torch first), in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+
+    def call(*words: str) -> Said:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["fedflat", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        found = capsys.readouterr()
+        return Said(int(end.value.code or 0), found.out, found.err)
+
+    yield call
+    signal.signal(signal.SIGINT, before)

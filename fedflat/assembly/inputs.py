@@ -16,7 +16,7 @@ from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, R
 from fedflat.core.checks import wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.clients import Federated, from_pairs, hold_back, with_test
+from fedflat.data.clients import Federated, first_above, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients
 
 Clients = Federated | Mapping[Any, Any] | Sequence[Any]
@@ -86,16 +86,25 @@ def module_of(recipe: Recipe, given: nn.Module | None, data: Federated) -> tuple
             options = {key: value for key, value in of_data.items() if takes(name, key)} | options
         module = build(name, data.input_shape, data.classes, recipe.seed, **options)
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
-    if not example.is_floating_point() and len(data.inputs):  # the range of token ids
+    if not example.is_floating_point() and data.inputs.numel():  # the range of token ids
+        example.view(-1)[0] = 0 if data.vocabulary else int(data.inputs.min())
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
     draws = bool(refuse_unclipped_state(module, example))
-    if given is not None or ":" in recipe.model.name:  # the others are made for the data's classes
-        _refuse_too_few_outputs(module, example, data.classes)
+    if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
+        _refuse_other_outputs(module, example, data)
     return module, draws
 
 
-def _refuse_too_few_outputs(module: nn.Module, example: torch.Tensor, classes: int) -> None:
+def _refuse_other_outputs(module: nn.Module, example: torch.Tensor, data: Federated) -> None:
+    """Refuse a model whose outputs are not one number for each class, of each target."""
     with torch.no_grad():
         out = copy.deepcopy(module).eval()(example)
-    if isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] < classes:
-        raise wrong("model", f"{out.shape[-1]} outputs", f"at least {classes}, since targets go up to {classes - 1}")
+    if not isinstance(out, torch.Tensor):
+        raise wrong("model", f"an output of type {type(out).__name__}", "a tensor of one number for each class")
+    expected = (len(example), *data.targets.shape[1:])
+    if tuple(out.shape[:-1]) != expected:
+        shown = ", ".join(map(str, (*expected, "classes")))
+        raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
+    if out.shape[-1] < data.classes:
+        why = first_above(data, out.shape[-1])
+        raise wrong("model", f"{out.shape[-1]} outputs", f"at least {data.classes} ({why})")

@@ -56,9 +56,12 @@ def _differences(neighbours: Neighbours) -> list[str]:
     if random:  # messages rounded or noised by their clients: worlds cannot be coupled, the sampled audit remains
         return faults
     plain = replace(bench.parts.algorithm, server=())
-    bare = Neighbours(bench.changed(algorithm=plain, optimizer=lambda view: _add), neighbours.others, neighbours.canary)
-    width = bench.state.shared.numel()  # behind it, an adaptive clip's next threshold, from a count with its own noise
-    shifts = [coupled_difference(bare, number)[:width] for number in range(KEYS)]
+    bare = Neighbours(
+        bench.changed(algorithm=plain, optimizer=lambda view: _keep), neighbours.others, neighbours.canary
+    )
+    start, width = bench.state.shared.numel(), bench.parts.message_length
+    # Behind the mean, an adaptive clip's next threshold, from a count with its own noise.
+    shifts = [coupled_difference(bare, number)[start : start + width] for number in range(KEYS)]
     mean_limit = limit / bench.parts.plan.divisor
     longest = max(float(torch.linalg.vector_norm(shift)) for shift in shifts)
     if longest > mean_limit * (1 + ROUNDING) + ROUNDING:
@@ -80,16 +83,16 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     return all(torch.equal(a, b) for a, b in zip(draws[:KEYS], draws[KEYS:]))
 
 
-def _add(w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A server that does nothing but add the mean."""
-    return w + mean, {}
+def _keep(w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A server that does nothing but show the mean, in the first of its slots."""
+    return w, {"": mean}
 
 
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
     """Messages that no honest client sends, straight into the accumulator beside an ordinary one."""
-    key, width = run_key(0, "hostile", 0), bench.state.shared.numel()
+    key, width = run_key(0, "hostile", 0), bench.parts.message_length
     broadcast = broadcast_of(bench.parts, bench.state, bench.seed)
-    ordinary = bench.random("ordinary")[None]
+    ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
     limit, found = _allowed(bench, broadcast.clip), []
     if not bench.parts.plan.private:
         return []

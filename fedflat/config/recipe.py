@@ -131,8 +131,8 @@ class LocalSection(Section):
     lr: Positive = 0.1
     """Learning rate η of round 0. Change it first, together with the clip. Example: 0.1"""
     momentum: Share | None = None
-    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn, which needs it).
-    Example: 0.5"""
+    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn and dp-scaffold,
+    which need it). Example: 0.5"""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Round t uses lr·lr_decay^t. Example: 0.998"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -335,8 +335,25 @@ class Recipe(Section):
             raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
         if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
+        if isinstance(clip, ClipSection):
+            _refuse_foreign(f"{where}: privacy.clip", "kind", clip, CLIP_KEYS)
+        _refuse_foreign(f"{where}: server", "optimizer", self.server, SERVER_KEYS)
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:
             raise wrong(f"{where}: privacy", "both noise_multiplier and epsilon", "one of them (epsilon is calibrated)")
+
+
+CLIP_KEYS = {"value": ("constant",), "quantile": ("adaptive",), "initial": ("adaptive",), "count_noise": ("adaptive",),
+             "values": ("per-tensor",)}  # fmt: skip
+SERVER_KEYS = {"momentum": ("sgd",), "beta1": ("adam", "yogi"), "beta2": ("adam", "yogi"), "tau": ("adam", "yogi")}
+
+
+def _refuse_foreign(where: str, chooser: str, section: Section, of: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse a key that differs from its default and belongs to another choice than the section's."""
+    chosen = getattr(section, chooser)
+    for key, choices in of.items():
+        value = getattr(section, key)
+        if chosen not in choices and value != type(section).model_fields[key].default:
+            raise wrong(f"{where}.{key}", value, f"nothing with {chooser}: {chosen} (it is of {', '.join(choices)})")
 
 
 FOLDER = Path(__file__).parent / "recipes"

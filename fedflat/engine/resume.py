@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,9 @@ def _root(job: Job) -> int | bytes:
         return job.seed
     name = job.opening.run  # type: ignore[union-attr]
     found = keys.load(name)
-    return keys.create(name) if found is None else found
+    held = keys.create(name) if found is None else found
+    # A server's key is half in memory: a machine that is put back, files and all, must not draw the same noise again.
+    return sha256(held + fresh_key()).digest() if job.folder.deployment else held  # type: ignore[union-attr]
 
 
 def _key(job: Job, root: int | bytes) -> bytes:
@@ -174,7 +177,8 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
         lost, behind = compare(job.opening.run, entries)  # type: ignore[union-attr]
         why += [behind] if behind else []
         held = keys.load(job.opening.run)  # type: ignore[union-attr]
-        if held is not None and job.opening.key not in ("", _name(job, held)):  # type: ignore[union-attr]
+        kept = held is not None and not job.folder.deployment  # type: ignore[union-attr]
+        if kept and job.opening.key not in ("", _name(job, held)):  # type: ignore[union-attr, arg-type]
             why.append("the noise key is not the one that the run was drawn with")
         if held is None and entries and start < job.parts.plan.rounds:
             why.append(GONE)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedflat.core.checks import RunError
-from fedflat.core.personal import Heads
-from fedflat.core.rng import seeded_torch
+from fedflat.core.personal import Heads, Own
+from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
@@ -340,7 +340,8 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
     feed = SingleFeed(job.data, client, order, rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
         weights = weights.to(device)
-        train_client(alone, job.problem, sent(broadcast, device), parts.local, feed, weights)
+        own = Own(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
+        train_client(alone, job.problem, sent(broadcast, device), parts.local, feed, weights, own)
     return weights
 
 

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 import fedflat
-from fedflat.cli import main as cli
 
 NUMBERS = ("--clients", "500", "--cohort", "50", "--rounds", "300", "--delta", "0.002")
 CHEAP = ("--trust", "central", "--sampling", "poisson")
-
-
-class Said(NamedTuple):
-    """What a command left: exit status, stdout, stderr."""
-
-    status: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Call the command line in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedflat", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        found = capsys.readouterr()
-        return Said(int(end.value.code or 0), found.out, found.err)
-
-    return call
 
 
 def by_accountant(text: str) -> dict[str, float]:

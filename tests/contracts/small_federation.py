@@ -105,9 +105,10 @@ class Caught:
 def at_the_sum(made: Job) -> Job:
     """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m, and so is
     the first server step's ``mean``, which has all vectors of a message."""
+    plain = optimizer("sgd")
     keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
     caught = Caught(made.parts.layout.dimension)
-    bare, plain = replace(made.parts.algorithm, server=(caught, *keep)), optimizer("sgd")
+    bare = replace(made.parts.algorithm, server=(caught, *keep))
     made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)
     made.first = torch.zeros_like(made.first)
     return made

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_federation import Fragile, clients, module, recipe
+from small_federation import clients, module, recipe
 from torch import Tensor
 
 import fedflat
@@ -21,8 +21,9 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.cohorts import Poisson
 from fedflat.core.personal import Heads
-from fedflat.core.types import Algorithm, ClientState, LocalView, Phase, StateView, UpdateView
+from fedflat.core.types import Algorithm, ClientState, LocalView, Phase, ServerView, StateView, UpdateView
 from fedflat.engine import kept
+from fedflat.engine.client import LocalResult
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.engine.train import Job, train
 
@@ -50,10 +51,10 @@ def everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Poisson, "select", lambda self, generator: np.arange(5))
 
 
-def made(method: Algorithm | str, changes: dict[str, Any] | None = None, data: Any = None, network: Any = None) -> Job:
+def made(method: Algorithm | str, changes: dict[str, Any] | None = None, data: Any = None) -> Job:
     named = method if isinstance(method, str) else method.name
     given = None if isinstance(method, str) else method
-    return prepare(Recipe.of(recipe(named, changes)), network or module(), data or clients(), algorithm=given)
+    return prepare(Recipe.of(recipe(named, changes)), module(), data or clients(), algorithm=given)
 
 
 def one_round(job: Job) -> tuple[Tensor, Heads]:
@@ -109,11 +110,18 @@ def same(one: Heads, other: Heads) -> None:
 
 
 def test_a_message_that_is_not_finite_moves_no_state() -> None:
-    data = clients()
-    data[2] = (torch.full_like(data[2][0], 1e20), data[2][1])
-    total, heads = one_round(made(remembering(), {"privacy": {"clip": 0.05}}, data, Fragile()))
-    assert not bool(heads.states["sent"][2].any()) and bool(heads.states["sent"][1].any())
-    assert bool(torch.isfinite(total).all())
+    parts, heads, zero = made(remembering()).parts, Heads(torch.zeros(0)), torch.zeros(())
+    broadcast = broadcast_of(parts, parts.first_state(torch.zeros(parts.message_length), 0.2), 5)
+    accumulator = accumulator_of(parts, broadcast, bytes(32))
+    for client, number in enumerate((torch.nan, torch.inf, 1e38)):
+        message = torch.full((parts.message_length,), 1.0)
+        message[3] = number
+        result = LocalResult(message, torch.zeros(0), zero, zero)
+        kept.add_trained(accumulator, heads, parts.algorithm, parts.local, broadcast, client, 5, result)
+    states = heads.states["sent"]
+    assert not bool(states[0].any()) and not bool(states[1].any())
+    torch.testing.assert_close(states[2].double(), accumulator.result().total)
+    assert float(states[2].norm()) == pytest.approx(0.2)
 
 
 @dataclass(frozen=True)
@@ -222,6 +230,49 @@ def test_a_common_mask_and_several_vectors_are_refused() -> None:
     method = replace(ALGORITHMS["dp-scaffold"](), mask=ALGORITHMS["fed-smp-randk"]().mask)
     with pytest.raises(fedflat.InputError, match=r"algorithm\.mask"):
         made(method)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first vector of the mean, and the second in a slot."""
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {"second": torch.zeros_like(shared)}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        return mean.chunk(2)[0], {"second": mean.chunk(2)[1]}
+
+
+NOISY: list[dict[str, Any]] = [
+    {},
+    {"privacy": {"secure_rng": True}},
+    {"privacy": {"clip": {"kind": "per-tensor", "values": 0.1}}},
+    {"privacy": {"trust": "local"}},
+    {"privacy": {"trust": "distributed"}, "cohort": {"min": 4}},
+]
+
+
+@pytest.mark.parametrize("kind", ["update", "ddgauss"])
+@pytest.mark.parametrize("changes", NOISY, ids=["float", "grid", "per tensor", "local", "distributed"])
+def test_a_message_of_two_vectors_is_clipped_and_noised_as_one(kind: Any, changes: dict[str, Any]) -> None:
+    """(Δ, −2Δ): both halves of the sum are as they should be, and there is noise on both."""
+    two = Algorithm(
+        "own", transforms=(lambda u, v: torch.cat([u, -2 * u], -1),), server=(First(),), vectors=2, kind=kind
+    )
+    if kind == "ddgauss" and changes != NOISY[4]:
+        return
+    job = made(two, changes)
+    parts = job.parts
+    total = one_round(job)[0]
+    d = parts.layout.dimension
+    assert total.shape == (2 * d,) == (parts.message_length,) and parts.message_tensors[-1].stop == 2 * d
+    torch.testing.assert_close(
+        total[d:], -2 * total[:d], rtol=1e-3, atol=2e-3 if "secure_rng" in str(changes) else 1e-6
+    )
+    outcome = train(replace(job, parts=replace(parts, plan=replace(parts.plan, rounds=1))))
+    noise = outcome.state.slots["second"] * parts.plan.divisor - total[d:]
+    spread = parts.plan.std(parts.clip.bound(job.threshold)) * (1.0 if parts.plan.trust != "local" else 5**0.5)
+    assert 0.5 * spread < float(noise.std()) < 2 * spread
 
 
 # ------------------------------------------------------------------------------------------- the client's generator

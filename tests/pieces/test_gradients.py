@@ -22,9 +22,8 @@ def slope(w: Tensor) -> Tensor:
     return w @ A
 
 
-def view(start: Tensor = START, clip: float = 1.0, direction: Tensor | None = None) -> LocalView:
-    told = {} if direction is None else {"direction": direction, "nesterov": direction}
-    return LocalView(start, clip, 4, 0.5, told)
+def view(start: Tensor = START, clip: float = 1.0, **broadcast: Tensor) -> LocalView:
+    return LocalView(start, clip, 4, 0.5, broadcast)
 
 
 def test_sam_is_the_gradient_at_the_worst_nearby_point() -> None:
@@ -97,7 +96,7 @@ def test_sam_at_the_look_ahead_point() -> None:
     ahead = W + 0.6 * velocity
     g = slope(ahead)
     rule = compose(look_ahead(0.6), sam(0.25))
-    torch.testing.assert_close(rule(slope, view(direction=velocity))(W), slope(ahead + 0.25 * g / g.norm()))
+    torch.testing.assert_close(rule(slope, view(nesterov=velocity))(W), slope(ahead + 0.25 * g / g.norm()))
     torch.testing.assert_close(rule(slope, view())(W), sam(0.25)(slope, view())(W))
     assert look_ahead(0.6)(slope, view()) is slope
 
@@ -117,10 +116,10 @@ def test_a_block_is_its_rows(rule: object) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     starts = rows + torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    direction = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    block = rule(slope, view(starts, 1.5, direction))(rows)  # type: ignore[operator]
+    told = dict.fromkeys(("direction", "nesterov"), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+    block = rule(slope, view(starts, 1.5, **told))(rows)  # type: ignore[operator]
     for row, start, found in zip(rows, starts, block):
-        torch.testing.assert_close(found, rule(slope, view(start, 1.5, direction))(row))  # type: ignore[operator]
+        torch.testing.assert_close(found, rule(slope, view(start, 1.5, **told))(row))  # type: ignore[operator]
 
 
 def test_a_broken_row_stays_in_its_row() -> None:
