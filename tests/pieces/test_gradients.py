@@ -116,10 +116,10 @@ def test_a_block_is_its_rows(rule: object) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     starts = rows + torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    direction = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    block = rule(slope, view(starts, 1.5, direction=direction))(rows)  # type: ignore[operator]
+    told = dict.fromkeys(("direction", "nesterov"), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+    block = rule(slope, view(starts, 1.5, **told))(rows)  # type: ignore[operator]
     for row, start, found in zip(rows, starts, block):
-        torch.testing.assert_close(found, rule(slope, view(start, 1.5, direction=direction))(row))  # type: ignore[operator]
+        torch.testing.assert_close(found, rule(slope, view(start, 1.5, **told))(row))  # type: ignore[operator]
 
 
 def test_a_broken_row_stays_in_its_row() -> None:
