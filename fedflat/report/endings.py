@@ -90,7 +90,7 @@ def _accuracy(history: list[dict[str, Any]]) -> str:
         return "never evaluated on test data"
     best = max(found, key=lambda pair: pair[0])
     final, top = tables.percent(found[-1][0]), tables.percent(best[0])
-    return f"{final} % final; best {top} % after {best[1] + 1} rounds (chosen on test data)"
+    return f"{final} % final; best {top} % after round {best[1] + 1} (chosen on test data)"
 
 
 def _proven(proven: float | None, privacy: Mapping[str, Any]) -> str:
