@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedflat.core.checks import InputError, RunError
     from fedflat.core.types import (
         Algorithm,
+        ClientState,
         CommonMask,
         GradientFn,
         GradientRule,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         Phase,
         ServerStep,
         ServerView,
+        StateView,
         Transform,
         UpdateView,
     )
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Algorithm": "fedflat.core.types",
+    "ClientState": "fedflat.core.types",
     "CommonMask": "fedflat.core.types",
     "GradientFn": "fedflat.core.types",
     "GradientRule": "fedflat.core.types",
@@ -48,6 +51,7 @@ _PLACES = {
     "RunError": "fedflat.core.checks",
     "ServerStep": "fedflat.core.types",
     "ServerView": "fedflat.core.types",
+    "StateView": "fedflat.core.types",
     "Transform": "fedflat.core.types",
     "UpdateView": "fedflat.core.types",
     "clients": "fedflat.data.own",
@@ -58,6 +62,7 @@ _PLACES = {
 
 __all__ = [
     "Algorithm",
+    "ClientState",
     "CommonMask",
     "GradientFn",
     "GradientRule",
@@ -71,6 +76,7 @@ __all__ = [
     "RunError",
     "ServerStep",
     "ServerView",
+    "StateView",
     "Transform",
     "UpdateView",
     "clients",
