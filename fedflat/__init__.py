@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedflat.core.checks import InputError, RunError
     from fedflat.core.types import (
         Algorithm,
+        ClientState,
         CommonMask,
         GradientFn,
         GradientRule,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         Phase,
         ServerStep,
         ServerView,
+        StateView,
         Transform,
         UpdateView,
     )
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Algorithm": "fedflat.core.types",
+    "ClientState": "fedflat.core.types",
     "CommonMask": "fedflat.core.types",
     "GradientFn": "fedflat.core.types",
     "GradientRule": "fedflat.core.types",
@@ -54,6 +57,7 @@ _PLACES = {
     "RunError": "fedflat.core.checks",
     "ServerStep": "fedflat.core.types",
     "ServerView": "fedflat.core.types",
+    "StateView": "fedflat.core.types",
     "Transform": "fedflat.core.types",
     "UpdateView": "fedflat.core.types",
     "clients": "fedflat.data.own",
@@ -65,6 +69,7 @@ _PLACES = {
 
 __all__ = [
     "Algorithm",
+    "ClientState",
     "CommonMask",
     "GradientFn",
     "GradientRule",
@@ -80,6 +85,7 @@ __all__ = [
     "RunError",
     "ServerStep",
     "ServerView",
+    "StateView",
     "Transform",
     "UpdateView",
     "clients",

@@ -121,11 +121,12 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
             )
     for index, transform in enumerate(algorithm.transforms):
         call = functools.partial(_transformed, transform, form, vectors, states)
-        length = algorithm.vectors * form.shared if index == len(algorithm.transforms) - 1 else form.shared
-        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared, length)
+        if index == len(algorithm.transforms) - 1 and algorithm.vectors > 1:
+            call = _Longer(call, algorithm.vectors)
+        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared)
     for state in algorithm.client_state:
         call = functools.partial(_moved, state, algorithm, vectors)
-        _try_one(f"algorithm.client_state ({state.name})", call, form.shared, together=False)
+        _try_state(f"algorithm.client_state ({state.name})", call, form.shared)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
     _try_server(algorithm, form, slots)
@@ -175,14 +176,8 @@ def _states(names: Names, like: Tensor) -> dict[str, Tensor]:
     return dict.fromkeys(names, 0.5 * like)
 
 
-def _try_one(name: str, call: Call, size: int, length: int | None = None, together: bool = True) -> bool:
-    """Try a piece that works for one client and, where ``together``, for a block; whether it draws random numbers.
-
-    size, length: entries of what it is given, and of what it returns (None: as many).
-    """
-    call = call if length is None or length == size else _Longer(call, length // size)
-    if not together:
-        return _remembers(name, call, size)
+def _try_one(name: str, call: Call, size: int) -> bool:
+    """Try a piece that works for one client and for a block; whether it draws random numbers."""
     one = _numbers("a client", ROWS, size), _numbers("its gradient", ROWS, size)
     other = _numbers("another client", ROWS, size), _numbers("another gradient", ROWS, size)
     found, draws = _run(name, call, *one)
@@ -206,14 +201,13 @@ def _try_one(name: str, call: Call, size: int, length: int | None = None, togeth
     return False
 
 
-def _remembers(name: str, call: Call, size: int) -> bool:
-    """Whether a piece draws; refused if it gives something else after another client."""
+def _try_state(name: str, call: Call, size: int) -> None:
+    """Try a state's function, which is asked for one client at a time."""
     one, other = (_numbers(who, 2, size) for who in ("a client", "another client"))
     found, draws = _run(name, call, one[0], one[1])
     _run(name, call, other[0], other[1])
     if draws or not _same(_run(name, call, one[0], one[1])[0], found):
         raise InputError(f"{name}: found a function that draws or remembers; allowed: one of what it is given.")
-    return draws
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ def _check_message(recipe: Recipe, method: Algorithm) -> None:
         raise wrong("privacy.protocol", "published", f"sound for {method.name}")
     if method.vectors < 1 or (method.vectors > 1 and not method.transforms):
         raise wrong("algorithm.vectors", method.vectors, "1, or as many as the last of algorithm.transforms makes")
+    names = [state.name for state in method.client_state]
+    if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+        raise wrong("algorithm.client_state", ", ".join(map(repr, names)), "different names that are identifiers")
     if method.vectors > 1 and method.mask is not None:
         raise wrong("algorithm.mask", f"a common mask, and {method.vectors} vectors in a message", "one of both")
     if method.scale is not None and not method.private:
