@@ -342,7 +342,7 @@ class Recipe(Section):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
         if isinstance(clip, ClipSection):
             _refuse_foreign(f"{where}: privacy.clip", "kind", clip, CLIP_KEYS)
-        _refuse_foreign(f"{where}: server", "optimizer", self.server, SERVER_KEYS)
+        _refuse_foreign(f"{where}: server", "optimizer", self.server.filled(), SERVER_KEYS)
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:
             raise wrong(f"{where}: privacy", "both noise_multiplier and epsilon", "one of them (epsilon is calibrated)")
 
