@@ -16,6 +16,25 @@ from fedflat.cli import main as cli
 torch.set_num_threads(1)
 
 
+LONG = (
+    "test_federation_processes.py", "test_federation_partition.py", "test_federation_doors.py::test_a_node_runs",
+    "test_federation_doors.py::test_only_the_operator", "test_full_configuration_on_every_method",
+    "test_contract_strangers.py::test_nor_does_it_in_other_processes", "test_ray_tasks.py", "test_gpu_benchmark.py",
+    "test_secure_runs.py", "test_experiment.py", "test_compiled_models_agree_on_the_processor",
+)  # fmt: skip
+"""Tests that take long, mostly by waiting for processes: started first, so that none is left alone at the end."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` a worker takes test by test, but all tests that share a fixture of their module."""
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if name in item.nodeid), len(LONG)))
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+        if any(found.scope == "module" for stack in fixtures.values() for found in stack):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 class Said(NamedTuple):
     """What a command left: exit status, stdout, stderr."""
 
