@@ -21,10 +21,9 @@ from stand_in import client_at, deployed, grid_of, settings, small
 from fedflat.core.checks import InputError
 from fedflat.federation import superlink, supernode
 from fedflat.federation.client.session import Client, client_of
-from fedflat.federation.launch.certificates import write_client_keys
+from fedflat.federation.launch.certificates import write_authority_and_server, write_client_keys
 from fedflat.federation.launch.flower import check_flower
 from fedflat.federation.launch.project import PACKAGE, client_folder
-from fedflat.federation.launch.certificates import write_authority_and_server
 from fedflat.federation.roster import Roster
 from fedflat.federation.server import session as server
 from fedflat.federation.task import Task
