@@ -19,8 +19,9 @@ from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
 from fedflat.privacy.ledger import Entry, Ledger, run_of
+from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import METRICS, set_aside
+from fedflat.records.folder import METRICS, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def take_up(job: Job, ledger: Ledger) -> Start:
     for note in ledger.notes:
         job.say(note)
     _check_ledger(job, ledger)
+    _check_statement(job, job.folder.path / STATEMENT)
     named = [checkpoint.round_of(path) for path in job.folder.checkpoints.glob("round-*")]
     found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
@@ -70,6 +72,14 @@ def take_up(job: Job, ledger: Ledger) -> Start:
         job.say(note)
     _choose_key(job, ledger, state.round, found is None)
     return Start(state, heads, history, private)
+
+
+def _check_statement(job: Job, path: Path) -> None:
+    """Set aside a statement that is not as it was written; the run writes its own at its end."""
+    if path.exists() and not is_whole(path):
+        job.say(
+            f"{path.name} is not as it was written; set aside as {set_aside(path).name}, a new one comes at the end"
+        )
 
 
 def _aside(path: Path, why: str) -> str:

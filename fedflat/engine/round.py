@@ -33,6 +33,8 @@ from fedflat.engine.accumulate import Accumulator, GridAccumulator
 from fedflat.engine.client import rate_of, steps_of
 from fedflat.engine.parts import Parts
 
+MALFORMED = "malformed"
+"""Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
 
@@ -157,7 +159,7 @@ def mean_view(parts: Parts, bound: float, divisor: float) -> MeanView:
 def _aborted(state: RoundState, broadcast: Broadcast, aggregate: Aggregate) -> tuple[RoundState, RoundInfo]:
     """Too few honest shares, or more than the top-up has room for: nothing is released, the charge stays."""
     shown = {"round": state.round, "clip": broadcast.clip, "aborted": True}
-    hidden = {"cohort": aggregate.count, **aggregate.stats}
+    hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     return dataclasses.replace(state, round=state.round + 1), RoundInfo(released=shown, private=hidden)
 
 
@@ -168,10 +170,16 @@ def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes,
     return float(parts.clip.next(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
+def _malformed(aggregate: Aggregate) -> dict[str, int]:
+    """How many messages counted as zero because they were not finite, or of another shape; nothing if none."""
+    found = int((~torch.isfinite(aggregate.norms)).sum())
+    return {MALFORMED: found} if found else {}
+
+
 def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dict[str, Any]:
     """Norms against the clip, ᾱ and α̃ (000 Eq. 15), clip bias (004 Eq. 2, first term) and signal-to-noise."""
     norms, factors = aggregate.norms, aggregate.factors
-    facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats}
+    facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     signal = float(wide.norm(aggregate.total))
     facts["noise_norm"] = noise_norm
     facts["signal_to_noise"] = signal / noise_norm if noise_norm > 0 else None

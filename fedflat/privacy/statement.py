@@ -257,6 +257,9 @@ def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
             "256 bits of operating-system entropy at every start, never stored: the method or model given in Python "
             "cannot be identified, so the run cannot be reproduced"
         )
+    if not facts.get("simulation", True):
+        half = "256 bits of operating-system entropy at each start of the server, never stored, and 256 more,"
+        return f"{half} kept outside the run folder and deleted at its end"
     return "256 bits of operating-system entropy, kept outside the run folder and deleted at its end"
 
 
@@ -424,6 +427,15 @@ def checksum(found: Mapping[str, Any]) -> str:
     """SHA-256 of the canonical JSON of a statement without its own checksum."""
     body = {key: value for key, value in found.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a statement's file has the checksum of what it says."""
+    try:
+        found = json.loads(path.read_bytes())
+        return bool(found["checksum"] == checksum(found))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 def write(path: str | Path, found: Mapping[str, Any]) -> None:

@@ -64,6 +64,9 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     simulated = number(privacy.get("simulated_epsilon"))
     if simulated is not None:
         rows.append(("simulated ε", f"{tables.epsilon_text(simulated)} for the larger population that was simulated"))
+    broken = [found for record in result.private_history if (found := number(record.get("malformed")))]
+    if broken:
+        rows.append(("malformed", f"{sum(broken):g} messages in {len(broken)} rounds, counted as zero ({PRIVATE})"))
     rows.append(("trust", str(privacy.get("trust", "–"))))
     rows.append(("time", tables.duration(sum(number(r.get("seconds")) or 0.0 for r in result.history))))
     return rows
