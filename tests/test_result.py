@@ -95,6 +95,19 @@ def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:
             _ = fedflat.load(tmp_path / "a", model=other).model
 
 
+def test_a_program_runs_without_the_package(ran: fedflat.Result, tmp_path: Path) -> None:
+    from fedflat.simulation.inspection import check_sums
+    from fedflat.simulation.program import write_program
+
+    export(ran.folder, tmp_path / "out")
+    path = write_program(ran.folder, tmp_path / "out")
+    found = torch.export.load(path).module()
+    for size in (1, 5):
+        images = torch.linspace(-1, 1, size * 64).reshape(size, 1, 8, 8)
+        assert torch.allclose(found(images), ran.model(images), atol=1e-6)
+    assert {check.record: check.verdict for check in check_sums(tmp_path / "out")}["model.pt2"] == "ok"
+
+
 def test_an_export_without_what_the_seed_drew_says_so(tmp_path: Path) -> None:
     personal = {**RECIPE, "rounds": 1, "algorithm": "dp2-fedsam", "model": "mlp"}
     ran = fedflat.run(personal, out=tmp_path / "a")

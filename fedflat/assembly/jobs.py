@@ -161,6 +161,9 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
     what = identity(kept, made.digest, pristine, layout, given)
     refuse_change(untouched, everything=True)  # features were computed on it
+    objective = made.objective
+    if isinstance(objective.own, nn.Module):
+        objective = replace(objective, own=copy.deepcopy(objective.own).to(device))
     problem = ModuleProblem(
         module,
         layout,
@@ -169,7 +172,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         onednn=onednn,
         random=random,
         pristine=pristine,
-        objective=made.objective,
+        objective=objective,
     )
     job = Job(
         parts=parts,
@@ -186,6 +189,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         identity=what,
         made_for={
             "input_shape": list(made.data.input_shape),
+            "dtype": str(made.data.inputs.dtype).removeprefix("torch."),
             "classes": made.data.classes,
             "vocabulary": made.data.vocabulary,
             "padding": made.data.padding,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,9 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     out: Annotated[Path, typer.Argument(help="A new folder.")],
+    program: Annotated[
+        bool, typer.Option("--program", help="Also model.pt2, a torch.export program that runs without fedflat.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """What the guarantee covers and nothing else: weights, statement, ledger, recipe, metrics, report.
@@ -22,6 +26,10 @@ def export(
     from fedflat.simulation.export import export as write
 
     found = write(run, out)
+    if program:
+        from fedflat.simulation.program import write_program
+
+        found = replace(found, files=(*found.files, write_program(run, out).name))
     if as_json:
         facts = {"folder": str(found.folder), "files": found.files, "left": dict(found.left)}
         print(json.dumps(facts | {"guaranteed": found.guaranteed}, ensure_ascii=False, indent=2))

@@ -39,7 +39,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
         raise wrong("load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)
     refuse_damage(folder)
     recipe, history = Recipe.load(folder), read_lines(folder / METRICS)
-    weights, made_for, heads = _released(folder)
+    weights, facts, heads = _released(folder)
     seeded = "seed:" in (folder / RECIPE).read_text(encoding="utf-8")
     return Result(
         history=history,
@@ -50,8 +50,13 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
         stopped="" if len(history) >= recipe.rounds else f"stopped after {len(history)} rounds",
         heads=heads,
         stages={},
-        made=functools.partial(_module, recipe, weights, made_for, model, seeded),
+        made=functools.partial(_module, recipe, weights, facts, model, seeded),
     )
+
+
+def made_for(folder: Path) -> Mapping[str, Any]:
+    """What the module of a run was built for: shape and kind of inputs, classes, vocabulary; empty where unknown."""
+    return _released(folder)[1]
 
 
 def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
@@ -73,9 +78,9 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
 
 
 def _module(
-    recipe: Recipe, weights: Mapping[str, Tensor], made_for: Mapping[str, Any], given: nn.Module | None, seeded: bool
+    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | None, seeded: bool
 ) -> nn.Module:
-    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, made_for, seeded)
+    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, seeded)
     parameters = dict(module.named_parameters())
     for name, value in weights.items():
         here = parameters.get(name)
@@ -86,11 +91,11 @@ def _module(
     return module.eval()
 
 
-def _built(recipe: Recipe, weights: Mapping[str, Tensor], made_for: Mapping[str, Any], seeded: bool) -> nn.Module:
+def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], seeded: bool) -> nn.Module:
     """The recipe's module. Where the seed was left out of an exported folder, all that it would decide is in it."""
     if recipe.model.name == GIVEN:
         raise wrong("load: model", "none, and the run's was given in Python", "fedflat.load(path, model=MODULE)")
-    facts = dict(made_for) or _facts_of_data(recipe)
+    facts = dict(known) or _facts_of_data(recipe)
     options = options_for(recipe, int(facts.get("vocabulary", 0)), int(facts.get("padding", 0)))
     make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
     module = make(seed=recipe.seed)

@@ -23,8 +23,8 @@ from fedflat.engine.problem import ModuleProblem
 USER_FILES = "fedflat_user_"
 """How modules read from a user's file are named; other processes have no such modules."""
 
-ROWS = {"inputs", "targets", "parts", "held_back", "test_inputs", "test_targets"}
-"""Fields of a federation that hold examples; the others are public constants."""
+ROWS = {"inputs", "targets", "parts", "held_back", "test_inputs", "test_targets", "names"}
+"""Fields of a federation that hold examples, or whose they are; the others are public constants."""
 
 
 @dataclass(frozen=True)
