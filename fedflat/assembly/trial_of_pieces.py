@@ -120,13 +120,13 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
                 _told(name, phase.rule), functools.partial(_steps, phase, vectors, states), form.size(phase)
             )
     for index, transform in enumerate(algorithm.transforms):
-        call = functools.partial(_transformed, transform, form, vectors, states)
+        call: Call = functools.partial(_transformed, transform, form, vectors, states)
         if index == len(algorithm.transforms) - 1 and algorithm.vectors > 1:
             call = _Longer(call, algorithm.vectors)
         draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared)
     for state in algorithm.client_state:
-        call = functools.partial(_moved, state, algorithm, vectors)
-        _try_state(f"algorithm.client_state ({state.name})", call, form.shared)
+        moved = functools.partial(_moved, state, algorithm, vectors)
+        _try_state(f"algorithm.client_state ({state.name})", moved, form.shared)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
     _try_server(algorithm, form, slots)
