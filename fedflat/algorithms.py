@@ -14,11 +14,18 @@ from typing import Any
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
 from fedflat.pieces.clipping import Normalise
-from fedflat.pieces.control import MeanControl, WithControl, corrected, own_control
+from fedflat.pieces.control import Corrected, MeanControl, WithControl, own_control
 from fedflat.pieces.feedback import Lacking, MeanMemory, own_memory
-from fedflat.pieces.gradients import blur, compose, pgn, sam
+from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.masks import random_mask, top_mask
-from fedflat.pieces.server import KeepInitial, LaplacianSmoothing, PgnDirection, laplacian_smoothing
+from fedflat.pieces.server import (
+    KeepInitial,
+    LaplacianSmoothing,
+    PgnDirection,
+    corrected_adam,
+    laplacian_smoothing,
+    velocity,
+)
 from fedflat.pieces.transforms import add_back_direction, lus, rescale, top_k
 
 Factory = Callable[..., Algorithm]
@@ -123,7 +130,7 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
         "dp-scaffold",
-        phases=(Phase(rule=corrected),),
+        phases=(Phase(rule=Corrected()),),
         transforms=(WithControl(scale),),
         server=(MeanControl(scale),),
         client_state=(own_control(scale),),
@@ -234,6 +241,30 @@ def sam_over_blur(rho: float = 0.5, lam: float = 0.4) -> Algorithm:
     return Algorithm("dp-fedsam-blur", phases=(Phase(rule=compose(sam(rho), blur(lam))),))
 
 
+def dp_fedprox(mu: float = 0.1) -> Algorithm:
+    """DP-FedProx: a proximal term keeps local training near w^t (Li et al. 2020)."""
+    return Algorithm("dp-fedprox", phases=(Phase(rule=proximal(mu)),))
+
+
+def dp_fedadam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> Algorithm:
+    """DP-FedAdam: server Adam, its second moment freed of the noise (Reddi et al. 2021; Tang et al. 2024)."""
+    return Algorithm("dp-fedadam", optimizer=corrected_adam(beta1, beta2, floor), server_lr=0.03)
+
+
+def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
+    """DP-FedNSAM: SAM at the look-ahead point of the server's Nesterov momentum (after FedNSAM, Liu et al. 2025).
+
+    v is the server's momentum, of released means only, and is broadcast. From w^t a client takes K steps
+    y = w + γ·v^t, δ = ρ·g(y)/‖g(y)‖, w ← w − η·g(y + δ) (with local momentum as any method) and sends w − w^t.
+    The server: v^{t+1} = γ·v^t + (1−γ)·mean, w^{t+1} = w^t + server.lr·v^{t+1}; γ = 0 is DP-FedSAM.
+
+    Liu et al.'s clients start at w^t + γ·v^t, run SAM there and send the difference to that start: the same steps and
+    the same message, w only being shifted by γ·v^t. Their server has v^{t+1} = γ·v^t + mean; see ``Velocity`` for 1−γ.
+    """
+    rule = compose(look_ahead(gamma), sam(rho))
+    return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(velocity(gamma),))
+
+
 ALGORITHMS: dict[str, Factory] = {
     "fedavg": fedavg,
     "fedsam": fedsam,
@@ -249,6 +280,9 @@ ALGORITHMS: dict[str, Factory] = {
     "dp-fedavg-ls": dp_fedavg_ls,
     "dp-fedpgn": dp_fedpgn,
     "dp-fedpgn-ls": dp_fedpgn_ls,
+    "dp-fedprox": dp_fedprox,
+    "dp-fedadam": dp_fedadam,
+    "dp-fednsam": dp_fednsam,
     "dp-scaffold": dp_scaffold,
     "fed-normec": fed_normec,
     "dp-fedavg-ft": dp_fedavg_ft,

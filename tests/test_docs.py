@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -58,7 +59,7 @@ SHELL = [page for page in PAGES if blocks(page, "sh")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SHELL, ids=[page.stem for page in SHELL])
-def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
+def test_shell_blocks_run(page: Path, command: Any) -> None:
     """All ``sh`` blocks of a page one after the other, in one folder."""
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for line in "".join(blocks(page, "sh")).splitlines():
@@ -68,9 +69,8 @@ def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
             continue
         assert words[0] == "fedflat", f"{page.name}: {line}"
         more = [] if "--resume" in words else SMALL.get(words[1], [])
-        command = [sys.executable, "-m", "fedflat", *words[1:], *more]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
-        assert done.returncode == 0, f"{line}: {done.stderr}"
+        said = command(*words[1:], *more)
+        assert said.status == 0, f"{line}: {said.err}"
 
 
 def environment() -> dict[str, str]:
@@ -133,8 +133,7 @@ def test_every_command_teaches_by_example() -> None:
 
     from fedflat.cli.main import _assemble, app
 
-    if not app.registered_commands:
-        _assemble()
+    _assemble()
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
         examples = re.findall(r"^ *Example: fedflat (.+?)\n *(?:\n|$)", f"{command.help}\n\n", re.MULTILINE | re.DOTALL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import fedflat
 from fedflat.analysis import flatness
 from fedflat.analysis.objective import Objective
 from fedflat.assembly.jobs import prepare
-from fedflat.cli import main as cli
 from fedflat.engine.evaluate import scores
 from fedflat.records import checkpoint
 from fedflat.report.metrics import read_run, read_runs
@@ -48,17 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Call the command in this process."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedflat", "landscape", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
+def call(command: Any) -> Call:
+    """``fedflat landscape`` with these words."""
+    return lambda *words: command("landscape", *words)
 
 
 def test_a_comparison_in_eighty_columns(runs: Path, call: Call, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit import audit_run
 from fedflat.config.recipe import GIVEN
+from fedflat.privacy.statement import is_whole
+from fedflat.report.endings import PRIVATE, summary_rows
 from fedflat.simulation import run as simulation
 
 RECIPE = {
@@ -99,3 +101,79 @@ def test_a_method_given_in_python_goes_by_its_own_name():
         with pytest.raises(InputError, match="the run's folder does not hold the method"):
             algorithm_of(found)
     assert as_given(named) == named
+
+
+class Tokens(nn.Module):
+    """Three classes for each of T tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+@pytest.mark.parametrize(
+    ("label", "sentence"),
+    [
+        (7, r"model: found 3 outputs; allowed: at least 8 \(clients\[2\] targets\[4\] is 7\)"),
+        (-1, r"clients\[2\] targets\[4\]: found label -1; allowed: class numbers ≥ 0\.$"),
+        (-100, r"clients\[2\] targets\[4\]: found label -100; allowed: class numbers ≥ 0\.$"),
+        (float("nan"), r"clients\[2\] targets: found dtype torch.float32; allowed: whole numbers"),
+    ],
+)
+@pytest.mark.parametrize("model", [Mine, lambda: None])
+def test_a_target_that_no_output_is_for_is_refused_before_training(label, sentence, model):
+    pairs = clients()
+    x, y = pairs[2]
+    y = y.float() if label != label else y.clone()
+    y[4] = label
+    pairs[2] = (x, y)
+    recipe = RECIPE | ({} if model() else {"model": {"name": "linear"}})
+    if label == 7 and not model():  # a packaged model is made for the classes there are
+        assert prepare(Recipe.of(recipe), None, pairs).data.classes == 8
+        return
+    with pytest.raises(InputError, match=sentence):
+        prepare(Recipe.of(recipe), model(), pairs)
+
+
+def test_ignored_tokens_are_allowed_and_a_label_for_each_token_needs_as_many_outputs():
+    x, y = torch.randint(0, 4, (6, 2)), torch.tensor([[0, -100]] * 6)
+    assert prepare(Recipe.of(RECIPE), Tokens(), [(x, y)] * 5).data.classes == 1
+    with pytest.raises(InputError, match=r"clients\[0\] targets\[0\]: found label -7; .* or -100 for a token"):
+        prepare(Recipe.of(RECIPE), Tokens(), [(x, y.clamp(min=-7))] * 5)
+    with pytest.raises(InputError, match=r"model: found an output of shape \(2, 2, 3\) for 2 examples"):
+        prepare(Recipe.of(RECIPE), Tokens(), [(x, y[:, 0])] * 5)
+    with pytest.raises(InputError, match=r"model: found IndexError in a training pass"):
+        prepare(Recipe.of(RECIPE), Tokens(), [(x - 3, y)] * 5)
+
+
+def test_malformed_messages_are_counted_where_their_owner_sees_it(tmp_path):
+    pairs = clients()
+    pairs[1] = (torch.full((6, 5), 3e38), pairs[1][1])
+    recipe = RECIPE | {"cohort": {"size": 5}, "rounds": 2, "local": {"steps": 2, "batch_size": 6}}
+    found = simulation.run(recipe, Mine(), pairs, out=tmp_path / "run")
+    assert [record["malformed"] for record in found.private_history] == [1, 1]
+    assert found.notes[-1] == "2 messages in 2 rounds were malformed and counted as zero"
+    assert ("malformed", f"2 messages in 2 rounds, counted as zero ({PRIVATE})") in summary_rows(found)
+    assert "malformed" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    sound = simulation.run(recipe | {"rounds": 1}, Mine(), clients())
+    assert not sound.notes and "malformed" not in sound.private_history[0]
+
+
+def test_what_resuming_finds_damaged_is_said_and_a_lost_ledger_leaves_nothing(tmp_path):
+    folder = tmp_path / "run"
+    stopped_run(folder)
+    (folder / "privacy.json").write_text('{"proven_epsilon": 0.1}')
+    asked = iter((False, True))
+    found = simulation.run(RECIPE, Mine(), clients(), out=folder, resume=True, should_stop=lambda: next(asked))
+    assert found.notes == (
+        "privacy.json is not as it was written; set aside as privacy.json.damaged, a new one comes at the end",
+    )
+    assert (folder / "privacy.json.damaged").exists() and is_whole(folder / "privacy.json")
+    (folder / "ledger.jsonl").unlink()
+    (folder / "ledger.lock").unlink()
+    with pytest.raises(InputError, match="no line for round 0, which was released"):
+        simulation.run(RECIPE, Mine(), clients(), out=folder, resume=True)
+    assert not list(folder.glob("ledger.*"))

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,25 +206,18 @@ def test_a_run_states_claim_and_proof_side_by_side(algorithm: str) -> None:
     assert all(torch.isfinite(p).all() for p in result.model.parameters())
 
 
-def said(words: list[str], folder: Path) -> str:
-    """What the command prints, from a process of its own."""
-    command = [sys.executable, "-m", "fedflat", *words]
-    root = {"PYTHONPATH": str(Path(fedflat.__file__).parents[1]), "COLUMNS": "120"}
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **root}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("algorithm", ["dp-fedsam", "dp-fedpgn"])
-def test_no_output_of_any_kind_shows_the_claim_alone(tmp_path: Path, algorithm: str) -> None:
+def test_no_output_of_any_kind_shows_the_claim_alone(
+    tmp_path: Path, algorithm: str, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "small.yaml").write_text(json.dumps(recipe(algorithm)), encoding="utf-8")
+    comparison = ("compare", "small.yaml", "--seeds", "1", "--processes", "1", "--out")
     texts = {
-        "terminal": said(["run", "small.yaml", "--out", "run"], tmp_path),
-        "json": said(["run", "small.yaml", "--out", "other", "--json"], tmp_path),
-        "comparison": said(["compare", "small.yaml", "--seeds", "1", "--out", "all", "--processes", "1"], tmp_path),
-        "comparison.json": said(
-            ["compare", "small.yaml", "--seeds", "1", "--out", "more", "--processes", "1", "--json"], tmp_path
-        ),
+        "terminal": command("run", "small.yaml", "--out", "run").out,
+        "json": command("run", "small.yaml", "--out", "other", "--json").out,
+        "comparison": command(*comparison, "all").out,
+        "comparison.json": command(*comparison, "all", "--json").out,  # all done: said again
     }
     for file in tmp_path.rglob("*"):
         if file.is_file() and file.suffix not in (".safetensors", ".yaml", ".lock"):

@@ -55,3 +55,20 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.yaml").write_text("rounds: 3\nrounds: 4\n")
     with pytest.raises(InputError, match=r"line 2: found the key rounds twice"):
         Recipe.load(tmp_path / "twice.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("server.beta1=0.5", r"server\.beta1: found 0.5; allowed: nothing with optimizer: sgd \(it is of adam, yogi\)"),
+        (
+            "server={optimizer: adam, momentum: 0.5}",
+            r"server\.momentum: found 0.5; .* optimizer: adam \(it is of sgd\)",
+        ),
+        ("privacy.clip={kind: constant, value: 1, quantile: 0.3}", r"privacy\.clip\.quantile: found 0.3"),
+        ("privacy.clip={kind: adaptive, initial: 1, values: 2}", r"privacy\.clip\.values: found 2.0"),
+    ],
+)
+def test_a_key_of_another_choice_is_refused_not_ignored(override: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Recipe.load("quick-start", [override])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fedflat.core.checks import InputError, RunError
+from fedflat.privacy.ledger import HEADER, Ledger, seal
 from fedflat.simulation import run as simulation
 from fedflat.simulation.export import export
 from fedflat.simulation.inspection import CHECKS, check_limits, check_modes, inspect_run
@@ -215,3 +218,66 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeyp
     monkeypatch.setattr("fedflat.records.checkpoint.save", full)
     with pytest.raises(RunError, match=r"checkpoints: cannot be written \(No space left on device\); the run stops"):
         simulation.run(RECIPE, out=tmp_path / "run")
+
+
+def test_a_run_that_is_not_at_its_end_is_unchecked_and_not_wrong(tmp_path: Path) -> None:
+    """Interrupted after two of three rounds, its statement not written; and while it goes on."""
+    asked = iter((False, False, True))
+    out = tmp_path / "run"
+    simulation.run(RECIPE, out=out, should_stop=lambda: next(asked))
+    (out / "privacy.json").unlink()
+    assert not wrong(out)
+    said = {check.record: check for check in inspect_run(out)}["privacy.json"]
+    assert said.verdict == "unchecked" and "interrupted (round 2 of 3)" in said.about
+    with Ledger.open(out / "ledger.jsonl"):
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write('{"rou')
+        said = {check.record: check for check in inspect_run(out)}["metrics.jsonl"]
+        assert not wrong(out) and "the run goes on" in said.about
+    assert wrong(out) == ["metrics.jsonl"]
+    without_last_line(out / "ledger.jsonl")
+    assert "ledger.jsonl" in wrong(out)
+    (out / "ledger.jsonl").unlink()
+    assert "ledger.jsonl" in wrong(out)
+
+
+def test_a_run_that_began_no_round_is_unchecked(run: Path) -> None:
+    for name in ("privacy.json", "ledger.jsonl", "ledger.lock", "metrics.jsonl", "metrics.seals"):
+        (run / name).unlink()
+    shutil.rmtree(run / "checkpoints")
+    for path in (run / "private").glob("private.*"):
+        path.unlink()
+    assert not wrong(run)
+
+
+def test_a_run_of_the_first_version_is_unchecked_and_not_wrong(run: Path) -> None:
+    """No run.json, no seals, no checksums, and a ledger that names no run."""
+    for name in ("private/run.json", "private/private.seals", "metrics.seals"):
+        (run / name).unlink()
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_bytes().splitlines()]
+    tip, whole = hashlib.sha256(HEADER).hexdigest(), b""
+    for number, line in enumerate(lines):
+        body = {key: value for key, value in line.items() if key not in ("line", "previous", "checksum", "run")}
+        raw = json.dumps(seal(body, number, tip), separators=(",", ":")).encode()
+        whole, tip = whole + raw + b"\n", hashlib.sha256(raw).hexdigest()
+    (run / "ledger.jsonl").write_bytes(whole)
+    facts = json.loads((run / "privacy.json").read_bytes())
+    (run / "privacy.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "checksum"}))
+    for path in (run / "checkpoints").iterdir():
+        with safe_open(path, framework="pt") as file:
+            state = json.loads(file.metadata()["state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        save_file(tensors, path, metadata={"state": json.dumps({k: v for k, v in state.items() if k != "sha256"})})
+    assert not wrong(run)
+    unchecked = " ".join(check.record for check in inspect_run(run) if check.verdict == "unchecked")
+    for name in ("private/run.json", "recipe.yaml", "metrics.jsonl", "checkpoints/round-000003.safetensors"):
+        assert name in unchecked
+    next((run / "checkpoints").iterdir()).write_bytes(b"junk")
+    assert len(wrong(run)) == 1
+
+
+def test_a_file_that_nobody_exported_is_noticed(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out")
+    (tmp_path / "out" / "more").mkdir()
+    (tmp_path / "out" / "more" / "extra.bin").write_bytes(b"x")
+    assert wrong(tmp_path / "out") == ["more/extra.bin"]

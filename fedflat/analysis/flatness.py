@@ -24,6 +24,7 @@ from fedflat.core.params import Layout
 from fedflat.core.personal import Heads
 from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
+from fedflat.engine.kept import states_of
 from fedflat.engine.round import broadcast_of
 from fedflat.engine.train import Job
 from fedflat.records import checkpoint
@@ -192,7 +193,8 @@ def local_model(job: Job, state: RoundState, heads: Heads, client: int) -> Tenso
         return weights
     public = None if job.public_update is None else lambda: job.public_update(state)  # type: ignore[misc]
     broadcast = broadcast_of(parts, state, job.seed, public)
-    Sequential(parts.algorithm, job.problem, parts.local, data, job.seed).one(client, broadcast, weights)
+    states = states_of(parts.algorithm, heads, client, state.shared)
+    Sequential(parts.algorithm, job.problem, parts.local, data, job.seed).one(client, broadcast, weights, states)
     return weights
 
 

@@ -80,6 +80,7 @@ def module_of(
     """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator."""
     from fedflat.models import build, refuse_unclipped_state
+    from fedflat.models.registry import OURS
 
     if given is not None:
         module = copy.deepcopy(given)
@@ -89,10 +90,11 @@ def module_of(
         options = options_for(recipe, data.vocabulary, data.padding)
         module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
-    if not example.is_floating_point() and len(data.inputs):  # the range of token ids
+    if not example.is_floating_point() and data.inputs.numel():  # the range of token ids
+        example.view(-1)[0] = 0 if data.vocabulary else int(data.inputs.min())
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
-    draws = bool(refuse_unclipped_state(module, example))
-    if given is not None or ":" in recipe.model.name:  # the others are made for the data's classes
+    draws = bool(refuse_unclipped_state(module, example, known=given is None and recipe.model.name in OURS))
+    if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
         check_outputs(module, example, data, objective)
     try_loss(objective, module, example, data)
     return module, draws

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
-from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_options, plan_of, weighted
+from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.tasks import check_metrics, objective_of, suited, try_metrics
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
@@ -44,7 +44,6 @@ from fedflat.engine.train import Backend, Evaluation, Job
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
-from fedflat.pieces.server import optimizer
 
 
 def prepare(
@@ -155,10 +154,10 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     untouched = Held(module)
     data = _resident(made.data, module, device, precision)
     parts, threshold = _parts(recipe, made.method, data, layout)
-    random = try_pieces(parts.algorithm, layout, parts.optimizer) or made.random or not packaged(parts.algorithm)
+    random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
-    kept = settled(recipe, parts.plan, parts.local, data.clients)
+    kept = settled(recipe, parts, data.clients)
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
     what = identity(kept, made.digest, pristine, layout, given)
     refuse_change(untouched, everything=True)  # features were computed on it
@@ -216,7 +215,7 @@ def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -
         plan=plan,
         clip=clip,
         mechanism=noising.mechanism_of(recipe, plan),
-        optimizer=optimizer(**optimizer_options(recipe)),
+        optimizer=optimizer_of(recipe, method),
         local=local_of(recipe, method, data),
         layout=layout,
         weighted=weighted(recipe, method),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from fedflat.algorithms import ALGORITHMS, Factory
-from fedflat.config.recipe import GIVEN, ClipSection, Recipe
+from fedflat.config.recipe import GIVEN, ClipSection, Recipe, ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Clip, Local
+from fedflat.core.types import Algorithm, Clip, Local, MeanView, Optimizer
 from fedflat.data.clients import Federated
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
 from fedflat.pieces import clipping
+from fedflat.pieces.server import optimizer
 from fedflat.privacy.plan import Plan, build_plan
 
 NOT_HELD = (
@@ -149,12 +151,36 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
     raise wrong("privacy.clip", given.kind, "a number > 0, {kind: adaptive, …} or {kind: per-tensor, values: …}")
 
 
-def optimizer_options(recipe: Recipe) -> dict[str, Any]:
+def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
+    """The recipe's server section with its defaults filled in; ``optimizer`` stays None where the method has its own.
+
+    Raises:
+        InputError: settings of another optimiser beside the method's own, or a round whose noise it could not know.
+    """
     server = recipe.server
-    shared = {"name": server.optimizer, "lr": server.lr}
-    if server.optimizer == "sgd":
-        return {**shared, "momentum": server.momentum}
-    return {**shared, "beta1": server.beta1, "beta2": server.beta2, "tau": server.tau}
+    if method.optimizer is None:
+        return server.filled()
+    if method.kind != "update":
+        raise wrong("algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
+    if published.applies(recipe, method):
+        hint = "Its server optimizer reckons with the noise of the sound round."
+        raise wrong("privacy.protocol", "published", f"sound for {method.name}", hint=hint)
+    for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
+        found = getattr(server, key)
+        if found != ServerSection.model_fields[key].default:
+            hint = "The method brings its own server optimizer, made for its noise."
+            raise wrong(f"server.{key}", found, f"nothing for {method.name}", hint=hint)
+    return server.model_copy(update={"lr": method.server_lr if server.lr is None else server.lr})
+
+
+def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Optimizer]:
+    """The server optimiser of each round: the method's own, or the recipe's, which asks nothing of the noise."""
+    server = server_of(recipe, method).model_dump()
+    if method.optimizer is not None:
+        return functools.partial(method.optimizer, server["lr"])
+    options = ("momentum",) if server["optimizer"] == "sgd" else ("beta1", "beta2", "tau")
+    made = optimizer(server["optimizer"], **{key: server[key] for key in ("lr", *options)})
+    return lambda view: made
 
 
 def weighted(recipe: Recipe, method: Algorithm) -> bool:

@@ -11,17 +11,18 @@ from typing import Any
 
 from torch import nn
 
+from fedflat.assembly.plans import server_of
 from fedflat.config.recipe import GIVEN, ClipSection, Recipe
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Local
+from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.public import HELD_OUT
+from fedflat.engine.parts import Parts
 from fedflat.engine.train import Job, Outcome
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
-from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import rounds_charged, statement
 from fedflat.records.opening import Identity
 
@@ -44,9 +45,10 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
     )
 
 
-def settled(recipe: Recipe, plan: Plan, local: Local, clients: int) -> dict[str, Any]:
+def settled(recipe: Recipe, parts: Parts, clients: int) -> dict[str, Any]:
     """The recipe as a dict with what depends on data and calibration filled in; settling it again changes nothing."""
-    dump = recipe.dump()
+    dump, plan, local = recipe.dump(), parts.plan, parts.local
+    dump["server"] = server_of(recipe, parts.algorithm).model_dump(mode="json")
     dump["data"]["clients"] = clients
     dump["privacy"]["trust"] = plan.trust
     dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
@@ -67,7 +69,7 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     """recipe.yaml of a run: every default resolved, and the versions of what runs it. run: the name of its key file."""
     import yaml
 
-    dump = settled(recipe, job.parts.plan, job.parts.local, job.data.clients)
+    dump = settled(recipe, job.parts, job.data.clients)
     # The back end that was chosen, so that a resumed run adds in the same order, bit for bit.
     dump["engine"] |= {"backend": job.backend.name, "block": getattr(job.backend, "block", None)}
     dump["engine"] |= {"device": str(job.problem.device), "compile": job.problem.compiled}
@@ -129,7 +131,7 @@ def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
-    facts = settled(recipe, plan, job.parts.local, job.data.clients) | stated_facts(recipe, job)
+    facts = settled(recipe, job.parts, job.data.clients) | stated_facts(recipe, job)
     # Where it ran changes nothing that is guaranteed, and whoever knows the seed of a simulation knows its noise.
     del facts["engine"], facts["seed"]
     facts |= noising.facts(recipe, plan) | voting.facts(job)

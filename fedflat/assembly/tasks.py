@@ -17,7 +17,7 @@ from fedflat.core.held import Held
 from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, Objective, OwnLoss
 from fedflat.core.rng import seeded_torch
-from fedflat.data.clients import Federated
+from fedflat.data.clients import Federated, first_above
 from fedflat.engine.evaluate import Metric, measured
 
 TRIED = 4
@@ -100,13 +100,18 @@ def check_outputs(module: nn.Module, example: Tensor, data: Federated, objective
     """Raise InputError for a module whose outputs do not fit the task. example: made-up inputs."""
     with torch.no_grad():
         out = copy.deepcopy(module).eval()(example)
-    if not isinstance(out, Tensor) or objective.own is not None:
+    if not isinstance(out, Tensor):
+        raise wrong("model", f"an output of type {type(out).__name__}", "a tensor")
+    if objective.own is not None:
         return
     shape, task, n = tuple(out.shape[1:]), objective.task, data.classes
     if task in ("classification", "next-token"):
-        if out.dim() > 1 and out.shape[-1] < n:
-            found, allowed = f"{out.shape[-1]} outputs", f"at least {n}, since targets go up to {n - 1}"
-            raise wrong("model", found, allowed)
+        wanted = (len(example), *data.targets.shape[1:])
+        if tuple(out.shape[:-1]) != wanted:
+            shown = ", ".join(map(str, (*wanted, "classes")))
+            raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
+        if out.shape[-1] < n:
+            raise wrong("model", f"{out.shape[-1]} outputs", f"at least {n} ({first_above(data, out.shape[-1])})")
         return
     wanted = tuple(data.targets.shape[1:])
     if shape != wanted and not (task == "regression" and wanted == () and shape == (1,)):

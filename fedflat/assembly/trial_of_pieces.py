@@ -26,6 +26,7 @@ from fedflat.core.types import (
     ClientState,
     LocalView,
     MaskView,
+    MeanView,
     Phase,
     ServerView,
     StateView,
@@ -61,11 +62,10 @@ Vectors = Mapping[str, Tensor]
 Names = Sequence[str]
 
 
-def try_pieces(algorithm: Algorithm, layout: Layout, optimizer: object = None) -> bool:
+def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     """Raise InputError, naming the piece, for one that fails, returns a wrong shape or type, mixes the clients of a
     block, or remembers earlier ones; numbers that are not finite are no error.
 
-    optimizer: the server optimiser, which may broadcast slots too.
     Returns whether a piece draws random numbers: its clients must then be trained one by one.
     """
     whole = layout.tensors("shared")
@@ -74,11 +74,11 @@ def try_pieces(algorithm: Algorithm, layout: Layout, optimizer: object = None) -
         forms.insert(0, _shortened(whole, layout.size - layout.dimension))
     with using_threads(1):
         try:
-            return _try_all(algorithm, forms[0], optimizer)
+            return _try_all(algorithm, forms[0])
         except InputError:
             if len(forms) == 1:
                 raise
-            return _try_all(algorithm, forms[1], optimizer)  # a piece may be made for vectors of this length only
+            return _try_all(algorithm, forms[1])  # a piece may be made for vectors of this length only
 
 
 def packaged(algorithm: Algorithm) -> bool:
@@ -91,7 +91,7 @@ def packaged(algorithm: Algorithm) -> bool:
         piece = pieces.pop()
         if isinstance(piece, Composed):
             pieces += [piece.outer, piece.inner]
-        elif not type(piece).__module__.startswith("fedflat.pieces."):
+        elif not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
             return False
     return True
 
@@ -104,12 +104,12 @@ def _shortened(whole: tuple[slice, ...], personal: int) -> _Form:
     return _Form(tuple(tensors), end, min(personal, SHORT))
 
 
-def _try_all(algorithm: Algorithm, form: _Form, optimizer: object) -> bool:
+def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     slots: dict[str, Tensor] = {}
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
             slots.update(step.initial(_numbers("w^t", form.shared)))
-    vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, optimizer))}
+    vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     states = tuple(state.name for state in algorithm.client_state)
     phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
     phases += [("algorithm.finetune.rule", algorithm.finetune)] if algorithm.finetune is not None else []
@@ -120,12 +120,13 @@ def _try_all(algorithm: Algorithm, form: _Form, optimizer: object) -> bool:
                 _told(name, phase.rule), functools.partial(_steps, phase, vectors, states), form.size(phase)
             )
     for index, transform in enumerate(algorithm.transforms):
-        call = functools.partial(_transformed, transform, form, vectors, states)
-        length = algorithm.vectors * form.shared if index == len(algorithm.transforms) - 1 else form.shared
-        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared, length)
+        call: Call = functools.partial(_transformed, transform, form, vectors, states)
+        if index == len(algorithm.transforms) - 1 and algorithm.vectors > 1:
+            call = _Longer(call, algorithm.vectors)
+        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared)
     for state in algorithm.client_state:
-        call = functools.partial(_moved, state, algorithm, vectors)
-        _try_one(f"algorithm.client_state ({state.name})", call, form.shared, together=False)
+        moved = functools.partial(_moved, state, algorithm, vectors)
+        _try_state(f"algorithm.client_state ({state.name})", moved, form.shared)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
     _try_server(algorithm, form, slots)
@@ -175,14 +176,8 @@ def _states(names: Names, like: Tensor) -> dict[str, Tensor]:
     return dict.fromkeys(names, 0.5 * like)
 
 
-def _try_one(name: str, call: Call, size: int, length: int | None = None, together: bool = True) -> bool:
-    """Try a piece that works for one client and, where ``together``, for a block; whether it draws random numbers.
-
-    size, length: entries of what it is given, and of what it returns (None: as many).
-    """
-    call = call if length in (None, size) else _Longer(call, cast(int, length) // size)
-    if not together:
-        return _remembers(name, call, size)
+def _try_one(name: str, call: Call, size: int) -> bool:
+    """Try a piece that works for one client and for a block; whether it draws random numbers."""
     one = _numbers("a client", ROWS, size), _numbers("its gradient", ROWS, size)
     other = _numbers("another client", ROWS, size), _numbers("another gradient", ROWS, size)
     found, draws = _run(name, call, *one)
@@ -206,14 +201,13 @@ def _try_one(name: str, call: Call, size: int, length: int | None = None, togeth
     return False
 
 
-def _remembers(name: str, call: Call, size: int) -> bool:
-    """Whether a piece draws; refused if it gives something else after another client."""
+def _try_state(name: str, call: Call, size: int) -> None:
+    """Try a state's function, which is asked for one client at a time."""
     one, other = (_numbers(who, 2, size) for who in ("a client", "another client"))
     found, draws = _run(name, call, one[0], one[1])
     _run(name, call, other[0], other[1])
     if draws or not _same(_run(name, call, one[0], one[1])[0], found):
         raise InputError(f"{name}: found a function that draws or remembers; allowed: one of what it is given.")
-    return draws
 
 
 @dataclass(frozen=True)
@@ -318,11 +312,19 @@ def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> 
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
             found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots), 5.0, 20))
-            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-                raise _Fault(f"{type(found).__name__} returned", "(mean, changed slots)")
-            _as_expected(found[0], mean[: form.shared])
-            mean = found[0]
-            slots.update(found[1])
+            mean = _server_result(found, mean[: form.shared], slots)
+    if algorithm.optimizer is not None:
+        with _named("algorithm.optimizer", algorithm.optimizer):
+            optimizer = algorithm.optimizer(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))
+            _server_result(optimizer(_numbers("w^t", form.shared), mean, slots), mean, slots)
+
+
+def _server_result(found: Any, like: Tensor, slots: dict[str, Tensor]) -> Tensor:
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise _Fault(f"{type(found).__name__} returned", "(a vector, changed slots)")
+    _as_expected(found[0], like)
+    slots.update(found[1])
+    return cast(Tensor, found[0])
 
 
 def _numbers(purpose: str, *shape: int) -> Tensor:

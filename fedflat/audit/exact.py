@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from fedflat.audit.bench import ENTRIES, Bench, World, prepare_job
 from fedflat.audit.canaries import canaries_for
 from fedflat.audit.releases import Neighbours, coupled_difference, run_key
+from fedflat.core.types import ServerView
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.engine.train import Job, final_module, train
 
@@ -55,10 +56,11 @@ def _differences(neighbours: Neighbours) -> list[str]:
         faults.append(f"the noiseless sum moves by {moved:.4g}, more than the sensitivity {limit:.4g}")
     if random:  # messages rounded or noised by their clients: worlds cannot be coupled, the sampled audit remains
         return faults
-    plain = replace(bench.parts.algorithm, server=())
-    bare = Neighbours(bench.changed(algorithm=plain, optimizer=_add), neighbours.others, neighbours.canary)
-    width = bench.state.shared.numel()  # behind it, an adaptive clip's next threshold, from a count with its own noise
-    shifts = [coupled_difference(bare, number)[:width] for number in range(KEYS)]
+    plain = replace(bench.parts.algorithm, server=(_Show(bench.parts.broadcast),))
+    bare = Neighbours(bench.changed(algorithm=plain), neighbours.others, neighbours.canary)
+    start, width = bench.state.shared.numel(), bench.parts.message_length
+    # Behind the mean, an adaptive clip's next threshold, from a count with its own noise.
+    shifts = [coupled_difference(bare, number)[start : start + width] for number in range(KEYS)]
     mean_limit = limit / bench.parts.plan.divisor
     longest = max(float(torch.linalg.vector_norm(shift)) for shift in shifts)
     if longest > mean_limit * (1 + ROUNDING) + ROUNDING:
@@ -80,16 +82,25 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     return all(torch.equal(a, b) for a, b in zip(draws[:KEYS], draws[KEYS:]))
 
 
-def _add(w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A server that does nothing but add the mean."""
-    return w + mean, {}
+@dataclass(frozen=True)
+class _Show:
+    """A server step that shows the mean, in the first of the slots, and hands on nothing; clients receive as ever."""
+
+    broadcast: tuple[str, ...]
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        """No slots."""
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.zeros_like(mean[: view.tensors[-1].stop]), {"": mean}
 
 
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
     """Messages that no honest client sends, straight into the accumulator beside an ordinary one."""
-    key, width = run_key(0, "hostile", 0), bench.state.shared.numel()
+    key, width = run_key(0, "hostile", 0), bench.parts.message_length
     broadcast = broadcast_of(bench.parts, bench.state, bench.seed)
-    ordinary = bench.random("ordinary")[None]
+    ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
     limit, found = _allowed(bench, broadcast.clip), []
     if not bench.parts.plan.private:
         return []

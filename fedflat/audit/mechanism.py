@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.algorithms import ALGORITHMS
-from fedflat.audit.bench import CLIENTS, CLIP, DELTA, SIGMA, Bench, bench_of
+from fedflat.audit.bench import CLIENTS, CLIP, DELTA, ENTRIES, SIGMA, TENSORS, Bench, bench_of
 from fedflat.audit.bounds import choose_event, event_bound
 from fedflat.audit.canaries import Canary, canaries_for
 from fedflat.audit.exact import contract_violations
@@ -36,8 +36,11 @@ GRID_CANARIES = 3
 """Canaries where runs are slow: exact noise on whole numbers."""
 CONFIDENCE = 1 - 1e-6
 ASSUMPTIONS = (
-    f"One round at q = 1, σ = {SIGMA:g}, C = {CLIP:g}, δ = {DELTA:g} with {CLIENTS} clients; the recipe's own rounds "
-    "and sampling are not audited here.",
+    f"One round at q = 1, σ = {SIGMA:g}, δ = {DELTA:g}, C as given (else {CLIP:g}), with {CLIENTS} clients, one local "
+    "step of one example at rate 0.1, from random weights and slots, one client after the other on a processor.",
+    f"The model is a small one of {TENSORS} tensors of {ENTRIES} and a head. Of a recipe only the method with its "
+    "options, clip, trust, protocol, secure_rng and server are audited: not its model, data, rounds, sampling, σ, "
+    "local training, simulated cohort or back end.",
     "The adversary chooses every client's update and sees the whole released state; world 0 lacks the client.",
     "Event and threshold are chosen on one half of the runs and counted on the other (Clopper–Pearson, split over the "
     "canaries): no assumption about the distribution.",

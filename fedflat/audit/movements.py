@@ -18,7 +18,7 @@ from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.audit.planted import PLANTED
 from fedflat.audit.result import AuditResult
 from fedflat.audit.shared_noise import shared_noise
-from fedflat.audit.worlds import CLIENTS, SLACK, Engine, Movement, Stage, Worlds
+from fedflat.audit.worlds import BATCH, CLIENTS, SLACK, STEPS, Engine, Movement, Stage, Worlds
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import InputError, one_of
 from fedflat.core.params import layout_of
@@ -34,8 +34,11 @@ SECONDS = 40.0
 FEW = 4
 """Cases of back ends that start processes for each world."""
 ASSUMPTIONS = (
-    f"{CLIENTS} clients of at most a few examples, all in the cohort, one round: the recipe's own model, method, clip, "
-    "server and data shapes; few local steps. It moves by C at most, or accounting is about another mechanism.",
+    f"{CLIENTS} clients of at most a few made-up examples, all in the cohort, one round: the recipe's own model, "
+    "method, clip, trust, server and data shapes. It moves by C at most, or accounting is about another mechanism.",
+    f"Changed: no noise (or the same, σ = 1), Poisson cohorts of everybody, at most {STEPS} local steps and batches of "
+    f"{BATCH} (1 and 64 in some cases), no epochs, budget, simulated cohort or held-back examples; public examples are "
+    "test data, never clients'; in some cases the last layer starts at zero, or the round is the second.",
     "It shows that a bound is broken; that no data tried here breaks it is no proof.",
 )
 

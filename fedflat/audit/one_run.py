@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.audit.bounds import one_run_bound
-from fedflat.audit.injection import Directions, observe, with_canaries
+from fedflat.audit.injection import LOUD, Directions, observe, with_canaries
 from fedflat.audit.result import AuditResult
 from fedflat.core.rng import stream
 from fedflat.engine.train import Job
@@ -20,7 +20,8 @@ abstained from."""
 CONFIDENCE = 0.95
 ASSUMPTIONS = (
     "A valid lower bound for add-remove (ε, δ)-DP of the run with the canaries in it, whatever the distribution.",
-    "Canaries are additional clients at the recipe's q, σ, C, T and δ; m grows with them; accuracy is not the run's.",
+    f"Canaries are additional clients, their updates {LOUD:g} C long, at the recipe's q, σ, C, T and δ; m grows with "
+    "them, an adaptive C follows them too; the run is another one than the recipe's, evaluated at its end only.",
     "The coins are independent of everything else, and the number of guesses was fixed beforehand.",
     "The adversary sees every released model; random directions in one run, which hide each other where canaries are "
     "many against d, make the bound valid, not tight.",

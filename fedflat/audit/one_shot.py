@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.audit.bounds import gaussian_pair_epsilon
-from fedflat.audit.injection import Directions, observe, with_canaries
+from fedflat.audit.injection import LOUD, Directions, observe, with_canaries
 from fedflat.audit.result import AuditResult
 from fedflat.core.rng import stream
 from fedflat.engine.train import Job
@@ -19,7 +19,8 @@ Floats = NDArray[np.float64]
 BOOTSTRAPS = 200
 ASSUMPTIONS = (
     "An estimate, not a bound: it has no confidence level and may lie on either side of the true ε.",
-    "Canaries are additional clients at the recipe's q, σ, C, T and δ; m grows with them; accuracy is not the run's.",
+    f"Canaries are additional clients, their updates {LOUD:g} C long, at the recipe's q, σ, C, T and δ; m grows with "
+    "them, an adaptive C follows them too; the run is another one than the recipe's, evaluated at its end only.",
     "The adversary sees every released model and knows the directions, but chooses random ones, not the worst.",
     "Cosines are taken as Gaussian in both worlds; canaries as independent of each other (d large).",
 )

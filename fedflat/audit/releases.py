@@ -8,6 +8,7 @@ is used instead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedflat.audit.bench import Bench, Client, World, world_of
 from fedflat.core.rng import digest
-from fedflat.core.types import Aggregate, MovingClip, RoundState, ServerView
+from fedflat.core.types import Aggregate, MeanView, MovingClip, Optimizer, RoundState, ServerView
 from fedflat.engine.round import finish_round
 
 CHECKED = 150
@@ -167,14 +168,15 @@ class _EachStep:
         return _flat(torch.func.vmap(one)(_rows(mean, self.copies), _rows_of(view.slots, self.copies)))
 
 
-def _each_optimizer(optimizer: Callable[..., Any], copies: int) -> Callable[..., Any]:
+def _each_optimizer(optimizer: Callable[[MeanView], Optimizer], copies: int) -> Callable[[MeanView], Optimizer]:
     """The real server optimiser on each of ``copies`` copies."""
 
-    def each(w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        mapped = torch.func.vmap(lambda w, mean, slots: optimizer(w, mean, slots))
+    def each(view: MeanView, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        made = optimizer(view)
+        mapped = torch.func.vmap(lambda w, mean, slots: made(w, mean, slots))
         return _flat(mapped(_rows(w, copies), _rows(mean, copies), _rows_of(slots, copies)))
 
-    return each
+    return lambda view: functools.partial(each, view)
 
 
 def _rows(vector: Tensor, copies: int) -> Tensor:

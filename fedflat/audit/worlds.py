@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.plans import algorithm_of, server_of
 from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
 from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
@@ -165,9 +165,10 @@ class Worlds:
         except (InputError, RunError) as error:
             return replace(found, stopped=_sentence(error))
         total = present.scale * _distance(present.mean, absent.mean)
-        if self.stage.recipe.server.optimizer != "sgd" or self.stage.method.kind == "votes":
+        server = server_of(self.stage.recipe, self.stage.method)
+        if server.optimizer != "sgd" or server.lr is None or self.stage.method.kind == "votes":
             return replace(found, total=total)
-        scale = present.scale / self.stage.recipe.server.lr
+        scale = present.scale / server.lr
         lengths = sum(float(torch.linalg.vector_norm(r.shared.double())) for r in (present, absent))
         weights = scale * _distance(present.shared, absent.shared)
         return replace(found, total=total, weights=weights, floor=scale * HALF_ULP * lengths)

@@ -73,24 +73,16 @@ class Sequential:
                 continue
             states = states_of(self.algorithm, heads, client, broadcast.shared)
             result = self.one(client, broadcast, heads.whole(broadcast.shared, client), states)
-            facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
-            self.keep(accumulator, heads, broadcast, client, result.message, result.personal, facts)
+            self.keep(accumulator, heads, broadcast, client, result)
         self.problem.settle(everything=True)
         refuse_change(self._pieces, "algorithm", everything=True)
 
     def keep(
-        self,
-        accumulator: Accumulator,
-        heads: Heads,
-        broadcast: Broadcast,
-        client: int,
-        message: Tensor,
-        personal: Tensor,
-        facts: Mapping[str, Tensor],
+        self, accumulator: Accumulator, heads: Heads, broadcast: Broadcast, client: int, result: LocalResult
     ) -> None:
         """Add a trained client's message, and keep what stays with it."""
         size = len(self.data.parts[client])
-        add_trained(accumulator, heads, self.algorithm, broadcast, self.local, client, message, personal, size, facts)
+        add_trained(accumulator, heads, self.algorithm, self.local, broadcast, client, size, result)
 
     def one(
         self, client: int, broadcast: Broadcast, weights: Tensor, states: Mapping[str, Tensor] = MappingProxyType({})

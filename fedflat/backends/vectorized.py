@@ -205,7 +205,9 @@ class Vectorized:
         if self.algorithm.client_state:
             self._add_zeros(len(present) - int(present.sum()), accumulator)
             for place in np.flatnonzero(present).tolist():
-                self._remember(int(trained.clients[place]), place, result, broadcast, accumulator, heads)
+                client, alone = int(trained.clients[place]), LocalResult(*(v[place] for v in vars(result).values()))
+                size = int(self.data.sizes[client])
+                add_trained(accumulator, heads, self.algorithm, self.local, broadcast, client, size, alone)
             return
         if heads.first.numel():
             for client in np.flatnonzero(present).tolist():
@@ -214,14 +216,6 @@ class Vectorized:
             self._add(trained.clients, result, accumulator)
         else:
             accumulator.merge(trained.part)
-
-    def _remember(
-        self, client: int, place: int, result: LocalResult, broadcast: Broadcast, accumulator: Accumulator, heads: Heads
-    ) -> None:
-        """Add one client's message, and keep what stays with it."""
-        facts = {"train_loss": result.loss[place], "train_accuracy": result.accuracy[place]}
-        message, personal, size = result.message[place], result.personal[place], int(self.data.sizes[client])
-        add_trained(accumulator, heads, self.algorithm, broadcast, self.local, client, message, personal, size, facts)
 
     def _add(self, clients: np.ndarray, result: LocalResult, accumulator: Accumulator) -> None:
         """Add a block's messages; exactly zero for clients without data."""

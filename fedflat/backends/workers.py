@@ -30,6 +30,7 @@ from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.client import LocalResult
 from fedflat.engine.kept import states_of
 from fedflat.engine.problem import ModuleProblem, refuse_change
 
@@ -70,8 +71,9 @@ class Workers:
                 accumulator.add(torch.zeros(1, message.stop), [0])
                 continue
             done, vector = next(results)
-            facts = {"train_loss": torch.tensor(done.loss), "train_accuracy": torch.tensor(done.accuracy)}
-            self.inner.keep(accumulator, heads, broadcast, client, vector[message], vector[head], facts)
+            loss, accuracy = torch.tensor(done.loss), torch.tensor(done.accuracy)
+            result = LocalResult(vector[message], vector[head], loss, accuracy)
+            self.inner.keep(accumulator, heads, broadcast, client, result)
         for _ in results:  # lets the last slot go back
             pass
         refuse_change(self.inner._pieces, "algorithm", everything=True)

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import unicodedata
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -50,7 +51,9 @@ def _options(
     pass
 
 
+@cache
 def _assemble() -> None:
+    """Every command, once in a process."""
     from fedflat.cli import (
         audit,
         catalogue,

@@ -68,9 +68,9 @@ def budget(
     setting = setting_of(recipe, override or [], given, only)
     needed = setting.needs("clients", "cohort", "rounds", "noise_multiplier")
     run, larger = needed.of_this_run(), needed.deployed()
-    found: Row = {"setting": run.as_dict(), "rows": _kept(_budget_rows(run), only)}
+    found: Row = {"setting": run.as_dict(), "rows": _answered(_budget_rows(run, only), only)}
     if larger is not None:
-        found["deployed"] = {"setting": larger.as_dict(), "rows": _kept(_budget_rows(larger), only)}
+        found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(_budget_rows(larger, only), only)}
     _draw(needed, only, plot)
     if as_json:
         _print_json(found)
@@ -126,11 +126,11 @@ def calibrate(
     others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
     needed = setting.needs(*(others[:3] if wanted == "noise_multiplier" else others))
     if wanted == "noise_multiplier":
-        rows = _kept(_calibrated(needed, epsilon), only)
+        rows = _answered(_calibrated(needed, epsilon, only), only)
     elif needed.noise_cohort is not None:
         raise wrong("--noise-cohort", needed.noise_cohort, "nothing when --find is not noise-multiplier")
     else:
-        rows = _kept(_found(needed, wanted, epsilon, only), only)
+        rows = _answered(_found(needed, wanted, epsilon, only), only)
     best = next((row for row in rows if row[wanted] and row["epsilon"] is not None), None)
     if plot is not None and best is not None:
         _draw(needed.with_value(wanted, best[wanted]), only, plot)
@@ -184,21 +184,21 @@ def _wanted(find: str | None, setting: Setting) -> str:
     return missing[0] if len(missing) == 1 and setting.noise_multiplier is not None else "noise_multiplier"
 
 
-def _budget_rows(setting: Setting) -> list[Row]:
+def _budget_rows(setting: Setting, only: dict[str, str]) -> list[Row]:
     from fedflat.privacy.accounting.budget import budget_table
 
-    return budget_table(noise_multiplier=float(setting.noise_multiplier or 0.0), **setting.common())
+    return budget_table(noise_multiplier=float(setting.noise_multiplier or 0.0), only=only, **setting.common())
 
 
 def _larger(setting: Setting) -> Setting:
     return setting.deployed() or setting
 
 
-def _calibrated(setting: Setting, target: float) -> list[Row]:
+def _calibrated(setting: Setting, target: float, only: dict[str, str]) -> list[Row]:
     """Rows of the calibration; with noise_cohort the target is that of the simulated system, as in a recipe."""
     from fedflat.privacy.accounting.budget import calibrate_table
 
-    rows = calibrate_table(target=target, **_larger(setting).common())
+    rows = calibrate_table(target=target, only=only, **_larger(setting).common())
     if setting.noise_cohort is None:
         return rows
     return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows]
@@ -208,14 +208,15 @@ def _run_epsilon(setting: Setting, row: Row) -> float | None:
     if row["noise_multiplier"] is None:
         return None
     run = setting.with_value("noise_multiplier", row["noise_multiplier"]).of_this_run()
-    match = [r for r in _budget_rows(run) if all(r[k] == row[k] for k in ("trust", "sampling", "accountant"))]
-    return match[0]["epsilon"] if match else None
+    own = {name: row[name] for name in ("trust", "sampling", "accountant")}
+    return next((found["epsilon"] for found in _budget_rows(run, own)), None)
 
 
 def _found(setting: Setting, wanted: str, target: float, only: dict[str, str]) -> list[Row]:
     from fedflat.privacy.accounting.budget import needed_table
 
     own = _arguments(setting, only)
+    own |= {"accountant": only.get("accountant")}
     return needed_table(find=wanted, target=target, **{name: value for name, value in own.items() if name != wanted})
 
 
@@ -229,19 +230,18 @@ def _arguments(setting: Setting, only: dict[str, str]) -> dict[str, Any]:
     return {"noise_multiplier": float(setting.noise_multiplier or 0), **own, **common}
 
 
-def _kept(rows: list[Row], only: dict[str, str]) -> list[Row]:
-    """The rows asked for. If none of them applies, the reason is the answer.
+def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
+    """The rows. If none of them applies, the reason is the answer.
 
     Raises:
         InputError: nothing applies.
     """
-    kept = [row for row in rows if all(row[name] in (value, "any") for name, value in only.items())]
-    own = [row for row in kept if row["sampling"] == only.get("sampling")] or kept  # "any" answers no law asked for
+    own = [row for row in rows if row["sampling"] == only.get("sampling")] or rows  # "any" answers no law asked for
     if not any(row["epsilon"] is not None for row in own):
         reason = next((row["reason"] for row in own if row["reason"]), "no such combination")
         asked = ", ".join(only.values()) or "every combination"
         raise InputError(f"{asked}: {reason.rstrip('.')}.")
-    return kept
+    return rows
 
 
 def _heading(setting: Setting, title: str = "", leave: str = "") -> None:

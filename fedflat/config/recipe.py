@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fedflat.core.checks import InputError, nearest, wrong
 
+SERVER_LR = {"sgd": 1.0, "adam": 0.03, "yogi": 0.03}
+"""``server.lr`` where a recipe gives none."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -129,8 +131,8 @@ class LocalSection(Section):
     lr: Positive = 0.1
     """Learning rate η of round 0. Change it first, together with the clip. Example: 0.1"""
     momentum: Share | None = None
-    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn, which needs it).
-    Example: 0.5"""
+    """Local momentum μ, starting at zero each round. None: the method's own (0.5; 0 for dp-fedpgn and dp-scaffold,
+    which need it). Example: 0.5"""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Round t uses lr·lr_decay^t. Example: 0.998"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -212,11 +214,12 @@ class PrivacySection(Section):
 class ServerSection(Section):
     """What the server does with the noisy mean."""
 
-    optimizer: Literal["sgd", "adam", "yogi"] = "sgd"
-    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate and need a much
-    smaller lr."""
-    lr: Positive = 1.0
-    """Server learning rate. Keep 1.0 for sgd; adam and yogi want about 0.01. Example: 1.0"""
+    optimizer: Literal["sgd", "adam", "yogi"] | None = None
+    """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate. None: sgd, or the
+    method's own (dp-fedadam), beside which another is refused. Example: adam"""
+    lr: Positive | None = None
+    """Server learning rate. None: 1.0 for sgd, 0.03 for adam and yogi, whose every step is about lr long in each
+    coordinate; the method's own with its own optimizer. Example: 1.0"""
     momentum: Share = 0.0
     """Server momentum of sgd; costs no privacy. Example: 0.9"""
     beta1: Share = 0.9
@@ -228,6 +231,11 @@ class ServerSection(Section):
     weights: Literal["uniform", "samples"] = "uniform"
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""
+
+    def filled(self) -> ServerSection:
+        """The same, with the optimizer and lr that stand for None where a method brings no optimizer of its own."""
+        name = self.optimizer or "sgd"
+        return self.model_copy(update={"optimizer": name, "lr": SERVER_LR[name] if self.lr is None else self.lr})
 
 
 class EngineSection(Section):
@@ -332,8 +340,25 @@ class Recipe(Section):
             raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
         if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
+        if isinstance(clip, ClipSection):
+            _refuse_foreign(f"{where}: privacy.clip", "kind", clip, CLIP_KEYS)
+        _refuse_foreign(f"{where}: server", "optimizer", self.server.filled(), SERVER_KEYS)
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:
             raise wrong(f"{where}: privacy", "both noise_multiplier and epsilon", "one of them (epsilon is calibrated)")
+
+
+CLIP_KEYS = {"value": ("constant",), "quantile": ("adaptive",), "initial": ("adaptive",), "count_noise": ("adaptive",),
+             "values": ("per-tensor",)}  # fmt: skip
+SERVER_KEYS = {"momentum": ("sgd",), "beta1": ("adam", "yogi"), "beta2": ("adam", "yogi"), "tau": ("adam", "yogi")}
+
+
+def _refuse_foreign(where: str, chooser: str, section: Section, of: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse a key that differs from its default and belongs to another choice than the section's."""
+    chosen = getattr(section, chooser)
+    for key, choices in of.items():
+        value = getattr(section, key)
+        if chosen not in choices and value != type(section).model_fields[key].default:
+            raise wrong(f"{where}.{key}", value, f"nothing with {chooser}: {chosen} (it is of {', '.join(choices)})")
 
 
 FOLDER = Path(__file__).parent / "recipes"

@@ -360,11 +360,19 @@ def _entries(tensor: Tensor) -> Any:
         gradient = None if not tensor.is_leaf or tensor.grad is None else _entries(tensor.grad)
         flat = tensor.detach().reshape(-1)
         if tensor.numel() >= LARGE:
-            whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
-            return *form, int(flat.view(whole).sum(dtype=torch.int64)), gradient
+            return *form, _digest(flat), gradient
         return *form, flat.view(torch.uint8).clone(), gradient
     except (RuntimeError, NotImplementedError):  # a tensor without plain memory, such as one that leaked out of vmap
         return *form, id(tensor), None
+
+
+def _digest(flat: Tensor) -> int:
+    """The sum of a tensor's bits, as the longest words that it is made of: twice as fast as in words of 32."""
+    size = flat.element_size()
+    if flat.is_contiguous() and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return int(flat.view(torch.int64).sum())
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
+    return int(flat.view(whole).sum(dtype=torch.int64))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -41,9 +41,7 @@ class _NoGenerator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copies and comparisons ask for
             raise AttributeError(name)
-        raise RunError(
-            "algorithm: a piece draws from view.generator where clients train together; set engine.backend=sequential"
-        )
+        raise RunError("algorithm: view.generator is for clients that train alone; set engine.backend=sequential")
 
     def __repr__(self) -> str:
         return "NO_GENERATOR"

@@ -248,6 +248,28 @@ class Local:
 
 
 @dataclass(frozen=True)
+class MeanView:
+    """What a server optimiser may know of the noise in the round's mean: public numbers only.
+
+    std: of the Gaussian noise in each coordinate of the mean, σC/m; 0 without noise. It is that of the mean as it is
+    released: a server step may have changed it since, and outside a common mask there is none. Where clients bring the
+    noise (trust distributed, local), that of the expected cohort m: the realised one is secret.
+    clip: C, the L2 bound of the round's messages (``inf`` if nothing is clipped). divisor: m.
+    """
+
+    std: float
+    clip: float
+    divisor: float
+
+
+Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(w^t, processed mean, slots) -> (w^{t+1}, changed slots)."""
+
+OwnOptimizer = Callable[[float, MeanView], Optimizer]
+"""(``server.lr``, what is public of the round's noise) -> the server optimiser of that round."""
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """A method as a frozen composition of pieces (../algorithms.py holds the named ones).
 
@@ -261,6 +283,8 @@ class Algorithm:
         ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
     private: clip and noise. False only for the non-private twins.
     momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
+    optimizer: a server optimiser of the method's own, in place of the recipe's; server_lr: ``server.lr`` for it when
+    the recipe gives none.
     step: for methods whose message is no update (ae-dpfl): see methods/ae_dpfl/rounds.py.
     """
 
@@ -277,6 +301,8 @@ class Algorithm:
     private: bool = True
     momentum: float = 0.5
     fixed_momentum: str = ""
+    optimizer: OwnOptimizer | None = None
+    server_lr: float = 1.0
     kind: Literal["update", "ddgauss", "votes"] = "update"
     options: Mapping[str, Any] = field(default_factory=dict)
 

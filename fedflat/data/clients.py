@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fedflat.core.checks import in_range, wrong
+from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
 
 GIVEN = "clients"
@@ -111,8 +112,9 @@ def from_pairs(
     """A federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
-    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0; with
-    ``fractions`` also floating ones, kept as float32, whose task says later what is allowed.
+    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0
+    (of tokens also -100: it does not count); with ``fractions`` also floating ones, kept as float32, whose task says
+    later what is allowed.
     A client may have no examples. ``test`` is an optional public pair of the same form. names: whose each pair is.
     Raises InputError, naming the client, for anything else.
     """
@@ -218,9 +220,11 @@ def _targets(where: str, y: torch.Tensor, fractions: bool) -> torch.Tensor:
         # an empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels
         if y.numel():
             raise wrong(where, f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
-    elif y.numel() and int(y.min()) < 0:
-        row = int((y.reshape(len(y), -1) < 0).any(1).int().argmax())
-        raise wrong(where, f"label {int(y.min())} in row {row}", "class numbers ≥ 0")
+        return y.to(torch.int64)
+    outside = (y < 0) if y.ndim == 1 else (y < 0) & (y != IGNORE)
+    if bool(outside.any()):
+        allowed = "class numbers ≥ 0" + (f", or {IGNORE} for a token that does not count" if y.ndim == 2 else "")
+        raise wrong(f"{where}[{_first(outside)}]", f"label {int(y[outside][0])}", allowed)
     return y.to(torch.int64)
 
 
@@ -228,9 +232,23 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
     """As float32 or int64. Raises InputError, naming the row, for a number that is not finite as such."""
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
-        row = int((~torch.isfinite(values.reshape(len(values), -1))).any(1).int().argmax())
-        raise wrong(where, f"a NaN or infinite value in row {row}", "finite numbers")
+        raise wrong(f"{where}[{_first(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
     return values
+
+
+def _first(found: torch.Tensor) -> int:
+    """The first row in which anything is true."""
+    return int(found.nonzero()[0, 0])
+
+
+def first_above(data: Federated, classes: int) -> str:
+    """Whose target is the first that is not below ``classes``, and where: ``clients[3] targets[17] is 7``."""
+    for i, part in enumerate(data.parts):
+        high = data.targets[torch.from_numpy(part)] >= classes
+        if bool(high.any()):
+            row = _first(high)
+            return f"clients[{i}] targets[{row}] is {int(data.targets[int(part[row])].max())}"
+    return f"the data has {data.classes} classes"
 
 
 def _tensor(where: str, value: Any) -> torch.Tensor:

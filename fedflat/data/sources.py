@@ -14,7 +14,7 @@ import torch
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
 from fedflat.data import images as pictures
-from fedflat.data.catalog import DATASETS, Source
+from fedflat.data.catalog import DATASETS, Kind, Source
 from fedflat.data.clients import Federated, bounded, hold_back
 from fedflat.data.columns import Options, guess_kind
 from fedflat.data.locate import locate
@@ -23,6 +23,14 @@ from fedflat.data.tables import READERS, Meaning, Table
 from fedflat.data.text import tokenize
 
 _log = logging.getLogger(__name__)
+
+USED: dict[Kind, tuple[str, ...]] = {
+    "image": ("input", "label"),
+    "text": ("input", "label", "tokenizer", "max_length", "vocabulary"),
+    "chars": ("input", "max_length"),
+    "table": ("categories", "scale"),
+}
+"""Keys of the data section that a data set of that kind may use, beside those that all do."""
 
 __all__ = ["DATASETS", "Options", "Source", "load", "tokenize"]
 
@@ -38,6 +46,7 @@ def load(spec: Any, seed: int = 0) -> Federated:
     """
     options = _options(spec)
     meaning, train, test = _digits() if options.dataset == "digits" else _read(options)
+    _refuse_unused(options, meaning, test is not None)
     train, test = _public_test(train, test, options, seed)
     if options.max_examples is not None and options.max_examples < len(train.targets):
         chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
@@ -87,6 +96,19 @@ def _partition_spec(spec: Any) -> dict[str, Any]:
     if given is None:
         raise wrong("data.partition", spec, "a kind, or a mapping such as {kind: dirichlet, alpha: 0.6}")
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _refuse_unused(options: Options, meaning: Meaning, has_test: bool) -> None:
+    """Refuse a key that this data set has no use for, rather than ignore it."""
+    used = () if options.dataset == "digits" else USED[meaning.kind]
+    for key in ("input", "label", "tokenizer", "max_length", "vocabulary", "categories", "scale"):
+        if getattr(options, key) is not None and key not in used:
+            raise wrong(f"data.{key}", getattr(options, key), f"nothing: {meaning.name} does not use it")
+    if options.tokenizer and options.vocabulary:
+        raise wrong("data.vocabulary", options.vocabulary, "nothing with data.tokenizer, which has its own")
+    if has_test and options.test_fraction is not None:
+        allowed = f"nothing: {meaning.name} has test data of its own (data.max_test takes fewer)"
+        raise wrong("data.test_fraction", options.test_fraction, allowed)
 
 
 def _digits() -> tuple[Meaning, Table, None]:

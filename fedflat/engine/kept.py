@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from fedflat.core.personal import Heads
 from fedflat.core.types import Algorithm, Broadcast, Local, StateView
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.client import rate_of, steps_of
+from fedflat.engine.client import LocalResult, rate_of, steps_of
 from fedflat.engine.device import sent
 
 
@@ -23,23 +21,19 @@ def add_trained(
     accumulator: Accumulator,
     heads: Heads,
     algorithm: Algorithm,
-    broadcast: Broadcast,
     local: Local,
+    broadcast: Broadcast,
     client: int,
-    message: Tensor,
-    personal: Tensor,
     size: int,
-    facts: Mapping[str, Tensor],
+    result: LocalResult,
 ) -> None:
-    """Add a trained client's message ``(k·d,)``, and keep its head ``(D − d,)`` and its states.
-
-    size: its number of examples. facts: named numbers of it, private to the simulation.
-    """
-    heads.keep(client, personal)
-    factors = accumulator.add(message[None], [size], facts)
+    """Add a trained client's message ``(k·d,)``, and keep its head and its states. size: its number of examples."""
+    heads.keep(client, result.personal)
+    facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
+    factors = accumulator.add(result.message[None], [size], facts)
     if not algorithm.client_state:
         return
-    added = as_added(message.to(factors.device), factors[0], accumulator.tensors)
+    added = as_added(result.message.to(factors.device), factors[0], accumulator.tensors)
     told, phase = sent(broadcast, added.device), algorithm.shared_phase
     before = states_of(algorithm, heads, client, told.shared)
     view = StateView(told.vectors, before, steps_of(phase, local.of(size)), rate_of(phase, local, told))

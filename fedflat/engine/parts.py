@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Clip, Local, Mechanism, RoundState, broadcast_by
+from fedflat.core.types import Algorithm, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
 from fedflat.privacy.plan import Plan
-
-Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Parts:
     """What the server and the clients of a run agree on; frozen, and the same in a simulation and a federation.
 
+    optimizer: what is public of a round's noise -> the server optimiser of that round.
     weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
     """
 
@@ -25,7 +24,7 @@ class Parts:
     plan: Plan
     clip: Clip
     mechanism: Mechanism
-    optimizer: Optimizer
+    optimizer: Callable[[MeanView], Optimizer]
     local: Local
     layout: Layout
     weighted: bool = False
@@ -51,4 +50,4 @@ class Parts:
     @property
     def broadcast(self) -> tuple[str, ...]:
         """The slots that every client receives, as the server steps and the server optimiser say."""
-        return broadcast_by((*self.algorithm.server, self.optimizer))
+        return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
 from fedflat.privacy.ledger import Entry, Ledger, run_of
+from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import METRICS, set_aside
+from fedflat.records.folder import METRICS, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def take_up(job: Job, ledger: Ledger) -> Start:
     for note in ledger.notes:
         job.say(note)
     _check_ledger(job, ledger)
+    _check_statement(job, job.folder.path / STATEMENT)
     named = [checkpoint.round_of(path) for path in job.folder.checkpoints.glob("round-*")]
     found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
@@ -69,6 +72,14 @@ def take_up(job: Job, ledger: Ledger) -> Start:
         job.say(note)
     _choose_key(job, ledger, state.round, found is None)
     return Start(state, heads, history, private)
+
+
+def _check_statement(job: Job, path: Path) -> None:
+    """Set aside a statement that is not as it was written; the run writes its own at its end."""
+    if path.exists() and not is_whole(path):
+        job.say(
+            f"{path.name} is not as it was written; set aside as {set_aside(path).name}, a new one comes at the end"
+        )
 
 
 def _aside(path: Path, why: str) -> str:
@@ -147,7 +158,9 @@ def _root(job: Job) -> int | bytes:
         return job.seed
     name = job.opening.run  # type: ignore[union-attr]
     found = keys.load(name)
-    return keys.create(name) if found is None else found
+    held = keys.create(name) if found is None else found
+    # A server's key is half in memory: a machine that is put back, files and all, must not draw the same noise again.
+    return sha256(held + fresh_key()).digest() if job.folder.deployment else held  # type: ignore[union-attr]
 
 
 def _key(job: Job, root: int | bytes) -> bytes:
@@ -174,7 +187,8 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
         lost, behind = compare(job.opening.run, entries)  # type: ignore[union-attr]
         why += [behind] if behind else []
         held = keys.load(job.opening.run)  # type: ignore[union-attr]
-        if held is not None and job.opening.key not in ("", _name(job, held)):  # type: ignore[union-attr]
+        kept = held is not None and not job.folder.deployment  # type: ignore[union-attr]
+        if kept and job.opening.key not in ("", _name(job, held)):  # type: ignore[union-attr, arg-type]
             why.append("the noise key is not the one that the run was drawn with")
         if held is None and entries and start < job.parts.plan.rounds:
             why.append(GONE)

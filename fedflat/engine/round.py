@@ -21,6 +21,7 @@ from fedflat.core.types import (
     Broadcast,
     GridMechanism,
     MaskView,
+    MeanView,
     MovingClip,
     RoundInfo,
     RoundState,
@@ -32,6 +33,8 @@ from fedflat.engine.accumulate import Accumulator, GridAccumulator
 from fedflat.engine.client import rate_of, steps_of
 from fedflat.engine.parts import Parts
 
+MALFORMED = "malformed"
+"""Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
 
@@ -111,7 +114,8 @@ def finish_round(
     if not plan.releases(aggregate.count):
         return _aborted(state, broadcast, aggregate)
     released = noisy_sum(parts, broadcast, aggregate, key, unit)
-    mean = released.to(state.shared.dtype, copy=True).div_(plan.divisor if divisor is None else divisor)
+    constant = plan.divisor if divisor is None else divisor
+    mean = released.to(state.shared.dtype, copy=True).div_(constant)
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
     steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
@@ -120,7 +124,7 @@ def finish_round(
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)
-    shared, changed = parts.optimizer(state.shared, mean, slots)
+    shared, changed = parts.optimizer(mean_view(parts, bound, constant))(state.shared, mean, slots)
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
@@ -145,10 +149,17 @@ def noisy_sum(
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 
 
+def mean_view(parts: Parts, bound: float, divisor: float) -> MeanView:
+    """What is public of the noise in a mean of messages with L2 norm ≤ ``bound``: that of the expected cohort."""
+    total = getattr(parts.mechanism, "total_std", None)
+    std = parts.plan.std(bound) if total is None else total(bound, parts.plan.divisor)
+    return MeanView(std / divisor, bound, divisor)
+
+
 def _aborted(state: RoundState, broadcast: Broadcast, aggregate: Aggregate) -> tuple[RoundState, RoundInfo]:
     """Too few honest shares, or more than the top-up has room for: nothing is released, the charge stays."""
     shown = {"round": state.round, "clip": broadcast.clip, "aborted": True}
-    hidden = {"cohort": aggregate.count, **aggregate.stats}
+    hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     return dataclasses.replace(state, round=state.round + 1), RoundInfo(released=shown, private=hidden)
 
 
@@ -159,10 +170,16 @@ def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes,
     return float(parts.clip.next(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
+def _malformed(aggregate: Aggregate) -> dict[str, int]:
+    """How many messages counted as zero because they were not finite, or of another shape; nothing if none."""
+    found = int((~torch.isfinite(aggregate.norms)).sum())
+    return {MALFORMED: found} if found else {}
+
+
 def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dict[str, Any]:
     """Norms against the clip, ᾱ and α̃ (000 Eq. 15), clip bias (004 Eq. 2, first term) and signal-to-noise."""
     norms, factors = aggregate.norms, aggregate.factors
-    facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats}
+    facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     signal = float(wide.norm(aggregate.total))
     facts["noise_norm"] = noise_norm
     facts["signal_to_noise"] = signal / noise_norm if noise_norm > 0 else None

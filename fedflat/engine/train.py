@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedflat.core.checks import RunError
-from fedflat.core.personal import Heads
-from fedflat.core.rng import seeded_torch
+from fedflat.core.personal import Heads, Own
+from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
@@ -39,7 +39,7 @@ from fedflat.engine.evaluate import (
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
-from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
+from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger, extra_rounds
 from fedflat.privacy.plan import Plan
 from fedflat.records import checkpoint
@@ -169,6 +169,8 @@ def train(
             if on_round is not None:
                 on_round(released, hidden)
         complete = state.round >= job.last_round
+        if broken := [found for record in private if (found := record.get(MALFORMED))]:
+            job.say(f"{sum(broken)} messages in {len(broken)} rounds were malformed and counted as zero")
         return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete)
 
 
@@ -178,8 +180,17 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
     if job.folder is None:
         yield MemoryLedger(), first_start(job)  # type: ignore[misc]
         return
-    with Ledger.open(job.folder.path / LEDGER) as ledger:
-        yield ledger, take_up(job, ledger)
+    path = job.folder.path / LEDGER
+    made = [file for file in (path, path.with_suffix(".lock")) if not file.exists()]
+    with Ledger.open(path) as ledger:
+        try:
+            start = take_up(job, ledger)
+        except BaseException:
+            if path in made:  # no trace of an attempt at a run whose ledger is gone
+                for file in made:
+                    file.unlink(missing_ok=True)
+            raise
+        yield ledger, start
 
 
 class MemoryLedger:
@@ -368,7 +379,8 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
     feed = SingleFeed(job.data, client, order, rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
         weights = weights.to(device)
-        train_client(alone, job.problem, sent(broadcast, device), parts.local, feed, weights)
+        own = Own(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
+        train_client(alone, job.problem, sent(broadcast, device), parts.local, feed, weights, own)
     return weights
 
 

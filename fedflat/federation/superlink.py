@@ -78,7 +78,7 @@ def serve(project: Path) -> int:
         os.environ.pop(door, None)
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
     shutil.rmtree(own, ignore_errors=True)
-    write_authority_and_server(own, [doors.control[0]])  # new at each start: for this machine, for this process
+    write_authority_and_server(own, [doors.control[0]], keep=False)  # new at each start, for this process
     runtime = Runtime(shown(doors.control), own / "ca.crt", secrets.token_bytes(32))
     start_worker(runtime, "flwr-serverapp", server_work((project / "app").absolute()))
     app = _application(doors, own, lock, runtime.secret)

@@ -48,7 +48,7 @@ def serve(given: argparse.Namespace) -> int:
     own = key.parent / "port"
     shutil.rmtree(own, ignore_errors=True)
     try:
-        write_authority_and_server(own, [HERE])
+        write_authority_and_server(own, [HERE], keep=False)
     except OSError as error:
         raise InputError(f"{own}: found {error.strerror}; allowed: a folder you may write to.") from error
     runtime = Runtime(f"{HERE}:{given.port}", own / "ca.crt", secrets.token_bytes(32))

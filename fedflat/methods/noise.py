@@ -66,12 +66,13 @@ def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
 def _check_message(recipe: Recipe, method: Algorithm) -> None:
     """What a message of several vectors, a factor or a state of the method's own does not go with."""
     several = method.vectors > 1 or method.scale is not None or bool(method.client_state)
-    if several and method.kind == "votes":
-        raise wrong("algorithm", f"{method.name}, with votes and a message of its own", "one of both")
     if several and method.private and recipe.privacy.protocol == "published":
         raise wrong("privacy.protocol", "published", f"sound for {method.name}")
     if method.vectors < 1 or (method.vectors > 1 and not method.transforms):
         raise wrong("algorithm.vectors", method.vectors, "1, or as many as the last of algorithm.transforms makes")
+    names = [state.name for state in method.client_state]
+    if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+        raise wrong("algorithm.client_state", ", ".join(map(repr, names)), "different names that are identifiers")
     if method.vectors > 1 and method.mask is not None:
         raise wrong("algorithm.mask", f"a common mask, and {method.vectors} vectors in a message", "one of both")
     if method.scale is not None and not method.private:

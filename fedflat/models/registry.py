@@ -29,6 +29,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "text-encoder": encoder.text_encoder,
 }
 
+OURS = frozenset(name for name, builder in BUILDERS.items() if builder.__module__ != pretrained.__name__)
+"""Models whose code is this package's own; the tests make the whole search for hidden state on each."""
+
 NAMES: dict[str, str] = {
     "linear": "logistic regression on the flattened input; 7,850 parameters at 1×28×28, 10 classes",
     "mlp": "one or more hidden layers (hidden: 64); 50,890 parameters at 1×28×28, 10 classes",

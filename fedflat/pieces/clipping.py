@@ -197,7 +197,8 @@ class ByNorm:
         """Norms ``(n,)`` -> factors ``(n,)``."""
         tiny = torch.finfo(norms.dtype).tiny
         found = torch.minimum(self.rule(norms, threshold).to(norms), threshold / norms.clamp_min(tiny))
-        return torch.where(torch.isfinite(norms) & (found >= tiny), found, torch.zeros_like(norms))
+        sound = torch.isfinite(norms) & torch.isfinite(found) & (found >= tiny)
+        return torch.where(sound, found, torch.zeros_like(norms))
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> norms ``(n,)``, factors ``(n,)``, both float64."""

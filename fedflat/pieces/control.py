@@ -19,9 +19,12 @@ from fedflat.core.types import ClientState, GradientFn, LocalView, ServerView, S
 CONTROL = "control"
 
 
-def corrected(gradient: GradientFn, view: LocalView) -> GradientFn:
+@dataclass(frozen=True)
+class Corrected:
     """The gradient rule g − c_i + c."""
-    return lambda w: gradient(w) - view.state[CONTROL] + view.broadcast[CONTROL]
+
+    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+        return lambda w: gradient(w) - view.state[CONTROL] + view.broadcast[CONTROL]
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,33 @@ class Blur:
 
 
 @dataclass(frozen=True)
+class Proximal:
+    """FedProx (Li et al. 2020): adds μ(w − w^t), the gradient of (μ/2)·‖w − w^t‖². mu: μ ≥ 0.
+
+    It is ``Blur`` with S = 0.
+    """
+
+    mu: float
+
+    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+        return lambda w: gradient(w) + self.mu * (w - view.start)
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """The gradient at w + γ·v, v the broadcast server momentum: Nesterov's extrapolation. gamma: γ ≥ 0."""
+
+    gamma: float
+
+    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+        momentum = view.broadcast.get("nesterov")
+        if momentum is None:
+            return gradient
+        ahead = self.gamma * momentum
+        return lambda w: gradient(w + ahead)
+
+
+@dataclass(frozen=True)
 class Composed:
     """``outer`` applied to the gradient function that ``inner`` makes."""
 
@@ -104,6 +131,16 @@ def pgn(rho: float = 0.2, beta: float = 0.3) -> Pgn:
 def blur(lam: float = 0.4) -> Blur:
     """BLUR with weight ``lam`` ≥ 0 (004 Eq. 5); its threshold is the clip of the round."""
     return Blur(in_range("algorithm.lam", lam, 0))
+
+
+def proximal(mu: float = 0.1) -> Proximal:
+    """FedProx's term with weight ``mu`` ≥ 0 (Li et al. 2020)."""
+    return Proximal(in_range("algorithm.mu", mu, 0))
+
+
+def look_ahead(gamma: float = 0.5) -> LookAhead:
+    """The gradient at w + γ·v with ``gamma`` in [0, 1)."""
+    return LookAhead(in_range("algorithm.gamma", gamma, 0, 1, open_high=True))
 
 
 def compose(outer: GradientRule, inner: GradientRule) -> Composed:

@@ -36,9 +36,9 @@ class GaussianNoise:
     minimum: float = 1.0
     count_std: float = 0.0
 
-    def total_std(self, bound: float, participants: int) -> float:
+    def total_std(self, bound: float, participants: float) -> float:
         """Std of everything that is added to the sum when ``participants`` clients take part."""
-        shares = {"central": 1.0, "distributed": participants / self.minimum, "local": float(participants)}[self.trust]
+        shares = {"central": 1.0, "distributed": participants / self.minimum, "local": participants}[self.trust]
         return self.std(bound) * math.sqrt(shares)
 
     def unit(self, key: bytes, round: int, size: int) -> Tensor:

@@ -147,6 +147,10 @@ class GridNoise:
     trust: str = "central"
     count_std: float = 0.0
 
+    def total_std(self, bound: float, participants: float) -> float:
+        """Std of everything that is added to the sum when ``participants`` clients take part, but for its rounding."""
+        return self.std(bound) * (math.sqrt(participants) if self.trust == "local" else 1.0)
+
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """The public grid of a round whose messages have norm ≤ ``bound``."""
         return GridGaussian(bound, self.std(bound), dimension)

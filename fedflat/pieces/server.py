@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range, one_of
-from fedflat.core.types import ServerStep, ServerView
+from fedflat.core.types import MeanView, Optimizer, ServerStep, ServerView
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,23 @@ class KeepInitial:
         return mean, {}
 
 
-Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(w^t, processed mean, slots) -> (w^{t+1}, changed slots)."""
+@dataclass(frozen=True)
+class Velocity:
+    """The server's momentum, broadcast to the clients: v ← γ·v + (1−γ)·mean, and v is what the optimiser receives.
+
+    gamma: γ in [0, 1). The published servers of Nesterov's kind take v ← γ·v + mean, which under noise multiplies what
+    the noise adds up to over the rounds by 1/(1−γ); with 1−γ it adds up to that of the plain mean.
+    """
+
+    gamma: float
+    broadcast: ClassVar[tuple[str, ...]] = ("nesterov",)
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {"nesterov": torch.zeros_like(shared)}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        velocity = self.gamma * view.slots["nesterov"] + (1 - self.gamma) * mean
+        return velocity, {"nesterov": velocity}
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,42 @@ class Adaptive:
         return w + self.lr * first / (second.sqrt() + self.tau), {"first": first, "second": second}
 
 
+TINY = 1e-6
+"""Least second moment that is divided by where no floor is given: the square of Reddi et al.'s τ."""
+
+
+@dataclass(frozen=True)
+class CorrectedAdam:
+    """Adam on the noisy mean Δ_t, the noise's own variance φ_t = (σC_t/m)² taken off its second moment.
+
+    FedAdam (Reddi et al. 2021) with bias correction and the subtraction of DP-AdamBC (Tang et al. 2024):
+    m ← β₁m + (1−β₁)Δ_t, s ← β₂s + (1−β₂)(Δ_t² − φ_t), w ← w + lr·m̂/√max(ŝ, floor), m̂ = m/(1−β₁ᵗ), ŝ = s/(1−β₂ᵗ).
+    At a constant clip ŝ is Adam's v̂ − (σC/m)²; with an adaptive one every round's own C is taken off. Without noise
+    it is Adam with its ε under the root. t counts updates, so an aborted round is none.
+
+    beta1, beta2: in [0, 1). floor: in squared units of the mean, > 0; None: φ_t, at least ``TINY``, for what is less
+    than the noise's own variance is not told from none.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+    floor: float | None = None
+
+    def __call__(self, lr: float, view: MeanView) -> Optimizer:
+        return functools.partial(self._step, lr, view.std**2)
+
+    def _step(
+        self, lr: float, noise: float, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        count = slots.get("updates", torch.zeros((), dtype=torch.float64, device=w.device)) + 1
+        first = self.beta1 * slots.get("first", torch.zeros_like(w)) + (1 - self.beta1) * mean
+        second = self.beta2 * slots.get("second", torch.zeros_like(w)) + (1 - self.beta2) * (mean * mean - noise)
+        floor = max(noise, TINY) if self.floor is None else self.floor
+        root = (second / (1 - self.beta2**count).to(w.dtype)).clamp_min(floor).sqrt()
+        step = first / (1 - self.beta1**count).to(w.dtype) / root
+        return w + lr * step, {"first": first, "second": second, "updates": count}
+
+
 OPTIMIZERS = ("sgd", "adam", "yogi")
 
 
@@ -128,6 +180,20 @@ def optimizer(name: str = "sgd", lr: float = 1.0, momentum: float = 0.0, **optio
     if name == "sgd":
         return Sgd(lr, in_range("server.momentum", momentum, 0, 1, open_high=True))
     return Adaptive(name, lr, **options)
+
+
+def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> CorrectedAdam:
+    """Adam whose second moment is freed of the noise; ``beta1``, ``beta2`` in [0, 1), ``floor`` > 0 or None."""
+    in_range("algorithm.beta1", beta1, 0, 1, open_high=True)
+    in_range("algorithm.beta2", beta2, 0, 1, open_high=True)
+    if floor is not None:
+        in_range("algorithm.floor", floor, 0, open_low=True)
+    return CorrectedAdam(beta1, beta2, floor)
+
+
+def velocity(gamma: float = 0.5) -> Velocity:
+    """The broadcast server momentum with ``gamma`` in [0, 1)."""
+    return Velocity(in_range("algorithm.gamma", gamma, 0, 1, open_high=True))
 
 
 def laplacian_smoothing(smoothing: float = 0.01, scope: str = "tensor") -> LaplacianSmoothing:

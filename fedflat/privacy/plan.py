@@ -7,6 +7,7 @@ exists twice.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,15 @@ from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
 from fedflat.core.rounding import MOST, ROUNDING
 from fedflat.privacy.accounting.epsilon import PROVEN, calibrate, default_delta, guess, largest, split_noise
-from fedflat.privacy.trust import TRUSTS, Guarantee, Terms, default_minimum, guarantees
+from fedflat.privacy.trust import (
+    TRUSTS,
+    Guarantee,
+    Terms,
+    accountable,
+    default_minimum,
+    guarantees,
+    guarantees_of,
+)
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
 
@@ -186,6 +195,25 @@ class Plan:
             self._known[count] = found
         return found
 
+    def guarantees_of(self, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
+        """As :meth:`guarantees`, of charged rounds: event multiplier -> how many, as a ledger's lines say.
+
+        Rounds that differ are composed as they are. A mechanism with an account of its own has one for equal rounds
+        only: all are taken to have the least noise, which bounds them.
+        """
+        rounds, least = sum(multipliers.values()), min(multipliers, default=self.event_multiplier)
+        if set(multipliers) <= {self.event_multiplier} or not self.private:
+            return self.guarantees(rounds)
+        if self.mechanism or len(multipliers) == 1:
+            return self.at(least).guarantees(rounds)
+        return guarantees_of(self.terms, multipliers)
+
+    def at(self, multiplier: float) -> Plan:
+        """The same with another event multiplier."""
+        if multiplier == self.event_multiplier:
+            return self
+        return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
+
     def epsilon(self, rounds: int | None = None) -> float:
         """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""
         return max(found.epsilon for found in self.guarantees(rounds))
@@ -341,7 +369,7 @@ def build_plan(
     if trust == "distributed" and cohort_min is None:
         cohort_min = default_minimum(sampler, rounds, spent, colluders)
     plan = Plan(
-        sampler, rounds, 1.0 if noise_multiplier is None else in_range("privacy.noise_multiplier", noise_multiplier, 0),
+        sampler, rounds, 1.0 if noise_multiplier is None else accountable(noise_multiplier),
         spent, accountant, trust, protocol, epsilon, cohort_min, max_participations, colluders, noise_cohort,
         mechanism=mechanism,
     )  # fmt: skip

@@ -92,8 +92,8 @@ class PlanLike(Protocol):
     def noise_cohort(self) -> Any: ...
     @property
     def warnings(self) -> Sequence[str]: ...
-    def epsilon(self, rounds: int) -> float: ...
-    def guarantees(self, rounds: int) -> Sequence[Any]: ...
+    def at(self, multiplier: float) -> PlanLike: ...
+    def guarantees_of(self, multipliers: Mapping[float, int]) -> Sequence[Any]: ...
     def simulated_epsilon(self, rounds: int) -> float | None: ...
 
 
@@ -103,14 +103,17 @@ def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int
     return max(whole("rounds_run", rounds_run), len(recorded)) + extra_rounds(entries)
 
 
-def weakest(plan: Any, entries: Sequence[Mapping[str, Any]]) -> Any:
-    """The plan with the least noise that any event of its ledger says: ε falls in σ, so it bounds events with
-    different multipliers. A run's own lines all have its plan's; the plan itself is returned."""
+def multipliers(plan: PlanLike, entries: Sequence[Mapping[str, Any]], charged: int) -> dict[float, int]:
+    """The charged rounds by the multiplier that their ledger lines say; those without a line have the least.
+
+    Under a mechanism with its own account all have the least. A run's own lines all have its plan's.
+    """
     said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
-    least = min(said, default=math.inf)
-    if not plan.private or least >= plan.event_multiplier:
-        return plan
-    return dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier * least / plan.event_multiplier)
+    least, found = min([plan.event_multiplier, *said]), Counter(said)
+    rest = charged - found.total()
+    if plan.mechanism or not found or rest < 0:
+        return {least: charged}
+    return found | Counter({least: found[least] + rest}) if rest else found
 
 
 def statement(
@@ -136,19 +139,19 @@ def statement(
     """
     one_of("key_source", key_source, ("seed", "os-entropy"))
     charged = rounds_charged(rounds_run, entries)
-    plan, why = weakest(plan, entries), list(reasons)
+    spent, why = multipliers(plan, entries, charged), list(reasons)
     guarantees: Sequence[Any] = ()
     if plan.protocol == "published":
         epsilon = proven
         if proven is not None and math.isfinite(proven):
-            guarantees = _guarantees(plan, charged)[0] if plan.mechanism else ()
+            guarantees = _guarantees(plan, spent)[0] if plan.mechanism else ()
         else:
             why.append("No finite ε is proven for the published procedure that ran.")
     else:
-        guarantees, refused = _guarantees(plan, charged)
+        guarantees, refused = _guarantees(plan, spent)
         epsilon = claimed = proven = max((found.epsilon for found in guarantees), default=math.inf)
         why += refused
-    why += _reasons(plan, epsilon, charged - rounds_run)
+    why += _reasons(plan, epsilon, charged - rounds_run, min(spent))
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
     why += [f"Charged again ({count} events): {reason}." for reason, count in again.items()]
     found = {
@@ -160,15 +163,17 @@ def statement(
         "trust_model": TRUST_PUBLISHED if plan.protocol == "published" else TRUST[plan.trust],
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
         "sampling": _sampling(plan, facts),
-        "mechanism": _mechanism(plan, facts),
+        "mechanism": _mechanism(plan, facts, spent),
         "rounds": rounds_run,
         "rounds_charged": charged,
         "epsilon": epsilon,
         "delta": plan.delta,
         "claimed_epsilon": claimed,
         "proven_epsilon": proven,
-        "simulated_epsilon": plan.simulated_epsilon(charged) if plan.private and plan.noise_cohort else None,
-        "epsilon_at_1e-5": _second(plan, charged),
+        "simulated_epsilon": (
+            plan.at(min(spent)).simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
+        ),
+        "epsilon_at_1e-5": _second(plan, spent),
         "accountant": plan.accountant,
         "reasons": why,
         "not_covered": not_covered(plan, facts, key_source),
@@ -183,21 +188,21 @@ def statement(
     return {**clean, "checklist": checklist(clean)}
 
 
-def _guarantees(plan: PlanLike, charged: int) -> tuple[Sequence[Any], list[str]]:
+def _guarantees(plan: PlanLike, spent: Mapping[float, int]) -> tuple[Sequence[Any], list[str]]:
     """The plan's guarantees, or none and why: events charged beyond the plan can use up δ (aborted rounds)."""
     if not plan.private:
         return (), []
     try:
-        return plan.guarantees(charged), []
+        return plan.guarantees_of(spent), []
     except InputError as error:
         return (), [str(error)]
 
 
-def _reasons(plan: PlanLike, epsilon: float | None, extra: int) -> list[str]:
+def _reasons(plan: PlanLike, epsilon: float | None, extra: int, least: float) -> list[str]:
     found = []
     if not plan.private:
         found.append("This method neither clips nor adds noise: it gives no differential privacy.")
-    elif plan.event_multiplier == 0:
+    elif least == 0:
         found.append("The noise multiplier is 0: the clip stays, but no ε is finite.")
     elif plan.protocol == "sound" and (epsilon is None or not math.isfinite(epsilon)):
         found.append("The accountant gives no finite ε for these settings.")
@@ -223,22 +228,24 @@ def _sampling(plan: PlanLike, facts: Mapping[str, Any]) -> str:
     return f"{SAMPLING[sampler.name]} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share}){more}"
 
 
-def _mechanism(plan: PlanLike, facts: Mapping[str, Any]) -> str:
+def _mechanism(plan: PlanLike, facts: Mapping[str, Any], spent: Mapping[float, int]) -> str:
     if not plan.private:
         return "None: updates are averaged as they are."
     name = plan.mechanism.name if plan.mechanism else "gaussian"
     text = str(facts.get("mechanism", MECHANISMS.get(name, name)))
     clip = f"; clip {facts['clip']}" if "clip" in facts else ""
     allowed = f"·(1 + {plan.rounding:.3g}), which allows for rounding" if plan.rounding else ""
-    return f"{text} (noise multiplier σ = {plan.event_multiplier:g} = noise std / clip{allowed}{clip})"
+    sigma = " to ".join(f"{value:g}" for value in dict.fromkeys((min(spent), max(spent))))
+    return f"{text} (noise multiplier σ = {sigma} = noise std / clip{allowed}{clip})"
 
 
-def _second(plan: Any, charged: int) -> float | None:
+def _second(plan: Any, spent: Mapping[float, int]) -> float | None:
     """ε at δ = 10⁻⁵ as well: at δ near 1/M a guarantee can be met by publishing somebody's data."""
     if not plan.private or plan.protocol != "sound":
         return None
     with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
-        return float(dataclasses.replace(plan, delta=SECOND_DELTA).epsilon(charged))
+        found = dataclasses.replace(plan, delta=SECOND_DELTA).guarantees_of(spent)
+        return max(float(guarantee.epsilon) for guarantee in found)
     return None
 
 
@@ -250,6 +257,9 @@ def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
             "256 bits of operating-system entropy at every start, never stored: the method or model given in Python "
             "cannot be identified, so the run cannot be reproduced"
         )
+    if not facts.get("simulation", True):
+        half = "256 bits of operating-system entropy at each start of the server, never stored, and 256 more,"
+        return f"{half} kept outside the run folder and deleted at its end"
     return "256 bits of operating-system entropy, kept outside the run folder and deleted at its end"
 
 
@@ -417,6 +427,15 @@ def checksum(found: Mapping[str, Any]) -> str:
     """SHA-256 of the canonical JSON of a statement without its own checksum."""
     body = {key: value for key, value in found.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a statement's file has the checksum of what it says."""
+    try:
+        found = json.loads(path.read_bytes())
+        return bool(found["checksum"] == checksum(found))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 def write(path: str | Path, found: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.privacy.accounting.steps import Step, alone, steps_epsilon
+from fedflat.privacy.accounting.steps import Step, alone, step, steps_epsilon
 from fedflat.privacy.ledger import CHAIN, REASONS, event
 from fedflat.privacy.verify import multiplier, recompute
 
@@ -88,7 +88,7 @@ class _Spent:
             return False
         if trust == "local":
             most = min(len(entries), entries[0].get("max_participations") or len(entries))
-            self.steps[Step("gaussian", 1.0, min(map(_sigma, entries)))] += most
+            self.steps.update(Step("gaussian", 1.0, sigma) for sigma in sorted(map(_sigma, entries))[:most])
             return True
         if sampling not in ("poisson", "truncated", "fixed"):
             return False
@@ -121,13 +121,11 @@ def _sigma(entry: Entry) -> float:
 
 
 def _step(kind: str, entry: Entry) -> Step:
-    q, sigma, clients = float(entry["q"]), _sigma(entry), int(entry["clients"])
-    if kind == "truncated" and entry["cohort_max"] < clients:
-        return Step(kind, q, sigma, clients, int(entry["cohort_max"]))
-    if kind == "fixed":
-        return Step(kind, q, sigma, clients, int(entry["cohort"]))
-    plain = "poisson" if kind == "truncated" else kind
-    return Step("gaussian", 1.0, sigma) if q >= 1 else Step(plain, q, sigma)
+    q, sigma = float(entry["q"]), _sigma(entry)
+    if kind == "known":
+        return Step("gaussian", 1.0, sigma) if q >= 1 else Step(kind, q, sigma)
+    limit = entry["cohort_max"] if kind == "truncated" else entry["cohort"]
+    return step(kind, q, sigma, int(entry["clients"]), int(limit))
 
 
 def _aborts(entries: Sequence[Entry]) -> float:

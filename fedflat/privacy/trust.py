@@ -7,14 +7,27 @@ its share of the noise and the server sees the sum and knows the cohort. ``local
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve, proving, refusal
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
+from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
+from fedflat.privacy.accounting.steps import Step, step, steps_epsilon
 
 TRUSTS = ("central", "distributed", "local")
+NOISE = (1e-12, 1e8)
+"""Multipliers other than 0 whose accounts stay within float64."""
+
+
+def accountable(multiplier: float) -> float:
+    """Return a noise multiplier that is 0 or within :data:`NOISE`; otherwise raise InputError."""
+    in_range("privacy.noise_multiplier", multiplier, 0)
+    if multiplier and not NOISE[0] <= multiplier <= NOISE[1]:
+        raise wrong("privacy.noise_multiplier", multiplier, f"0, or a number from {NOISE[0]:g} to {NOISE[1]:g}")
+    return multiplier
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class Terms:
     colluders: int = 0
 
     def __post_init__(self) -> None:
-        in_range("privacy.noise_multiplier", self.multiplier, 0)
+        accountable(self.multiplier)
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
         proving(self.accountant)
         one_of("privacy.trust", self.trust, TRUSTS)
@@ -167,6 +180,41 @@ def guarantees(terms: Terms, rounds: int) -> tuple[Guarantee, ...]:
         InputError: the chance of an aborted round uses up δ.
     """
     return {"central": _central, "distributed": _distributed, "local": _local}[terms.trust](terms, rounds)
+
+
+def guarantees_of(terms: Terms, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
+    """As :func:`guarantees`, of rounds that differ in their noise: multiplier -> how many.
+
+    Every round with the least noise is a bound; so is the composition of the rounds as they are, which is tighter
+    but for what two grids differ by.
+
+    Raises:
+        InputError: the chance of an aborted round uses up δ.
+    """
+    rounds, least = sum(multipliers.values()), min(multipliers)
+    found = guarantees(replace(terms, multiplier=least), rounds)
+    if least < LITTLE:  # no grid holds such losses beside others
+        return found
+    together = steps_epsilon(_steps(terms, multipliers), terms.remaining_delta(rounds))
+    how = "pld, each round with its own noise"
+    return tuple(replace(g, epsilon=together, accountant=how) if together < g.epsilon else g for g in found)
+
+
+def _steps(terms: Terms, multipliers: Mapping[float, int]) -> Counter[Step]:
+    """The rounds' laws. A client of ``local`` takes part in those with the least noise first."""
+    sampler, left = terms.sampler, terms.max_participations or sum(multipliers.values())
+    found = Counter[Step]()
+    for multiplier, rounds in sorted(multipliers.items()):
+        sigma = multiplier / terms.factor
+        if terms.trust == "local":
+            found[Step("gaussian", 1.0, sigma)] += min(rounds, left)
+            left -= min(rounds, left)
+        elif terms.trust == "distributed":
+            found[Step("known", sampler.q, sigma)] += rounds
+        else:
+            limit = {"truncated": _most(sampler), "fixed": sampler.size}.get(sampler.name, 0)
+            found[step(sampler.name, sampler.q, sigma, sampler.clients, int(limit))] += rounds
+    return found
 
 
 def headline(terms: Terms, rounds: int) -> float:

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedflat.core.checks import InputError, wrong
+from fedflat.privacy.accounting.gaussian import LITTLE
 from fedflat.privacy.ledger import LedgerError, read
 
 Entries = Sequence[Mapping[str, Any]]
 Steps = Mapping[tuple[float, float], int]
 
 LIBRARY_SLACK = 0.01  # dp-accounting's discretisation may lie this share above the exact ε
+TERMS = 50_000  # of a mixture over participations
 ROUNDING = 1e-6  # the only share by which a stated ε may lie below the formula that it was stated by
 
 
@@ -128,6 +130,8 @@ def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recompute
         mu = math.sqrt(sum(count / sigma**2 for (_, sigma), count in steps.items()))
         found = participation(1, 1.0, 1 / mu, delta)
         return Recomputed(found, found, "exact Gaussian composition")
+    if min(sigma for _, sigma in steps) < LITTLE:
+        return _hardly_noised(steps, delta)
     from_library = _prv(steps, delta)
     if from_library is not None:
         return from_library
@@ -138,6 +142,13 @@ def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recompute
         low, high = epsilon_bounds(q, sigma, rounds, delta)
         return Recomputed((low + high) / 2, low, "own integration of the privacy loss")
     return _library([(_poisson_event(q, sigma), count) for (q, sigma), count in steps.items()], delta)
+
+
+def _hardly_noised(steps: Steps, delta: float) -> Recomputed:
+    """No grid holds such losses. A hidden cohort spares next to nothing, and rounds with more noise only add."""
+    little = {step: count for step, count in steps.items() if step[1] < LITTLE}
+    alone = max(participation(count, q, sigma, delta) for (q, sigma), count in little.items())
+    return Recomputed(alone, alone * (1 - LIBRARY_SLACK), "schedule seen, next to no noise")
 
 
 def _prv(steps: Steps, delta: float) -> Recomputed | None:
@@ -183,28 +194,48 @@ def participation(rounds: int, q: float, sigma: float, delta: float) -> float:
 
     q = 1 is the plain composition of ``rounds`` Gaussians with std / sensitivity σ.
     """
+    return participations({sigma: rounds}, q, delta)
+
+
+def participations(rounds: Mapping[float, int], q: float, delta: float) -> float:
+    """As :func:`participation`, of rounds with different σ (σ -> how many): n_k of each give μ² = Σ_k n_k/σ_k².
+
+    Terms of chance below 1e-20 are left out, and a long sum has μ² rounded down: the figure is no larger for it.
+    """
     import numpy as np
+    from numpy.typing import NDArray
     from scipy.optimize import brentq
     from scipy.special import log_ndtr
     from scipy.stats import binom
 
-    if sigma == 0 or delta <= 0:
+    if delta <= 0 or min(rounds) == 0:
         return math.inf
-    n = np.arange(1, rounds + 1)
-    weight, mu = binom.pmf(n, rounds, q), np.sqrt(n) / sigma
+    weight: NDArray[np.float64] = np.ones(1)
+    square: NDArray[np.float64] = np.zeros(1)
+    for sigma, count in rounds.items():
+        n = np.arange(count + 1)
+        weight = np.outer(weight, binom.pmf(n, count, q)).ravel()
+        square = np.add.outer(square, n / sigma**2).ravel()
+        weight, square = weight[weight > 1e-20], square[weight > 1e-20]
+        if len(weight) > TERMS:
+            width = float(square.max()) / TERMS
+            weight = np.asarray(np.bincount((square / width).astype(int), weights=weight), dtype=np.float64)
+            square = width * np.arange(len(weight), dtype=np.float64)
+    weight, mu = weight[square > 0], np.sqrt(square[square > 0])
 
     def excess(e: float) -> float:
         moved, base = log_ndtr(mu / 2 - e / mu), e + log_ndtr(-mu / 2 - e / mu)
         return float(weight @ (np.exp(moved) * -np.expm1(np.minimum(base - moved, 0)))) - delta
 
-    top = float(mu[-1])
     if excess(0.0) <= 0:
         return 0.0
+    top = float(mu.max())
     return float(brentq(excess, 0.0, top**2 / 2 + top * math.sqrt(2 * math.log(1 / delta)) + 1, xtol=1e-10))
 
 
-def _smallest(entries: Entries) -> float:
-    return min(multiplier(entry) for entry in entries)
+def _counted(entries: Entries) -> dict[float, int]:
+    """How many lines have which multiplier, the least first."""
+    return dict(sorted(Counter(_digits(multiplier(entry)) for entry in entries).items()))
 
 
 def _distributed(entries: Entries, delta: float) -> Recomputed:
@@ -218,20 +249,21 @@ def _distributed(entries: Entries, delta: float) -> Recomputed:
     if minimum is not None and first["sampling"] != "fixed":
         short = float(binom.cdf(minimum - 1, honest, first["q"]))
     left = delta + math.expm1(rounds * math.log1p(-short)) if short < 1 else 0.0
-    found = participation(rounds, float(first["q"]), _smallest(entries), left)
+    found = participations(_counted(entries), float(first["q"]), left)
     return Recomputed(found, found, "mixture over participations, direct sum")
 
 
 def _local(entries: Entries, delta: float) -> Recomputed:
     """Towards the server, which sees each update: the plain composition of the participations allowed."""
     most = min(len(entries), entries[0].get("max_participations") or len(entries))
-    found = participation(most, 1.0, _smallest(entries), delta)
+    least = _counted(sorted(entries, key=multiplier)[:most])
+    found = participations(least, 1.0, delta)
     return Recomputed(found, found, "exact Gaussian composition")
 
 
 def _published(entries: Entries, delta: float) -> Recomputed:
     """A published procedure: lines are single messages; its busiest client's in a public schedule, else Bin(T, q)."""
-    sigma, first, rounds = _smallest(entries), entries[0], len(entries)
+    sigma, first, rounds = min(map(multiplier, entries)), entries[0], len(entries)
     if first["sampling"] == "round-number":
         from fedflat.core.cohorts import FromRound
 
@@ -247,19 +279,19 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     import dp_accounting
     from dp_accounting import rdp
 
-    sigma, first = _smallest(entries), entries[0]
-    revealed = participation(len(entries), float(first["q"]), sigma, delta)
-    if sigma == 0:
+    counted, first = _counted(entries), entries[0]
+    revealed = participations(counted, float(first["q"]), delta)
+    if min(counted) == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
-    event = dp_accounting.SampledWithoutReplacementDpEvent(
-        int(first["clients"]), int(first["cohort"]), dp_accounting.GaussianDpEvent(sigma)
-    )
+    made, sizes = dp_accounting.SampledWithoutReplacementDpEvent, (int(first["clients"]), int(first["cohort"]))
+    events = [(made(*sizes, dp_accounting.GaussianDpEvent(sigma)), count) for sigma, count in counted.items()]
     orders = [1.5, *range(2, 65), 80, 96, 128]
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_ONE)
-    bound = float(accountant.compose(event, len(entries)).get_epsilon(delta))
-    found = min(bound, revealed)
+    for event, count in events:
+        accountant.compose(event, count)
+    found = min(float(accountant.get_epsilon(delta)), revealed)
     checked = Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
-    return _not_shortened(checked, [(event, len(entries))], delta, "pld")
+    return _not_shortened(checked, events, delta, "pld")
 
 
 def _truncated(entries: Entries, delta: float) -> Recomputed:

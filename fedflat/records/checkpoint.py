@@ -125,6 +125,17 @@ def load_released(path: Path) -> RoundState:
     return _state(*_read(path))
 
 
+def unsealed(path: Path) -> bool:
+    """Whether this is a checkpoint of before 0.2, which has no checksum."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "sha256" not in json.loads(file.metadata()["state"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return False
+
+
 def _state(tensors: Mapping[str, Tensor], facts: Facts) -> RoundState:
     slots = {name.removeprefix("slot."): t for name, t in tensors.items() if name.startswith("slot.")}
     return RoundState(int(facts["round"]), tensors["shared"], float.fromhex(facts["clip"]), slots)

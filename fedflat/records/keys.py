@@ -1,4 +1,5 @@
-"""Noise keys of `privacy.secure_rng: true`: 256 bits of entropy in a file that is not part of the run's folder.
+"""Noise keys of `privacy.secure_rng: true` and, half of them, of deployments: 256 bits of entropy in a file that is
+not part of the run's folder.
 
 Whoever has the key can draw a run's noise again and subtract it. So it is readable by its owner only, is never logged
 or written into the run's folder, and is deleted when the run is complete. Beside the keys, in ``marks/``, lies what

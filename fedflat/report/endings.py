@@ -64,6 +64,9 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     simulated = number(privacy.get("simulated_epsilon"))
     if simulated is not None:
         rows.append(("simulated ε", f"{tables.epsilon_text(simulated)} for the larger population that was simulated"))
+    broken = [found for record in result.private_history if (found := number(record.get("malformed")))]
+    if broken:
+        rows.append(("malformed", f"{sum(broken):g} messages in {len(broken)} rounds, counted as zero ({PRIVATE})"))
     rows.append(("trust", str(privacy.get("trust", "–"))))
     rows.append(("time", tables.duration(sum(number(r.get("seconds")) or 0.0 for r in result.history))))
     return rows
@@ -90,7 +93,7 @@ def _accuracy(history: list[dict[str, Any]]) -> str:
         return "never evaluated on test data"
     best = max(found, key=lambda pair: pair[0])
     final, top = tables.percent(found[-1][0]), tables.percent(best[0])
-    return f"{final} % final; best {top} % at round {best[1]} (chosen on test data)"
+    return f"{final} % final; best {top} % after round {best[1] + 1} (chosen on test data)"
 
 
 def _proven(proven: float | None, privacy: Mapping[str, Any]) -> str:

@@ -118,7 +118,7 @@ def _tile(label: str, value: str, below: str, kind: str = "") -> str:
 
 def _tiles(run: Run) -> str:
     found = metrics.summary(run)
-    best = f"best {tables.percent(found['best_accuracy'])} % at round {found['best_round']}"
+    best = f"best {tables.percent(found['best_accuracy'])} % after round {found['best_round'] + 1}"
     never = "never evaluated on test data"
     planned = found["rounds_planned"]
     rounds = found["rounds"]

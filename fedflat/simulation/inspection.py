@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
+import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.engine.resume import compare
@@ -76,9 +80,12 @@ def _opening(path: Path) -> Opening | None:
 def check_opening(path: Path) -> Iterator[Check]:
     """private/run.json is whole, and the ledger's lines are its run's."""
     name = "private/run.json"
+    if _old(path):
+        yield Check(name, "unchecked", "a run of fedflat 0.1 has none, nor seals and checksums")
+        return
     if not (path / "private").is_dir():
-        if run_of(_entries(path)) is None or (path / SUMS).is_file():
-            yield Check(name, "unchecked", "not in this folder: exported, or of fedflat 0.1")
+        if (path / SUMS).is_file():
+            yield Check(name, "unchecked", "not in this folder, which is an exported one")
         else:
             yield Check(name, "wrong", f"missing, and this is no exported folder: it has no {SUMS}")
         return
@@ -101,6 +108,47 @@ def check_opening(path: Path) -> Iterator[Check]:
     yield Check("data, model", "unchecked", "only keyed digests are kept; --resume compares them with the data at hand")
 
 
+def _old(path: Path) -> bool:
+    """Whether this is a run of fedflat 0.1: its ledger names no run, and its statement has no checksum."""
+    if (path / OPENING).exists() or (path / SUMS).is_file() or not (path / LEDGER).is_file():
+        return False
+    body: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        body = json.loads((path / STATEMENT).read_bytes())
+    sealed = isinstance(body, dict) and "checksum" in body
+    return not sealed and run_of(_entries(path)) is None and not (path / seals_of(METRICS)).exists()
+
+
+def _going(path: Path) -> bool:
+    """Whether a process has the run's ledger open for writing."""
+    try:
+        lock = os.open((path / LEDGER).with_suffix(".lock"), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _unfinished(path: Path) -> str:
+    """Why there is no statement yet, of a run that goes on or was interrupted; "" where there should be one."""
+    if (path / SUMS).is_file():
+        return ""
+    if _going(path):
+        return "the run goes on; it is written when it ends"
+    planned = 0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        planned = int(yaml.safe_load((path / RECIPE).read_bytes())["rounds"])
+    done = max([_finished(path), *(1 + entry["round"] for entry in _entries(path))])
+    if done >= planned:
+        return ""
+    return f"the run was interrupted (round {done} of {planned}); it is written when it ends"
+
+
 def check_recipe(path: Path) -> Iterator[Check]:
     """recipe.yaml as it was written."""
     opening = _opening(path)
@@ -116,15 +164,23 @@ def check_recipe(path: Path) -> Iterator[Check]:
 
 def check_privacy(path: Path) -> Iterator[Check]:
     """Ledger, statement and metrics: the chain, ε by a second accountant, a line for every released round."""
-    for name in (LEDGER, STATEMENT):
-        if not (path / name).is_file():
-            yield Check(name, "wrong", "missing")
-            return
+    why = _unfinished(path)
+    if not (path / LEDGER).is_file():
+        begun = not why or _finished(path) or (path / METRICS).exists()
+        yield Check(LEDGER, "wrong" if begun else "unchecked", "missing" if begun else "no round was begun")
+        return
     try:
         entries = read(path / LEDGER)
         yield Check(LEDGER, "ok", f"{_count(len(entries), 'event')} in an unbroken chain")
     except LedgerError as error:
         yield Check(LEDGER, "wrong", str(error))
+        entries = []
+    if not (path / STATEMENT).is_file() or (why and _going(path)):
+        yield Check(STATEMENT, "unchecked" if why else "wrong", why or "missing")
+        missing = set(range(_finished(path))) - {entry["round"] for entry in entries}
+        if missing:
+            yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
+        return
     try:
         found = verify_run(path)
     except InputError as error:
@@ -161,7 +217,10 @@ def check_rounds(path: Path) -> Iterator[Check]:
         if opening is None:
             yield Check(name, "unchecked", "its seals need private/run.json")
             continue
-        yield _sealed(RunFolder(path, run=opening.run), name)
+        found = _sealed(RunFolder(path, run=opening.run), name)
+        if found.verdict == "wrong" and _going(path):
+            found = Check(name, "unchecked", "the run goes on, and lines are being written")
+        yield found
 
 
 def _finished(path: Path) -> int:
@@ -208,7 +267,10 @@ def check_checkpoints(path: Path) -> Iterator[Check]:
         try:
             _, _, facts = checkpoint.load(file)
         except InputError as error:
-            yield Check(name, "wrong", str(error))
+            if _old(path) and checkpoint.unsealed(file):
+                yield Check(name, "unchecked", "of fedflat 0.1, without a checksum")
+            else:
+                yield Check(name, "wrong", str(error))
             continue
         mark = facts.get("ledger") or {}
         follows = _follows(path, mark)
@@ -258,6 +320,9 @@ def check_sums(path: Path) -> Iterator[Check]:
     wanted = [line.split("  ", 1) for line in (path / SUMS).read_text("utf-8", "replace").splitlines()]
     for name in sorted({MODEL, LEDGER, STATEMENT, RECIPE, METRICS} - {pair[-1] for pair in wanted}):
         yield Check(SUMS, "wrong", f"no line for {name}")
+    strange = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    for name in sorted(strange - {SUMS, *(pair[-1] for pair in wanted)}):
+        yield Check(name, "wrong", f"not in {SUMS}: nobody exported it")
     for known, name in (pair for pair in wanted if len(pair) == 2):
         file = path / name
         same = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known

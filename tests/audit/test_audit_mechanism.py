@@ -10,13 +10,16 @@ import torch
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly import jobs
-from fedflat.audit import audit_defects, audit_method
+from fedflat.audit import audit_defects, audit_method, mechanism, movements
 from fedflat.audit.bench import CLIENTS, Bench, bench_of, world_of
 from fedflat.audit.canaries import CANARIES, canaries_for
 from fedflat.audit.defects import DEFECTS, plant
 from fedflat.audit.exact import contract_violations
+from fedflat.audit.hostile import Case
 from fedflat.audit.mechanism import audit_bench, audit_votes, epsilons
 from fedflat.audit.releases import Neighbours, coupled_difference, must_loop, run_key, side_by_side, single
+from fedflat.audit.worlds import Engine, world_recipe
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.engine.accumulate import Accumulator
 from fedflat.pieces import clipping, mechanisms
@@ -24,7 +27,7 @@ from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 CLAIMED = gaussian_epsilon(1 / 3, 1e-5)
 PRIVATE = [name for name, factory in ALGORITHMS.items() if (a := factory()).private and a.kind == "update"]
-FEW = ("dp-fedavg", "dp-fedsam-topk", "fed-smp-randk", "dp-fedpgn-ls", "centaur")
+FEW = ("dp-fedavg", "dp-fedsam-topk", "fed-smp-randk", "dp-fedpgn-ls", "centaur", "dp-fedadam")
 
 
 def neighbours_of(name: str, canary: int = 1) -> Neighbours:
@@ -135,7 +138,7 @@ def test_transforms_are_really_run(monkeypatch):
     assert float(torch.linalg.vector_norm(world.aggregate.total)) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("name", ["dp-fedavg", "fed-smp-topk", "dp-fedavg-ls", "dp-fedpgn-ls"])
+@pytest.mark.parametrize("name", ["dp-fedavg", "fed-smp-topk", "dp-fedavg-ls", "dp-fedpgn-ls", "dp-fedadam"])
 @pytest.mark.parametrize("present", [False, True])
 def test_copies_side_by_side_equal_single_runs(name, present):
     """The first copy is the single run of the same key, and all copies have its law (see must_loop)."""
@@ -265,3 +268,18 @@ def test_mistakes_are_one_sentence(arguments, words):
 def test_unknown_defect_is_refused():
     with pytest.raises(InputError, match="per-tensor clip"):
         audit_defects(["per tensor clip"])
+
+
+def test_what_is_assumed_is_what_the_audits_change():
+    """The clip is the recipe's own; of a recipe, the worlds change these sections and no others."""
+    assert bench_of("dp-fedavg", sections={"privacy": {"clip": 0.3}}).parts.clip.bound(0.3) == 0.3
+    assert "C as given" in mechanism.ASSUMPTIONS[0] and "secure_rng and server" in mechanism.ASSUMPTIONS[1]
+    recipe = Recipe.load("quick-start")
+    before, after = recipe.dump(), world_recipe(recipe, 6, Engine("sequential"), 1, Case("ordinary")).dump()
+    changed = {(s, k) for s in before for k in (before[s] if isinstance(before[s], dict) else ())
+               if before[s][k] != after[s].get(k)}  # fmt: skip
+    named = {"clients": "of at most", "size": "cohorts of everybody", "steps": "local steps", "batch_size": "batches",
+             "epsilon": "noise", "noise_multiplier": "noise", "delta": "noise", "backend": "", "device": "",
+             "processes": "", "precision": "", "budget": "budget"}  # fmt: skip
+    text = " ".join(movements.ASSUMPTIONS)
+    assert {key for _, key in changed} <= set(named) and all(named[key] in text for _, key in changed)

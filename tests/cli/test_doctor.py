@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,11 @@ from fedflat.cli import main as cli
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Any]:
-    """Call a command in this process, in an empty folder with state and caches of its own: (status, stdout)."""
-    monkeypatch.chdir(tmp_path)
+def said(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Call a command with state and caches of its own: (status, stdout)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def call(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["fedflat", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return int(end.value.code or 0), capsys.readouterr().out
-
-    yield call
+    return lambda *words: command(*words)[:2]
 
 
 def findings(said: Any, status: int = 0) -> dict[str, dict[str, str]]:
@@ -118,7 +109,8 @@ def test_an_encoding_without_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_version_is_fast(said: Any) -> None:
     assert said("--version") == (0, f"fedflat {fedflat.__version__}\n")
-    code = "import sys; from fedflat import cli; sys.argv[1:] = ['--version']\ntry: cli.main()\nexcept SystemExit: pass"
+    code = "import sys; from fedflat.cli.main import main; sys.argv[1:] = ['--version']\n"
+    code += "try: main()\nexcept SystemExit: pass"
     code += "\nprint([m for m in ('torch', 'scipy', 'numpy') if m in sys.modules])"
     env = {**os.environ, "PYTHONPATH": str(Path(fedflat.__file__).parents[1])}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)

@@ -16,6 +16,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.types import ServerView
 from fedflat.engine.train import Job
+from fedflat.pieces.server import optimizer
 
 PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
 UPDATES = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
@@ -27,6 +28,10 @@ NEUTRAL = {
     "keep": 1.0,
     "beta": 1.0,
     "smoothing": 0.0,
+    "mu": 0.0,
+    "gamma": 0.0,
+    "beta1": 0.0,
+    "floor": 1.0,
     "head_lr": 0.0,
 }
 
@@ -100,9 +105,11 @@ class Caught:
 def at_the_sum(made: Job) -> Job:
     """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m, and so is
     the first server step's ``mean``, which has all vectors of a message."""
+    plain = optimizer("sgd")
     keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
     caught = Caught(made.parts.layout.dimension)
-    made.parts = replace(made.parts, algorithm=replace(made.parts.algorithm, server=(caught, *keep)))
+    bare = replace(made.parts.algorithm, server=(caught, *keep))
+    made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)
     made.first = torch.zeros_like(made.first)
     return made
 

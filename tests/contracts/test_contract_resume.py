@@ -30,6 +30,9 @@ def _everything_is_imported() -> None:
     fedflat.run(recipe("dp-fedavg") | {"rounds": 1})
 
 
+SERVER = {"dp-fedpgn-ls": {"optimizer": "adam", "lr": 0.02}, "dp-fedadam": {}}
+
+
 def recipe(method: str) -> dict[str, Any]:
     personal = {"data": {"dataset": "digits", "clients": 10, "client_test_fraction": 0.2}}
     plain = {"data": {"dataset": "digits", "clients": 10}}
@@ -45,7 +48,7 @@ def recipe(method: str) -> dict[str, Any]:
             "clip": {"kind": "adaptive", "initial": 0.3, "count_noise": 2.0} if method == "dp-fedsam" else 0.3,
             "noise_multiplier": 1.0,
         },
-        "server": {"optimizer": "adam", "lr": 0.02} if method == "dp-fedpgn-ls" else {"momentum": 0.5},
+        "server": SERVER.get(method, {"momentum": 0.5}),
         "engine": {"backend": "sequential"},
     }
 
@@ -95,7 +98,7 @@ def kill_after(method: str, folder: Path, resume: bool, rounds: int, wait: float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedpgn-ls", "dp2-fedsam", "fed-smp-topk"])
+@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedpgn-ls", "dp2-fedsam", "fed-smp-topk", "dp-fedadam"])
 def test_kill_and_resume_is_bit_for_bit(method: str, tmp_path: Path) -> None:
     moments = random.Random(method)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

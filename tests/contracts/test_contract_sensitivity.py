@@ -108,19 +108,22 @@ VALUES = [0.05, 0.1, 0.02, 0.2]
 GRIDS: list[tuple[str, dict[str, Any]]] = [
     ("dp-fedavg", {"privacy": {"secure_rng": True}}),
     ("fed-smp-randk", {"privacy": {"secure_rng": True}}),
+    ("dp-scaffold", {"privacy": {"secure_rng": True}}),
     ("dp-fedsam", {"privacy": {"secure_rng": True, "clip": {"kind": "per-tensor", "values": VALUES}}}),
     ("ddgauss", {"cohort": {"min": 4}, "privacy": {"trust": "distributed"}}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("method", "changes"), GRIDS, ids=["secure", "secure and masked", "secure per tensor", "ddgauss"]
+    ("method", "changes"),
+    GRIDS,
+    ids=["secure", "secure and masked", "secure, two vectors", "secure per tensor", "ddgauss"],
 )
 def test_sums_on_a_grid_hold_too(method: str, changes: dict[str, Any]) -> None:
     """Rounded to the grid, no message is longer than the sensitivity that the ledger is charged for."""
     made = agg.job(method, changes)
     parts = made.parts
-    d, tensors = parts.layout.dimension, parts.layout.tensors("shared")
+    d, tensors = parts.message_length, parts.message_tensors
     state = parts.first_state(made.first, made.threshold)
     broadcast = broadcast_of(parts, state, 1)
 

@@ -101,7 +101,11 @@ def test_dp_fedavg_on_every_model(model: str, engine: Engine) -> None:
 def test_every_method_on_every_back_end(method: str, engine: Engine) -> None:
     made = stage(method, "relu" if ALGORITHMS[method]().head is not None else "linear 12")
     cases = FEW if made.method.head is None else [Case("ordinary"), Case("huge 1e6"), Case("cancelling 1e6")]
-    later = [Case("cancelling 1e6", start="later"), Case("huge 1e6", start="later")] if "pgn" in method else []
+    later = (
+        [Case("cancelling 1e6", start="later"), Case("huge 1e6", start="later")]
+        if "pgn" in method or "nsam" in method
+        else []
+    )
     assert too_far(made, engine, [*cases, *later]) == []
 
 

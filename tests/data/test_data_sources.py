@@ -273,6 +273,22 @@ def test_files_that_do_not_fit(tmp_path: Path, columns: dict[str, list[Any]], mo
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("input", ["image"]), ("label", "target"), ("tokenizer", "x"), ("max_length", 5), ("vocabulary", 100)],
+)
+def test_a_key_that_digits_has_no_use_for_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"^data\.{key}: found .*; allowed: nothing: digits does not use it"):
+        load({"dataset": "digits", "partition": IID, "clients": 2, key: value})
+
+
+def test_keys_that_cannot_both_count_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "set" / "train.parquet", {"t": ["x", "y"], "label": [0, 1]})
+    write(tmp_path / "set" / "test.parquet", {"t": ["x", "y"], "label": [0, 1]})
+    with pytest.raises(InputError, match=r"^data\.test_fraction: found 0.1; allowed: nothing: set has test data"):
+        load({"dataset": str(file.parent), "partition": IID, "clients": 1, "test_fraction": 0.1})
+
+
 def test_files_that_are_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "junk.parquet").write_bytes(b"junk")
     for dataset, says in (

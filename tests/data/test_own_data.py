@@ -224,7 +224,7 @@ def test_what_cannot_be_used_is_one_sentence(source: Any, asked: dict[str, Any],
 @pytest.mark.parametrize(
     ("source", "by", "says"),
     [
-        ({"ann": (torch.tensor([[1.0], [torch.nan]]), [0, 1])}, None, "found a NaN or infinite value in row 1"),
+        ({"ann": (torch.tensor([[1.0], [torch.nan]]), [0, 1])}, None, "inputs[1]: found a NaN or infinite value"),
         ({"ann": (torch.zeros(2, 1), [0, 1]), "bob": (torch.zeros(2, 2), [0, 1])}, None, "client bob inputs: found"),
         ({"ann": [(1, 2, 3)]}, None, "client ann: found list"),
         ([Examples(torch.zeros(2, 1), torch.tensor([0, 1])), "b"], None, "clients[1]: found str"),

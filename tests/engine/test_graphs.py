@@ -327,7 +327,7 @@ class Counts(nn.Module):
 
 
 def test_a_model_that_writes_into_a_buffer_is_not_recorded(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.models.refuse_unclipped_state", lambda module, example: False)
+    monkeypatch.setattr("fedflat.models.refuse_unclipped_state", lambda module, example, known: False)
     with pytest.raises(RunError, match="found graphs with a model that writes into its buffers; allowed: sequential"):
         fedflat.run(recipe("dp-fedavg", backend="graphs", device="cuda"), model=Counts(), clients=clients())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -197,19 +196,13 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert stored["engine"]["backend"] == "ray" and stored["engine"]["block"] is None
 
 
-def test_the_command_line_runs_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedflat.cli import main as cli
-
+def test_the_command_line_runs_on_ray(tmp_path: Path, command: Any) -> None:
     options = ["rounds=1", "data.clients=10", "cohort.size=4", "local.steps=1", "engine.processes=2"]
-    models, before = [], signal.getsignal(signal.SIGINT)
+    models = []
     for backend in "ray", "sequential":
         flags = [word for o in [*options, f"engine.backend={backend}"] for word in ("-o", o)]
-        monkeypatch.setattr(sys, "argv", ["fedflat", "run", "quick-start", *flags, "--out", str(tmp_path / backend)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
+        assert command("run", "quick-start", *flags, "--out", backend).status == 0
         models.append(load_file(sorted((tmp_path / backend / "checkpoints").glob("*.safetensors"))[-1]))
-    signal.signal(signal.SIGINT, before)
     assert models[0].keys() == models[1].keys() and len(models[0]["shared"])
     assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
 

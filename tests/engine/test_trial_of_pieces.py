@@ -236,5 +236,6 @@ def test_packaged_pieces_are_known() -> None:
 
 
 def test_what_a_methods_author_needs_is_at_hand() -> None:
-    for name in ("LocalView", "UpdateView", "ServerView", "MaskView", "GradientRule", "Transform", "ServerStep"):
+    views = ("LocalView", "UpdateView", "ServerView", "MaskView", "MeanView")
+    for name in (*views, "GradientRule", "Transform", "ServerStep", "Optimizer"):
         assert name in dir(fedflat) and getattr(fedflat, name) is not None

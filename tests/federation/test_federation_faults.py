@@ -274,6 +274,7 @@ def test_broken_twin_that_keeps_the_key_of_an_open_round_is_found(
     from fedflat.engine import resume
 
     folder, task = federation
+    monkeypatch.setattr(resume, "fresh_key", lambda: bytes(32))
     assert serve_in_a_process(folder, task, STAGES["before the checkpoint"]) == -signal.SIGKILL
     monkeypatch.setattr(resume, "reasons", lambda *where: ([], []))
     assert serve_in_a_process(folder, task) == 0
@@ -491,8 +492,10 @@ def _goes_on(
     return process.exitcode
 
 
-def _restored(folder: Path, task: Task) -> float:
+def _restored(folder: Path, task: Task, *others: Path) -> float:
     """Round 1 is released; run/ is restored from a backup of before; the round is released again without one client.
+
+    others: folders that are restored with it.
 
     Returns the norm of the difference of the two models, in units of the clip over m.
     """
@@ -502,11 +505,14 @@ def _restored(folder: Path, task: Task) -> float:
         around(checkpoint, "save", after=True, when=0)
 
     assert _goes_on(folder, task, spoil=after_one) == -signal.SIGKILL
-    shutil.copytree(folder / "run", folder / "backup")
+    places = (folder / "run", *others)
+    for number, place in enumerate(places):
+        shutil.copytree(place, folder / f"backup-{number}")
     assert _goes_on(folder, task, spoil=after_one) == -signal.SIGKILL
     first = final_shared(folder / "run")
-    shutil.rmtree(folder / "run")
-    shutil.copytree(folder / "backup", folder / "run")
+    for number, place in enumerate(places):
+        shutil.rmtree(place)
+        shutil.copytree(folder / f"backup-{number}", place)
     assert _goes_on(folder, task, silent=2) == 0
     state = checkpoint.load_released(folder / "run" / "checkpoints" / "round-000002.safetensors")
     return float((state.shared - first).norm()) / (0.1 / 4)
@@ -523,6 +529,20 @@ def test_a_restored_backup_meets_fresh_noise_and_is_charged(federation: tuple[Pa
     assert "behind the mark" in " ".join(json.loads((folder / "run" / "privacy.json").read_text())["reasons"])
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_machine_put_back_with_its_keys_and_marks_meets_fresh_noise(
+    federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """Nothing on disk tells; half of a server's key was never there. The twin keeps all of it on disk."""
+    from fedflat.engine import resume
+
+    folder, task = federation
+    if kept:
+        monkeypatch.setattr(resume, "fresh_key", lambda: bytes(32))
+    moved = _restored(folder, task, keys.folder().parent)
+    assert moved <= 1.001 if kept else moved > 5
+
+
 def test_broken_twin_that_forgets_how_far_the_key_was_used(
     federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +551,7 @@ def test_broken_twin_that_forgets_how_far_the_key_was_used(
 
     folder, task = federation
     monkeypatch.setattr(resume, "reasons", lambda *where: ([], []))
+    monkeypatch.setattr(resume, "fresh_key", lambda: bytes(32))
     assert _restored(folder, task) <= 1.001
     with pytest.raises(AssertionError):
         check_books(folder, 1)

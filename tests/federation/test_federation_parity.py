@@ -26,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "common mask": {"algorithm": {"name": "fed-smp-randk", "keep": 0.4}},
     "lus and blur": {"algorithm": "dp-fedavg-blurs"},
     "personal heads": {"algorithm": "dp2-fedsam", "rounds": 3},
+    "control variates": {"algorithm": {"name": "dp-scaffold", "scale": 0.5}, "rounds": 3},
+    "error feedback": {"algorithm": {"name": "fed-normec", "alpha": 0.01}, "rounds": 3},
     "adaptive clip": {"privacy": {"clip": {"kind": "adaptive", "initial": 0.05}}, "rounds": 3},
     "per-tensor clip": {"privacy": {"clip": {"kind": "per-tensor", "values": 0.03}}},
     "sample weights": {
@@ -123,6 +125,45 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
 
     stored = checkpoint.newest(tmp_path / "fed" / "run" / "checkpoints")
     assert stored is not None and stored[1].kept == {}
+
+
+@pytest.mark.parametrize("method", ["dp-scaffold", "fed-normec"])
+def test_states_stay_and_survive_a_restart(method: str, tmp_path: Path) -> None:
+    """Each client's own disk has the state that the simulation keeps; the server, and the wire, have none of it."""
+    from safetensors.torch import load_file
+    from stand_in import honest
+
+    task, clients = deployed(tmp_path / "fed", small(algorithm=method, rounds=3))
+    grid = grid_of(task, clients)
+    grid.handlers = {
+        number: lambda message, number=number: honest(client_at(tmp_path / "fed", task, number))(message)
+        for number in grid.handlers
+    }
+    serve(grid, task, settings(tmp_path / "fed"))
+    simulation.run(task.recipe, out=tmp_path / "sim")
+    half = load_file(tmp_path / "sim" / "private" / "heads" / "round-000003.safetensors")
+    (name,) = clients[0].store.states(3)
+    assert half[f"state.{name}.ids"].tolist() == [client.number for client in clients]
+    for client, wanted in zip(clients, half[f"state.{name}.values"]):
+        assert float(wanted.norm()) > 1e-3
+        torch.testing.assert_close(client.store.states(3)[name], wanted, rtol=1e-4, atol=1e-6)
+    assert not (tmp_path / "fed" / "run" / "private" / "heads").exists()
+    carried = {name for message in grid.pushed for name in message.content["arrays"]}
+    assert carried == ({"shared", "vector.control"} if method == "dp-scaffold" else {"shared"})
+
+
+@pytest.mark.parametrize("method", ["dp-scaffold", "fed-normec"])
+def test_a_round_asked_again_starts_from_the_same_state(method: str, tmp_path: Path) -> None:
+    from fedflat.engine.round import broadcast_of
+
+    _, clients = deployed(tmp_path / "fed", small(algorithm=method))
+    job = clients[0].job
+    ask = broadcast_of(job.parts, job.parts.first_state(job.first, job.threshold), job.seed)
+    once, _ = clients[0].update(ask)
+    kept = clients[0].store.states(1)
+    twice, _ = clients[0].update(ask)
+    assert torch.equal(once, twice) and len(once) == job.parts.message_length
+    assert all(torch.equal(value, clients[0].store.states(1)[name]) for name, value in kept.items()) and kept
 
 
 def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:

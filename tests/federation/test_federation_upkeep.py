@@ -21,7 +21,7 @@ from stand_in import client_at, deployed, grid_of, settings, small
 from fedflat.core.checks import InputError
 from fedflat.federation import superlink, supernode
 from fedflat.federation.client.session import Client, client_of
-from fedflat.federation.launch.certificates import write_client_keys
+from fedflat.federation.launch.certificates import write_authority_and_server, write_client_keys
 from fedflat.federation.launch.flower import check_flower
 from fedflat.federation.launch.project import PACKAGE, client_folder
 from fedflat.federation.roster import Roster
@@ -135,3 +135,8 @@ def test_another_flower_is_refused_in_one_line(
     monkeypatch.setattr(metadata, "version", gone)
     with pytest.raises(InputError, match="none installed"):
         check_flower()
+
+
+def test_a_throwaway_authoritys_key_never_reaches_the_disk(tmp_path: Path) -> None:
+    write_authority_and_server(tmp_path / "own", ["127.0.0.1"], keep=False)
+    assert {path.name for path in (tmp_path / "own").iterdir()} == {"ca.crt", "server.crt", "server.key"}

@@ -180,6 +180,18 @@ def partial(w, head_batches, batches, gradient, head, head_lr, lr, momentum, rho
     return w
 
 
+def nsam(w, batches, gradient: Gradient, lr: float, momentum: float, velocity: Vector, rho, gamma) -> Vector:
+    """SAM as its authors write it: from the point w + γ·v, which the update is taken from; here back at w."""
+    ahead = gamma * velocity
+    return sam(w + ahead, batches, gradient, lr, momentum, rho) - ahead
+
+
+def proximal(w, batches, gradient: Gradient, lr: float, momentum: float, mu: float) -> Vector:
+    """SGD on f + (μ/2)·‖w − w^t‖²."""
+    start = w.copy()
+    return sgd(w, batches, lambda at, batch: gradient(at, batch) + mu * (at - start), lr, momentum)
+
+
 # ---------------------------------------------------------------- transforms and clip
 
 
@@ -264,6 +276,30 @@ class Optimiser:
         return w + self.lr * self.first / (np.sqrt(self.second) + self.tau)
 
 
+@dataclass
+class FreedAdam:
+    """Adam (bias corrected) whose second moment is kept of Δ² and freed of the noise's part of it when it is used."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    floor: float | None
+    variances: list[float] = field(default_factory=list)
+    means: list[Vector] = field(default_factory=list)
+
+    def step(self, w: Vector, mean: Vector, variance: float) -> Vector:
+        self.means.append(mean)
+        self.variances.append(variance)
+        t = len(self.means)
+        ages = [t - 1 - s for s in range(t)]
+        first = sum((1 - self.beta1) * self.beta1**age * m for age, m in zip(ages, self.means)) / (1 - self.beta1**t)
+        weights = [(1 - self.beta2) * self.beta2**age / (1 - self.beta2**t) for age in ages]
+        second = sum(weight * m**2 for weight, m in zip(weights, self.means))
+        known = sum(weight * v for weight, v in zip(weights, self.variances))
+        floor = max(variance, 1e-6) if self.floor is None else self.floor
+        return w + self.lr * first / np.sqrt(np.maximum(second - known, floor))
+
+
 # ---------------------------------------------------------------- the rounds
 
 
@@ -285,6 +321,12 @@ class Setting:
     lam: float = 0.4
     sparsity: float = 0.7
     keep: float = 0.4
+    mu: float = 0.01
+    gamma: float = 0.5
+    beta1: float = 0.9
+    beta2: float = 0.99
+    floor: float | None = None
+    noise_multiplier: float = 0.0
     rescale: bool = False
     beta: float = 0.3
     smoothing: float = 0.01
@@ -329,6 +371,10 @@ def local_update(s, net, start, batches, head_batches, gradient, rate, memory) -
         return blur(start, batches, gradient, lr, s.momentum, s.lam, s.clip)
     if m == "dp-fedsam-blur":
         return sam_over_blur(start, batches, gradient, lr, s.momentum, s.rho, s.lam, s.clip)
+    if m == "dp-fedprox":
+        return proximal(start, batches, gradient, lr, s.momentum, s.mu)
+    if m == "dp-fednsam":
+        return nsam(start, batches, gradient, lr, s.momentum, memory, s.rho, s.gamma)
     if m in ("dp-fedpgn", "dp-fedpgn-ls"):
         return pgn(start, batches, gradient, lr, memory, s.rho, s.beta)
     return sgd(start, batches, gradient, lr, s.momentum)
@@ -360,6 +406,9 @@ def server_mean(s: Setting, mean: Vector, memory: Vector, rate: float, tensors) 
         if s.method == "dp-fedpgn-ls":
             memory = smooth(memory, s.smoothing, whole)
         return -length * memory, memory
+    if s.method == "dp-fednsam":
+        velocity = s.gamma * memory + (1.0 - s.gamma) * mean
+        return velocity, velocity
     return mean, memory
 
 
@@ -430,7 +479,7 @@ def simulate(
     held: Sequence[Batch] | None = None,
     batches_of: BatchesOf | None = None,
 ) -> Outcome:
-    """T rounds with every client taking part and no noise.
+    """T rounds with every client taking part and no noise (dp-fedadam reckons with that of ``noise_multiplier``).
 
     masks: the common mask of each round (Fed-SMP). held: held-back data for personal accuracies.
     batches_of(round, client, phase, steps): minibatches; full batches when absent.
@@ -446,6 +495,7 @@ def simulate(
     memory, optimiser = np.zeros(int(shared.sum())), Optimiser(**s.server)
     trace, norms = [], []
     cohort = s.cohort or len(clients)
+    freed = FreedAdam(s.server.get("lr", 0.03), s.beta1, s.beta2, s.floor)
 
     def batches(t: int, i: int, phase: int, steps: int) -> list[Batch]:
         return batches_of(t, i, phase, steps) if batches_of else [clients[i]] * steps
@@ -473,7 +523,11 @@ def simulate(
         else:
             mean = sum(bounded) / cohort
         mean, memory = server_mean(s, mean, memory, rate, tensors)
-        w[shared] = optimiser.step(w[shared], mean)
+        if s.method == "dp-fedadam":
+            std = s.noise_multiplier * s.clip * (1 + 2.0**-10)  # of the sum; 2⁻¹⁰ for the sum's rounding
+            w = freed.step(w, mean, (std / cohort) ** 2)
+        else:
+            w[shared] = optimiser.step(w[shared], mean)
         trace.append(w.copy())
     return Outcome(w, heads, trace, norms, personal_accuracies(s, net, w, clients, heads, held, gradient, shared))
 

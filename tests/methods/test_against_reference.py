@@ -38,6 +38,9 @@ OPTIONS = {
     "dp-fedavg-ls": {"smoothing": 0.4},
     "dp-fedpgn": {"rho": 0.2, "beta": 0.3},
     "dp-fedpgn-ls": {"rho": 0.2, "beta": 0.3, "smoothing": 0.4},
+    "dp-fedprox": {"mu": 0.7},
+    "dp-fedadam": {"beta1": 0.8, "beta2": 0.9},
+    "dp-fednsam": {"rho": 0.3, "gamma": 0.6},
     "dp-fedavg-ft": {},
     "dp-fedsam-ft": {"rho": 0.3},
     "dp-scaffold": {"scale": 0.5},
@@ -92,14 +95,14 @@ def setting(method: str, **changes: Any) -> ref.Setting:
 def recipe_of(s: ref.Setting, backend: str, clients: int, batch_size: int = 100) -> dict[str, Any]:
     """The recipe that the reference's setting stands for."""
     keys = set(OPTIONS[s.method]) | {f.name for f in fields(s) if getattr(s, f.name) != f.default}
-    chosen = {"rescale", "finetune_steps", "finetune_lr", "scope", *OPTIONS[s.method]} & keys
+    chosen = {"rescale", "finetune_steps", "finetune_lr", "scope", "floor", *OPTIONS[s.method]} & keys
     return {
         "seed": SEED,
         "rounds": s.rounds,
         "algorithm": {"name": s.method, **{k: getattr(s, k) for k in chosen}},
         "local": {"batch_size": batch_size, **{k: getattr(s, k) for k in LOCAL_KEYS}},
         "cohort": {"size": s.cohort or clients},
-        "privacy": {"clip": s.clip, "noise_multiplier": 0},
+        "privacy": {"clip": s.clip, "noise_multiplier": s.noise_multiplier},
         "server": {**{"optimizer" if k == "kind" else k: v for k, v in s.server.items()}, "weights": s.weights},
         "engine": {"backend": backend},
     }
@@ -194,6 +197,21 @@ def test_gradient_norm_limit_comes_before_weight_decay(method: str, backend: str
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedpgn", "dp-fedpgn-ls", "fed-smp-randk", "dp2-fedsam"])
 def test_server_optimisers(method: str, server: dict[str, Any]) -> None:
     compare(setting(method, clip=0.2, server=server), TANH, "sequential")
+
+
+@pytest.mark.parametrize(("multiplier", "floor"), [(0.5, None), (3.0, None), (0.5, 1e-5)])
+def test_adam_takes_the_known_noise_off(multiplier: float, floor: float | None, monkeypatch: Any) -> None:
+    """No noise is drawn, so that the release is known; the plan still says how much there would be."""
+    monkeypatch.setattr(
+        "fedflat.pieces.mechanisms.GaussianNoise.scaled", lambda self, unit, *known: torch.zeros_like(unit)
+    )
+    s = setting("dp-fedadam", clip=0.2, rounds=4, floor=floor, noise_multiplier=multiplier, server={"lr": 0.05})
+    result, _ = compare(s, TANH, "sequential")
+    first = start_of(TANH)
+    for wrong in (0.0, 0.9 * multiplier):  # the twin that reckons with other noise
+        other = ref.simulate(replace(s, noise_multiplier=wrong), TANH, first, data())
+        with pytest.raises(AssertionError):
+            close(weights_of(result.model) - first, other.weights - first)
 
 
 @pytest.mark.parametrize("method", ["dp-fedavg-ls", "dp-fedpgn-ls"])

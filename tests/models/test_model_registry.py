@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,24 @@ def test_a_file_that_fails_names_itself(tmp_path: Path) -> None:
         build(f"{file}:net", (4,), 2, 0)
     with pytest.raises(InputError, match="classes: found 0"):
         build("mlp", (4,), 0, 0)
+
+
+def test_a_model_is_taken_for_ours_only_where_its_code_is_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shorter search misses what is out of reach, so nobody else's model gets it."""
+    from fedflat.models import refuse_unclipped_state, registry
+
+    monkeypatch.setenv("FEDFLAT_TEST_MEMORY", "0")
+    assert {"vit-base", "roberta-base"} == set(registry.BUILDERS) - registry.OURS
+
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            os.environ["FEDFLAT_TEST_MEMORY"] = str(float(os.environ["FEDFLAT_TEST_MEMORY"]) + 1)
+            return self.linear(x) * float(os.environ["FEDFLAT_TEST_MEMORY"])
+
+    refuse_unclipped_state(Hides(), torch.zeros(2, 3), known=True)
+    with pytest.raises(InputError, match="another outcome the second time"):
+        refuse_unclipped_state(Hides(), torch.zeros(2, 3))

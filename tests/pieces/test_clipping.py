@@ -15,7 +15,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.core.wide import CACHED
 from fedflat.pieces import clipping
-from fedflat.pieces.clipping import adaptive, norms_of, per_tensor, whole_vector
+from fedflat.pieces.clipping import ByNorm, Normalise, adaptive, norms_of, per_tensor, whole_vector
 
 TENSORS = (slice(0, 3), slice(3, 5))
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -131,3 +131,33 @@ def test_the_adaptive_clip_follows_the_quantile() -> None:
 def test_impossible_clips_are_refused(make: object, key: str) -> None:
     with pytest.raises(InputError, match=rf"^{key}: found .*; allowed: "):
         make()  # type: ignore[operator]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(allow_nan=True), min_size=1, max_size=6), st.floats(1e-6, 1e6), st.floats(allow_nan=True))
+def test_a_methods_own_factor_never_lets_a_message_be_longer(norms: list[float], c: float, factor: float) -> None:
+    """Whatever it says; the twin, what it says as it is, lets messages of any length through."""
+
+    def rule(norms: Tensor, threshold: float) -> Tensor:
+        return torch.full_like(norms, factor)
+
+    found = torch.tensor(norms, dtype=torch.float64).abs()
+    factors = ByNorm(rule).scale(found, c)
+    assert bool((factors >= 0).all()) and bool(torch.isfinite(factors).all())
+    finite = torch.isfinite(found)
+    assert bool((found[finite] * factors[finite] <= c * (1 + 1e-15)).all())
+    assert not bool(factors[~finite].any())
+
+
+def test_the_twin_of_a_methods_own_factor_is_caught() -> None:
+    norms = torch.tensor([3.0], dtype=torch.float64)
+    assert float(norms * ByNorm(lambda n, c: torch.ones_like(n)).scale(norms, 1.0)) <= 1.0
+    assert float(norms * torch.ones_like(norms)) > 1.0
+
+
+def test_normalising() -> None:
+    messages = torch.tensor([[3.0, 4.0], [0.0, 0.0], [math.nan, 1.0], [3e-3, 4e-3]])
+    clip = ByNorm(Normalise(0.5))
+    norms, factors = clip.factors(messages, 2.0, ())
+    torch.testing.assert_close(factors[[0, 1, 3]], 2.0 / (0.5 + torch.tensor([5.0, 0.0, 5e-3], dtype=torch.float64)))
+    assert float(factors[2]) == 0 and clip.bound(2.0) == 2.0 and math.isinf(float(norms[2]))

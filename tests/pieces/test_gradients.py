@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import LocalView, whole_gradient
-from fedflat.pieces.gradients import Blur, blur, compose, pgn, sam
+from fedflat.pieces.gradients import Blur, blur, compose, look_ahead, pgn, proximal, sam
 
 A = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
 W = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -22,8 +22,8 @@ def slope(w: Tensor) -> Tensor:
     return w @ A
 
 
-def view(start: Tensor = START, clip: float = 1.0, direction: Tensor | None = None) -> LocalView:
-    return LocalView(start, clip, 4, 0.5, {} if direction is None else {"direction": direction})
+def view(start: Tensor = START, clip: float = 1.0, **broadcast: Tensor) -> LocalView:
+    return LocalView(start, clip, 4, 0.5, broadcast)
 
 
 def test_sam_is_the_gradient_at_the_worst_nearby_point() -> None:
@@ -83,15 +83,43 @@ def test_pgn_mixes_the_fresh_gradient_with_the_direction() -> None:
         torch.testing.assert_close(pgn(0.2, 0.3)(slope, view(direction=nothing))(W), 0.3 * slope(W))
 
 
-@pytest.mark.parametrize("rule", [sam(0.4), blur(1.0), pgn(0.2, 0.5), compose(sam(0.4), blur(1.0))])
+def test_the_proximal_term_pulls_back_to_the_start() -> None:
+    start = W - torch.tensor([0.0, 1.0, 0.0])
+    torch.testing.assert_close(proximal(2.0)(slope, view(start))(W), slope(W) + 2.0 * (W - start))
+    torch.testing.assert_close(proximal(2.0)(slope, view(start))(W), blur(2.0)(slope, view(start, clip=0.0))(W))
+    assert torch.equal(proximal(0.0)(slope, view(start))(W), slope(W))
+
+
+def test_sam_at_the_look_ahead_point() -> None:
+    """Perturbation and gradient both belong to w + γ·v, not to w."""
+    velocity = torch.tensor([1.0, -2.0, 2.0], dtype=torch.float64)
+    ahead = W + 0.6 * velocity
+    g = slope(ahead)
+    rule = compose(look_ahead(0.6), sam(0.25))
+    torch.testing.assert_close(rule(slope, view(nesterov=velocity))(W), slope(ahead + 0.25 * g / g.norm()))
+    torch.testing.assert_close(rule(slope, view())(W), sam(0.25)(slope, view())(W))
+    assert look_ahead(0.6)(slope, view()) is slope
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        sam(0.4),
+        blur(1.0),
+        pgn(0.2, 0.5),
+        compose(sam(0.4), blur(1.0)),
+        proximal(0.5),
+        compose(look_ahead(0.6), sam(0.4)),
+    ],
+)
 def test_a_block_is_its_rows(rule: object) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     starts = rows + torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    direction = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    block = rule(slope, view(starts, 1.5, direction))(rows)  # type: ignore[operator]
+    told = dict.fromkeys(("direction", "nesterov"), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+    block = rule(slope, view(starts, 1.5, **told))(rows)  # type: ignore[operator]
     for row, start, found in zip(rows, starts, block):
-        torch.testing.assert_close(found, rule(slope, view(start, 1.5, direction))(row))  # type: ignore[operator]
+        torch.testing.assert_close(found, rule(slope, view(start, 1.5, **told))(row))  # type: ignore[operator]
 
 
 def test_a_broken_row_stays_in_its_row() -> None:
@@ -116,6 +144,9 @@ def test_plain_sgd_is_the_neutral_rule() -> None:
         (lambda: pgn(0.2, 0.0), "beta"),
         (lambda: pgn(0.2, 1.1), "beta"),
         (lambda: blur(-1), "lam"),
+        (lambda: proximal(-0.1), "mu"),
+        (lambda: look_ahead(1.0), "gamma"),
+        (lambda: look_ahead(-0.1), "gamma"),
         (lambda: blur("0.4"), "lam"),  # type: ignore[arg-type]
     ],
 )

@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError
-from fedflat.core.types import ServerView
-from fedflat.pieces.server import KeepInitial, PgnDirection, initial_slots, laplacian_smoothing, optimizer
+from fedflat.core.types import MeanView, ServerView
+from fedflat.pieces.server import (
+    TINY,
+    KeepInitial,
+    PgnDirection,
+    corrected_adam,
+    initial_slots,
+    laplacian_smoothing,
+    optimizer,
+    velocity,
+)
 
 TENSORS = (slice(0, 5), slice(5, 6), slice(6, 8), slice(8, 15))
 
@@ -109,6 +118,72 @@ def test_adaptive_optimisers_follow_reddi(kind: str) -> None:
     assert sorted(slots) == ["first", "second"]
 
 
+def freed(
+    means: list[Tensor], stds: list[float], lr: float = 0.1, **options: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights and slots after rounds of the corrected Adam from zero."""
+    made = corrected_adam(**options)
+    w, slots = torch.zeros_like(means[0]), dict[str, Tensor]()
+    for mean, std in zip(means, stds):
+        w, changed = made(lr, MeanView(std, 1.0, 10.0))(w, mean, slots)
+        slots |= changed
+    return w, slots
+
+
+def test_without_noise_it_is_adam_with_bias_correction() -> None:
+    means = [vector(10 + round) for round in range(4)]
+    adam = torch.optim.Adam([weights := torch.zeros(15, dtype=torch.float64, requires_grad=True)], 0.1, (0.8, 0.9))
+    adam.param_groups[0]["eps"] = 0.0
+    for mean in means:
+        weights.grad = -mean
+        adam.step()
+    found, slots = freed(means, [0.0] * 4, beta1=0.8, beta2=0.9, floor=1e-30)
+    torch.testing.assert_close(found, weights.detach())
+    assert int(slots["updates"]) == 4
+
+
+def test_what_is_taken_off_is_each_rounds_own_variance() -> None:
+    """An adaptive clip: φ_t differs by round, and is forgotten as the round it belongs to is."""
+    means, stds = [vector(1), vector(2)], [0.3, 0.05]
+    w, _ = freed(means, stds, beta1=0.0, beta2=0.9, floor=0.01)
+    second = (0.9 * (means[0] ** 2 - 0.3**2) + (means[1] ** 2 - 0.05**2)) / (0.9 + 1)
+    first = freed(means[:1], stds[:1], beta1=0.0, beta2=0.9, floor=0.01)[0]
+    torch.testing.assert_close(w, first + 0.1 * means[1] / second.clamp_min(0.01).sqrt())
+    constant = freed(means, [0.3, 0.3], beta2=0.9)[1]["second"] / (1 - 0.9**2)
+    torch.testing.assert_close(constant, freed(means, [0.0, 0.0], beta2=0.9)[1]["second"] / (1 - 0.9**2) - 0.3**2)
+
+
+def test_the_floor_is_the_noise_unless_it_is_given() -> None:
+    for std, floor, expected in ((0.3, None, 0.3), (0.0, None, TINY**0.5), (0.3, 0.04, 0.2)):
+        w, _ = freed([torch.full((3,), 1e-5)], [std], **({} if floor is None else {"floor": floor}))
+        torch.testing.assert_close(w, torch.full((3,), 0.1 * 1e-5 / expected))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2 / 3, 3 / 2])
+def test_of_noise_alone_nothing_is_left(wrong: float) -> None:
+    """The second moment of nothing but noise is zero on average, and only if the std is the noise's own."""
+    std, many = 0.02, 200_000
+    means = [vector(20 + round, many).float() * std for round in range(3)]
+
+    def left(known: float) -> float:
+        return float(freed(means, [known] * 3)[1]["second"].double().mean()) / (1 - 0.99**3)
+
+    error = 6 * std**2 * (2 / many) ** 0.5
+    assert abs(left(std)) < error
+    assert abs(left(wrong * std)) > error
+
+
+def test_velocity_keeps_the_scale_of_the_mean() -> None:
+    mean, step = vector(1), velocity(0.6)
+    slots = step.initial(mean)
+    for _ in range(60):
+        found, changed = step(mean, view(slots))
+        slots |= changed
+    torch.testing.assert_close(found, mean)
+    assert torch.equal(slots["nesterov"], found)
+    assert torch.equal(velocity(0.0)(mean, view({"nesterov": vector(2)}))[0], mean)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -116,6 +191,10 @@ def test_adaptive_optimisers_follow_reddi(kind: str) -> None:
         (lambda: optimizer("sgd", 0.0), r"server\.lr"),
         (lambda: optimizer("sgd", 1.0, 1.0), r"server\.momentum"),
         (lambda: laplacian_smoothing(-0.1), r"algorithm\.smoothing"),
+        (lambda: velocity(1.0), r"algorithm\.gamma"),
+        (lambda: corrected_adam(1.0), r"algorithm\.beta1"),
+        (lambda: corrected_adam(0.9, 1.0), r"algorithm\.beta2"),
+        (lambda: corrected_adam(0.9, 0.99, 0.0), r"algorithm\.floor"),
         (lambda: laplacian_smoothing(0.1, "tensors"), r"algorithm\.scope.*Did you mean tensor\?"),
     ],
 )

@@ -555,6 +555,29 @@ def test_every_wrong_argument_is_one_line(change, sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("sigma", [1e-12, 1e-9, 1e-4, 0.0029999])
+@pytest.mark.parametrize("accountant", ["pld", "fft"])
+def test_next_to_no_noise_has_its_figure(sigma: float, accountant: str) -> None:
+    """n participations with hardly any noise give n/(2σ²), n the most that δ does not cover; monotone in σ."""
+    most = int(stats.binom(10, 0.1).isf(PAPER["delta"]))
+    found = epsilon(**PAPER, rounds=10, noise_multiplier=sigma, accountant=accountant)
+    assert found == pytest.approx(most / (2 * sigma**2), rel=0.02)
+    assert found >= epsilon(**PAPER, rounds=10, noise_multiplier=sigma * 1.001, accountant=accountant)
+
+
+def test_noise_beyond_what_floats_hold_is_refused_and_huge_targets_are_met() -> None:
+    for wrong in (1e-13, 5e-324, 1e9, 1e308):
+        with pytest.raises(InputError, match=r"privacy.noise_multiplier: found .*; allowed: 0, or a number from 1e-12"):
+            epsilon(**PAPER, rounds=10, noise_multiplier=wrong)
+    with pytest.raises(InputError, match=r"0, or at least 0.003 with truncated cohorts"):
+        epsilon(**PAPER, rounds=10, noise_multiplier=1e-4, sampling="truncated", max_cohort=80)
+    for target in (1e9, 1e20):
+        sigma = noise_multiplier(**PAPER, rounds=10, epsilon=target)
+        assert 0.999 * target < epsilon(**PAPER, rounds=10, noise_multiplier=sigma) <= target
+    with pytest.raises(InputError, match=r"privacy.epsilon: found 1e"):
+        noise_multiplier(**PAPER, rounds=10, epsilon=1e21)
+
+
 def test_delta_defaults_to_a_tenth_of_one_over_m() -> None:
     setting = {"clients": 500, "cohort": 50, "rounds": 5, "noise_multiplier": 1.0}
     assert epsilon(**setting) == epsilon(delta=0.1 / 500, **setting)

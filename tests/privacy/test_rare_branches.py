@@ -22,7 +22,7 @@ def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:
 
 @pytest.mark.parametrize(("find", "step"), [("rounds", 1), ("cohort", 1), ("clients", -1)])
 def test_what_is_found_is_the_last_within_the_target(find: str, step: int) -> None:
-    setting: dict[str, Any] = {"clients": 200, "cohort": 20, "rounds": 30, "noise_multiplier": 1.5, "delta": 1e-4}
+    setting: dict[str, Any] = {"clients": 40, "cohort": 4, "rounds": 30, "noise_multiplier": 1.5, "delta": 1e-4}
     for row in needed_table(target=2.0, find=find, **setting):
         at = {**setting, "accountant": row["accountant"], find: row[find]}
         assert row["reason"] == "" and row["epsilon"] == epsilon(**at) <= 2.0

@@ -1,22 +1,28 @@
 """The statement says what is promised, to whom, and what is not; and never a claimed figure alone."""
 
+import dataclasses
 import errno
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dp_accounting import pld
 
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.methods.ae_dpfl.plan import VotesPlan
 from fedflat.privacy import statement as module
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.statement import headline, render_markdown, render_text, rounds_charged, statement, write
+from fedflat.privacy.together import Published, total
+from fedflat.privacy.verify import verify
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,12 @@ class FakePlan:
             FakeGuarantee("recipients", "all who see a model", kind, self.epsilon(rounds), self.delta, self.accountant)
             for kind in self.relations
         )
+
+    def guarantees_of(self, multipliers: Mapping[float, int]) -> tuple[FakeGuarantee, ...]:
+        return self.guarantees(sum(multipliers.values()))
+
+    def at(self, multiplier: float) -> "FakePlan":
+        return dataclasses.replace(self, event_multiplier=multiplier)
 
     def simulated_epsilon(self, rounds: int) -> float:
         return rounds / 1000
@@ -195,9 +207,60 @@ def test_events_with_less_noise_than_the_plans_are_not_stated_with_the_plans() -
     lines = [{**plan.record(r, 1.0), "noise_multiplier": s} for s in (1.0, 1.0, 4.0) for r in range(15)]
     found = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines)
     weaker = build_plan(clients=100, cohort_size=10, rounds=45, noise_multiplier=1.0, delta=1e-3)
-    assert found["rounds_charged"] == 45 and found["epsilon"] == pytest.approx(weaker.epsilon(45))
+    assert found["rounds_charged"] == 45 and weaker.epsilon(30) < found["epsilon"] < weaker.epsilon(45)
+    assert found["epsilon"] < found["epsilon_at_1e-5"] and "σ = 1 to 4 = noise std" in found["mechanism"]
     alike = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines[30:])
     assert alike["rounds_charged"] == 15 and alike["epsilon"] == pytest.approx(plan.epsilon(15))
+    more = statement(plan, rounds_run=20, algorithm="a", facts={}, key_source="seed", entries=lines[:15])
+    assert more["rounds_charged"] == 20 and more["epsilon"] == weaker.epsilon(20)  # no line: as little noise as any
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "poisson": {},
+    "fixed": {"sampling": "fixed"},
+    "local": {"trust": "local", "max_participations": 4},
+    "distributed": {"trust": "distributed", "cohort_size": 50},
+    "everyone": {"cohort_size": 100},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rounds_that_differ_in_their_noise_are_composed_as_they_are(name: str) -> None:
+    """Against dp-accounting by hand, and the twin that takes the least noise for all; checked and added up the same."""
+    setting: dict[str, Any] = {"clients": 100, "cohort_size": 10, "rounds": 6, "delta": 1e-3, **MIXED[name]}
+    plans = {sigma: build_plan(noise_multiplier=sigma, **setting) for sigma in (1.5, 3.0)}
+    lines = [plans[1.5 if r < 3 else 3.0].record(r, 1.0) for r in range(6)]
+    found = statement(plans[3.0], rounds_run=6, algorithm="a", facts={}, key_source="seed", entries=lines)
+    assert plans[3.0].epsilon(6) < found["epsilon"] < 0.95 * plans[1.5].epsilon(6)
+    if name in ("poisson", "everyone"):
+        by_hand = pld.PLDAccountant()
+        for plan in plans.values():
+            by_hand.compose(plan.event(), 3)
+        assert found["epsilon"] == pytest.approx(by_hand.get_epsilon(1e-3), rel=2e-3)
+    if name == "local":  # three participations with the least noise, and one more; sensitivity 2C
+        mu = 2 * math.sqrt(3 / 1.5**2 + 1 / 3.0**2)
+        assert found["epsilon"] == pytest.approx(gaussian_epsilon(mu, 1e-3))
+    assert verify(lines, found["epsilon"]).ok and not verify(lines, 0.9 * found["epsilon"]).ok
+    beside = total([Published("a", found["epsilon"], 1e-3, lines)])
+    assert beside.epsilon == pytest.approx(found["epsilon"], rel=1e-3)
+
+
+def test_a_mechanism_with_its_own_account_is_bounded_by_the_least_noise() -> None:
+    votes = VotesPlan(labels=1, total=10)
+    setting: dict[str, Any] = {"clients": 100, "cohort_size": 10, "rounds": 5, "delta": 1e-3, "mechanism": votes}
+    plan, weaker = (build_plan(noise_multiplier=sigma, **setting) for sigma in (4.0, 2.0))
+    lines = [line for r in range(5) for line in (plan if r else weaker).records(r, 1.0)]
+    found = statement(plan, rounds_run=5, algorithm="a", facts={}, key_source="seed", entries=lines)
+    assert len(lines) == 10 and found["epsilon"] == weaker.epsilon(5)
+
+
+def test_next_to_no_noise_beside_other_noise_is_bounded_by_the_least() -> None:
+    setting: dict[str, Any] = {"clients": 100, "cohort_size": 10, "rounds": 2, "delta": 1e-3}
+    plan, weaker = (build_plan(noise_multiplier=sigma, **setting) for sigma in (1.0, 1e-4))
+    lines = [plan.record(0, 1.0), weaker.record(1, 1.0)]
+    found = statement(plan, rounds_run=2, algorithm="a", facts={}, key_source="seed", entries=lines)
+    assert found["epsilon"] == weaker.epsilon(2) and verify(lines, found["epsilon"]).ok
+    assert not verify(lines, weaker.epsilon(1) * 0.9).ok
 
 
 def test_what_is_not_covered_follows_from_what_ran() -> None:

@@ -130,6 +130,14 @@ def test_a_looser_recorded_figure_is_accepted_and_mixed_rounds_compose() -> None
     assert mixed.method == "dp-accounting PLD" and max(both) < mixed.epsilon < sum(both)
 
 
+def test_a_long_mixture_is_rounded_down_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {1.0: 60, 1.5: 60, 2.0: 60}
+    exact = module.participations(rounds, 0.3, 1e-3)
+    monkeypatch.setattr(module, "TERMS", 2000)
+    assert (1 - 2e-3) * exact < module.participations(rounds, 0.3, 1e-3) <= exact
+    assert module.participations({math.inf: 3}, 0.3, 1e-3) == 0.0
+
+
 def test_no_noise_no_rounds_and_no_bound() -> None:
     for change in ({}, {"sampling": "fixed"}, {"sampling": "truncated", "cohort_max": 70}, {"trust": "local"}):
         silent = plan_of(noise_multiplier=0.0, **change)

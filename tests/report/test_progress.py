@@ -139,7 +139,7 @@ def test_the_summary_says_which_accuracy_is_which(capsys: pytest.CaptureFixture[
     print_summary(result(), Path("runs/x"), Path("runs/x/report.html"))
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "81.00 % final; best 90.00 % at round 0" in text and "3 of 300" in text
+    assert "81.00 % final; best 90.00 % after round 1" in text and "3 of 300" in text
     personal = next(line for line in text.splitlines() if line.startswith("personal accuracy"))
     assert "95.00 %" in personal and "not covered" in text
     assert "7.90 at δ = 0.002" in text and "Report: runs/x/report.html" in text

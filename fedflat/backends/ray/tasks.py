@@ -29,6 +29,7 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.client import LocalResult
 from fedflat.engine.kept import states_of
 from fedflat.engine.problem import refuse_change
 
@@ -80,9 +81,8 @@ class RayTasks:
                 continue
             done = next(results)
             loss, accuracy = torch.tensor([done.loss, done.accuracy], dtype=torch.float64)
-            facts = {"train_loss": loss, "train_accuracy": accuracy}
-            message, personal = view_of(done.message), view_of(done.personal)
-            self.inner.keep(accumulator, heads, broadcast, client, message, personal, facts)
+            result = LocalResult(view_of(done.message), view_of(done.personal), loss, accuracy)
+            self.inner.keep(accumulator, heads, broadcast, client, result)
         refuse_change(self.inner._pieces, "algorithm", everything=True)
 
     def _start(self, broadcast: Broadcast, heads: Heads) -> None:

@@ -146,7 +146,7 @@ class Client:
         noised = parts.plan.trust == "local" and parts.plan.private
         plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
         own = accumulator_of(parts, broadcast, key) if noised else plain
-        alone.keep(own, kept, broadcast, self.number, result.message, result.personal, {})
+        alone.keep(own, kept, broadcast, self.number, result)
         if noised:
             return noisy_sum(parts, broadcast, own.result(), key).to(torch.float32)
         if isinstance(parts.clip, MovingClip):

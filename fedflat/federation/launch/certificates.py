@@ -17,12 +17,16 @@ from fedflat.core.checks import wrong
 DAYS = 90
 
 
-def write_authority_and_server(folder: Path, hosts: list[str]) -> None:
-    """Write ca.crt, ca.key, server.crt and server.key; the server's certificate is good for ``hosts``."""
+def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = True) -> None:
+    """Write ca.crt, ca.key, server.crt and server.key; the server's certificate is good for ``hosts``.
+
+    keep: False for an authority that signs this one certificate: its key never reaches the disk.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, server = _private_key(), _private_key()
     certificate = _certificate("fedflat test authority", authority.public_key(), None, authority, [])
-    _write_private(folder / "ca.key", authority)
+    if keep:
+        _write_private(folder / "ca.key", authority)
     _write(folder / "ca.crt", _pem(certificate))
     _write_private(folder / "server.key", server)
     _write(

@@ -199,7 +199,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     # The public test set may come and go; whose data it is says the roster, not the server.
     job.identity = replace(job.identity, recipe=task.identity, data="")
     if not (out / RECIPE).exists():
-        dump = settled(task.recipe, job.parts.plan, job.parts.local, job.data.clients)
+        dump = settled(task.recipe, job.parts, job.data.clients)
         name = secrets.token_hex(16)
         marks = {
             **versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting")),

@@ -92,7 +92,7 @@ def facts(job: Job) -> dict[str, object]:
 
 
 def _check(recipe: Recipe) -> None:
-    if recipe.server != ServerSection():
+    if recipe.server.filled() != ServerSection().filled():
         raise wrong("server", "settings", "none for ae-dpfl", hint="Its server step is the fit of a student.")
     if recipe.privacy.secure_rng:
         raise wrong("privacy.secure_rng", True, "false for ae-dpfl")
@@ -132,7 +132,7 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
         algorithm=replace(parts.algorithm, server=(student,)),
         clip=VoteClip(ballot.labels),
         mechanism=noise,
-        optimizer=take,
+        optimizer=lambda view: take,
     )
     return replace(
         job,

@@ -18,7 +18,7 @@ from fedflat.core.cohorts import FromRound, Poisson, Sampler
 from fedflat.privacy.accounting.epsilon import EpsilonCurve, calibrate, default_delta
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.trust import Guarantee
+from fedflat.privacy.trust import Guarantee, accountable
 
 PAPERS: dict[str, tuple[int, ...]] = {
     "000": (1, 4, 5, 6, 7, 9, 10),
@@ -249,7 +249,7 @@ def published_plan(
         target = in_range("privacy.epsilon", epsilon, 0, open_low=True)
         sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), target)
     else:
-        sigma = in_range("privacy.noise_multiplier", noise_multiplier, 0)
+        sigma = accountable(noise_multiplier)
     left_out = {item for item, kept in ((6, epochs), (9, spent >= 1 / clients * (1 - 1e-9))) if not kept}
     applying = tuple(item for item in items if item not in left_out)
     mechanism = Published(paper, applying, clip=None if paper == "002" else clip)

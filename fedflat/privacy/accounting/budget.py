@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fedflat.core.checks import InputError, one_of
@@ -27,11 +28,16 @@ Row = dict[str, Any]
 AXES = ("rounds", "noise_multiplier", "cohort", "clients")
 
 
-def _combinations() -> list[tuple[str, str, str]]:
-    """(trust, sampling, accountant). Without amplification the accounts are exact, or do not depend on the cohort."""
+def _combinations(only: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(trust, sampling, accountant). Without amplification the accounts are exact, or do not depend on the cohort.
+
+    only: as in :func:`budget_table`.
+    """
     central = [("central", sampling, accountant) for sampling in SAMPLINGS for accountant in ACCOUNTANTS]
     distributed = [("distributed", sampling, "pld") for sampling in SAMPLINGS]
-    return [*central, *distributed, ("local", "any", "pld"), ("local", "any", "rdp")]
+    every = [*central, *distributed, ("local", "any", "pld"), ("local", "any", "rdp")]
+    asked = [only.get(name) for name in ("trust", "sampling", "accountant")]
+    return [one for one in every if all(want in (None, own) or own == "any" for want, own in zip(asked, one))]
 
 
 def _own_setting(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
@@ -57,8 +63,11 @@ def budget_table(
     min_cohort: int | None = None,
     max_participations: int | None = None,
     colluders: int = 0,
+    only: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
-    """ε for the given noise under every trust model × cohort law × accountant.
+    """ε for the given noise under every trust model × cohort law × accountant, or ``only`` some of them.
+
+    only: the rows wanted, by ``trust``, ``sampling`` and ``accountant``; nothing else is computed.
 
     Each row has ``trust, sampling, accountant, adversary, relation, epsilon, delta, proven, reason``. ``epsilon`` is
     the largest over the adversaries (inf without noise), None where nothing applies, with the reason; ``proven`` is
@@ -73,7 +82,7 @@ def budget_table(
         "colluders": colluders,
     }  # fmt: skip
     terms(**{name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")})
-    return [_budget_row(setting, *combination) for combination in _combinations()]
+    return [_budget_row(setting, *combination) for combination in _combinations(only)]
 
 
 def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
@@ -105,14 +114,23 @@ def _approximated(setting: Row) -> Row:
     return {name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")}
 
 
-def calibrate_table(*, target: float, clients: int, cohort: float, rounds: int, **setting: Any) -> list[Row]:
+def calibrate_table(
+    *,
+    target: float,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    only: Mapping[str, str] = MappingProxyType({}),
+    **setting: Any,
+) -> list[Row]:
     """The noise multiplier that reaches ε = ``target`` for every trust model × cohort law × proving accountant.
 
-    ``setting``: delta, max_cohort, min_cohort, max_participations, colluders. Rows have ``trust, sampling, accountant,
-    noise_multiplier, epsilon, reason``; the first two are None where nothing applies.
+    ``setting``: delta, max_cohort, min_cohort, max_participations, colluders. ``only``: as in :func:`budget_table`.
+    Rows have ``trust, sampling, accountant, noise_multiplier, epsilon, reason``; noise_multiplier and epsilon are None
+    where nothing applies.
     """
     base = {"clients": clients, "cohort": cohort, "rounds": rounds, **setting}
-    return [_calibrated_row(target, base, *names) for names in _combinations() if names[2] in ("pld", "rdp")]
+    return [_calibrated_row(target, base, *names) for names in _combinations(only) if names[2] in ("pld", "rdp")]
 
 
 def _calibrated_row(target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
@@ -126,11 +144,17 @@ def _calibrated_row(target: float, base: Row, trust: str, sampling: str, account
 
 
 def needed_table(
-    *, find: str, target: float, trust: str = "central", sampling: str = "poisson", **setting: Any
+    *,
+    find: str,
+    target: float,
+    trust: str = "central",
+    sampling: str = "poisson",
+    accountant: str | None = None,
+    **setting: Any,
 ) -> list[Row]:
     """The most ``rounds``, the largest whole ``cohort`` or the least ``clients`` within ε = ``target``, σ being given.
 
-    One row for each accountant, under one trust model and cohort law.
+    One row for each proving accountant, or for the one given, under one trust model and cohort law.
 
     find: rounds, cohort or clients; ``setting``: the others, noise_multiplier, and what else epsilon takes. Rows are as
     in :func:`calibrate_table`, with ``find`` for noise_multiplier; None where nothing applies or reaches the target.
@@ -138,7 +162,8 @@ def needed_table(
     solve: Row = {"rounds": rounds_for, "cohort": cohort_for, "clients": clients_for}
     one_of("find", find, solve)
     base = {name: value for name, value in setting.items() if name != find}
-    chosen = [(trust, sampling, accountant) for accountant in (("pld", "rdp") if trust != "distributed" else ("pld",))]
+    every = ("pld", "rdp") if trust != "distributed" else ("pld",)
+    chosen = [(trust, sampling, name) for name in every if accountant in (None, name)]
     return [_needed_row(find, solve[find], target, base, *names) for names in chosen]
 
 

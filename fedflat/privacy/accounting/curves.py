@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
+from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import loss_moments, upper_epsilon
 
 PROVEN = ("pld", "rdp", "fft")
@@ -87,7 +87,8 @@ class _Renyi:
     def epsilon(self, rounds: int, delta: float) -> float:
         from dp_accounting import rdp
 
-        return float(rdp.compute_epsilon(self.orders, rounds * self.one_round, delta)[0])
+        with _quiet():
+            return float(rdp.compute_epsilon(self.orders, rounds * self.one_round, delta)[0])
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -
 
 
 def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
-    return _Losses(one_round(event, kind, q, multiplier, grid_step(q, multiplier)))
+    found = _Losses(one_round(event, kind, q, multiplier, grid_step(q, multiplier)))
+    # With hardly any noise the grid's own error is the larger one; the smaller bound is no step at LITTLE.
+    return _Least((found, _Schedule(q, multiplier))) if kind == "poisson" and multiplier < 10 * LITTLE else found
 
 
 def _library(event: Any) -> Account:
@@ -213,11 +216,13 @@ def _library(event: Any) -> Account:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the library's note that an order did not converge (it then leaves it out, which is still a bound)."""
+    """Hide the library's notes that an order did not converge (it then leaves it out, which is still a bound), and that
+    a divergence was rounded below zero (much noise; δ alone then covers what is left)."""
     logger = logging.getLogger("absl")
 
     def keep(record: logging.LogRecord) -> bool:
-        return "failed to converge" not in record.getMessage()
+        text = record.getMessage()
+        return "failed to converge" not in text and "Negative Renyi divergence" not in text
 
     logger.addFilter(keep)
     try:
@@ -226,7 +231,7 @@ def _quiet() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def _renyi(event: Any, without_replacement: bool) -> Account:
+def _renyi(event: Any, without_replacement: bool) -> _Renyi:
     from dp_accounting import NeighboringRelation, UnsupportedEventError, rdp
 
     relation = NeighboringRelation.REPLACE_ONE if without_replacement else NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -251,6 +256,10 @@ def _account(event: Any, accountant: str) -> Account:
         return _renyi(event, kind == "without replacement")
     if kind == "gaussian" or (kind == "poisson" and q >= 1):
         return _ExactGaussian(multiplier)
+    if kind == "truncated" and multiplier < LITTLE:
+        raise wrong("privacy.noise_multiplier", multiplier, f"0, or at least {LITTLE:g} with truncated cohorts")
+    if kind == "poisson" and multiplier < LITTLE:
+        return _Schedule(q, multiplier)
     if accountant == "fft":
         return _Independent(q, multiplier)
     if kind == "without replacement":
@@ -276,6 +285,13 @@ def account(event: Any, accountant: str = "pld") -> Account:
         InputError: the accountant has no bound for this event.
     """
     return _kept(event, accountant) if _hashable(event) else _account(event, accountant)
+
+
+def compose_renyi(events: Sequence[tuple[Any, int]], delta: float) -> float:
+    """ε of cohorts of fixed size that differ from round to round, (event, how many): their Rényi divergences add up."""
+    each = [(_renyi(event, True), count) for event, count in events]
+    total = np.sum([count * one.one_round for one, count in each], axis=0)
+    return replace(each[0][0], one_round=total).epsilon(1, delta)
 
 
 class EpsilonCurve:

@@ -23,6 +23,8 @@ __all__ = [
     "terms",
 ]  # fmt: skip
 
+MOST_EPSILON = 1e20
+"""The largest target: a multiplier above the least that can be accounted reaches it."""
 TOLERANCE = 2e-4
 """Calibration stops once ε lies within this relative distance below its target."""
 
@@ -159,11 +161,11 @@ def guess(made: Terms, rounds: int, target: float) -> float:
     """Where to start: the multiplier that the central-limit approximation, or an unamplified account, suggests."""
     from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
-    amplified = made.trust == "central" and made.sampler.name != "fixed"
+    amplified = made.trust == "central" and made.sampler.name != "fixed" and target < 1000
     q = made.sampler.q if amplified else 1.0
     count = rounds if amplified else max(1.0, rounds * (1.0 if made.trust == "local" else made.sampler.q))
-    low, high = 0.05, 1e6
-    for _ in range(50):
+    low, high = 1e-11, 1e6
+    for _ in range(60):
         middle = math.sqrt(low * high)
         mu = gdp_mu(q, middle / made.factor, max(1, round(count)))
         low, high = (low, middle) if gaussian_epsilon(min(mu, 1e8), made.delta) <= target else (middle, high)
@@ -177,9 +179,9 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
     through the ends, in (log σ, log ε), meets the target, so that few evaluations are needed.
 
     Raises:
-        InputError: ``target`` is not positive and finite, or not reached for any σ ≤ 10⁷.
+        InputError: ``target`` is not in (0, 10²⁰], or not reached for any σ ≤ 10⁷.
     """
-    in_range("privacy.epsilon", target, 0, open_low=True)
+    in_range("privacy.epsilon", target, 0, MOST_EPSILON, open_low=True)
     low, high = _bracket(epsilon_of, target, start)
     aim = math.log(target) + math.log1p(-TOLERANCE / 2)
     (x0, y0), (x1, y1) = low, high
@@ -219,7 +221,8 @@ def _bracket(
         if (value <= goal) != enough:
             return ((other, value), (x, found)) if enough else ((x, found), (other, value))
         x, found, stride = other, value, stride * 2
-        if enough and x < math.log(1e-6):
+        # No noise at all may be enough (T·q < δ): then little will do, and the least of all is not sought.
+        if enough and x < math.log(1e-6 if found == -math.inf else 1e-11):
             return (x - 1, math.inf), (x, found)
 
 

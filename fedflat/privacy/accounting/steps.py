@@ -14,7 +14,7 @@ import numpy as np
 
 from fedflat.privacy.accounting import composition
 from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.curves import compose_epsilon, grid_step, one_round
+from fedflat.privacy.accounting.curves import compose_epsilon, compose_renyi, grid_step, one_round
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import loss_moments
 
@@ -35,6 +35,13 @@ class Step(NamedTuple):
     limit: int = 0
 
 
+def step(sampling: str, q: float, sigma: float, clients: int, limit: int) -> Step:
+    """The law of a round of hidden cohorts; limit: the cap of truncated (no cap from M on), the cohort of fixed."""
+    if sampling == "fixed" or (sampling == "truncated" and limit < clients):
+        return Step(sampling, q, sigma, clients, limit)
+    return Step("gaussian", 1.0, sigma) if q >= 1 else Step("poisson", q, sigma)
+
+
 def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
     """ε at ``delta`` of all rounds together: law -> how many. inf where a round has no noise, or δ ≤ 0."""
     if delta <= 0 or any(step.sigma == 0 for step in steps):
@@ -47,7 +54,10 @@ def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
         return alone(step, count, delta)
     spacing = _spacing(merged)
     found = [(_directions(step, spacing), count) for step, count in merged.items()]
-    return max(composition.together([(both[way], count) for both, count in found], delta) for way in (0, 1))
+    convolved = max(composition.together([(both[way], count) for both, count in found], delta) for way in (0, 1))
+    if any(step.kind != "fixed" for step in merged):
+        return convolved
+    return min(convolved, compose_renyi([(_event(step), count) for step, count in merged.items()], delta))
 
 
 def _gaussians_in_one(steps: Mapping[Step, int]) -> dict[Step, int]:
