@@ -26,7 +26,7 @@ from fedflat.backends.features import with_features
 from fedflat.backends.onednn import serves
 from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
@@ -187,17 +187,22 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
             **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
         ),
         identity=what,
-        made_for={
-            "input_shape": list(made.data.input_shape),
-            "dtype": str(made.data.inputs.dtype).removeprefix("torch."),
-            "classes": made.data.classes,
-            "vocabulary": made.data.vocabulary,
-            "padding": made.data.padding,
-        },
+        made_for={} if recipe.model.name == GIVEN else _shapes(made.data),
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))
     return job if made.queries is None else voting.with_votes(job, recipe, made.queries)
+
+
+def _shapes(data: Federated) -> dict[str, Any]:
+    """What a named module was built for: public, since its tensors' shapes show it."""
+    return {
+        "input_shape": list(data.input_shape),
+        "dtype": str(data.inputs.dtype).removeprefix("torch."),
+        "classes": data.classes,
+        "vocabulary": data.vocabulary,
+        "padding": data.padding,
+    }
 
 
 def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -> tuple[Parts, float]:

@@ -78,7 +78,8 @@ def _check_targets(data: Federated, task: str, targets: Tensor, place: Callable[
         return
     if not whole and targets.numel():
         hint = "For numbers to be predicted: task: regression; for several labels: task: multilabel."
-        raise wrong(f"{place(0)}, target", "a fraction", f"class numbers from 0, for task: {task}", hint=hint)
+        allowed = f"whole numbers (class numbers from 0), for task: {task}"
+        raise wrong(f"{place(0)}, target", str(targets.dtype), allowed, hint=hint)
     if task == "next-token" and targets.dim() != 2:
         found = f"shape {tuple(targets.shape[1:])} per example"
         raise wrong(f"{place(0)}, target", found, "(T,), a token id for each place, for task: next-token")

@@ -196,6 +196,8 @@ def _numbers(column: pd.Series, name: str, place: Place) -> Array:
         missing = column.isna().to_numpy(dtype=bool)
         if missing.any():
             raise _bad(place, int(missing.argmax()), name, MISSING, NUMBERS)
+        if kind == "u" and len(column) and int(column.max()) > np.iinfo(np.int64).max:
+            raise _bad(place, int(column.argmax()), name, str(column.max()), f"{NUMBERS} of at most 64 bits with sign")
         return np.asarray(column.to_numpy(dtype=np.float64 if kind == "f" else np.int64))
     values = column.tolist()
     if 2 * sum(isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) for value in values) > len(values):

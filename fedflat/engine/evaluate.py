@@ -100,13 +100,14 @@ def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
     return float(metric(outputs, targets))
 
 
-def class_accuracy(found: Scores, targets: Tensor, classes: int) -> list[float | None]:
-    """Accuracy of each class on public test data; None for a class without examples, empty for sequence targets."""
+def class_accuracy(found: Scores, targets: Tensor) -> list[float | None]:
+    """Accuracy of each class of the public test data, up to the largest there, which tells nothing of clients' classes;
+    None for a class without examples, empty for sequence targets."""
     if targets.dim() > 1:
         return []
     targets = targets.cpu()
-    counts = torch.bincount(targets, minlength=classes)
-    right = torch.bincount(targets, weights=found.accuracy.double(), minlength=classes)
+    counts = torch.bincount(targets)
+    right = torch.bincount(targets, weights=found.accuracy.double())
     return [float(r / c) if c else None for r, c in zip(right, counts)]
 
 

@@ -348,7 +348,7 @@ def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
     loss, score = found.mean()
     public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
     if objective.task == "classification":
-        public["class_accuracy"] = class_accuracy(found, data.test_targets, data.classes)  # type: ignore[arg-type]
+        public["class_accuracy"] = class_accuracy(found, data.test_targets)  # type: ignore[arg-type]
     if job.metrics:
         outputs = outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
         targets = data.test_targets.cpu()  # type: ignore[union-attr]

@@ -143,6 +143,18 @@ def test_a_list_among_lists_is_checked_too() -> None:
         fedflat.clients(frame, "u", "x", "y")
 
 
+def test_whole_numbers_beyond_64_bits_are_refused_and_nullable_columns_read() -> None:
+    frame = pd.DataFrame({"u": [1, 2], "x": pd.array([1, 2], dtype="Int64"), "y": [0, 1]})
+    assert fedflat.clients(frame, "u", "x", "y").inputs.tolist() == [[1.0], [2.0]]
+    huge = frame.assign(x=pd.array([1, 2**63], dtype="uint64"))
+    with pytest.raises(InputError, match="row 1, client 2, column x: found 9223372036854775808"):
+        fedflat.clients(huge, "u", "x", "y")
+    with pytest.raises(InputError, match="column x: found a whole number beyond 64 bits"):
+        fedflat.clients(frame.assign(x=pd.Series([1, 2**70], dtype=object)), "u", "x", "y")
+    with pytest.raises(InputError, match="row 0, client 1, column x: found a missing value"):
+        fedflat.clients(frame.assign(x=pd.array([None, 2], dtype="Int64")), "u", "x", "y")
+
+
 def test_public_test_data_is_encoded_alike() -> None:
     frame = table()
     found = fedflat.clients(frame, by="user", test=frame.drop(columns="user"), **FORM)

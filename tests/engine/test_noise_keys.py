@@ -162,7 +162,12 @@ def test_checkpoints_hold_what_is_released_and_no_more(tmp_path: Path) -> None:
     with safe_open(newest, framework="pt") as file:
         assert set(file.keys()) <= {"shared", "heads.first", "slot.initial"}
         facts = json.loads(file.metadata()["state"])
-    assert set(facts) == {"round", "clip", "private_half", "run", "ledger", "tensors", "shared_tensors", "sha256"}
+    public = {"round", "clip", "private_half", "run", "ledger", "tensors", "shared_tensors", "sha256"}
+    assert set(facts) == {*public, "made_for"}  # shapes that a named model's own tensors show
+    assert set(facts["made_for"]) == {"input_shape", "dtype", "classes", "vocabulary", "padding"}
+    run(RECIPE, model=torch.nn.Linear(5, 3), clients=clients(), out=tmp_path / "own")
+    with safe_open(sorted((tmp_path / "own" / "checkpoints").glob("*"))[-1], framework="pt") as file:
+        assert "made_for" not in json.loads(file.metadata()["state"]), "how many classes clients have stays with them"
     assert checkpoint.load(newest)[1].kept.keys() and facts["private_half"] is True
 
 

@@ -210,6 +210,7 @@ def with_target(value: Any) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
+FLOATS = fedflat.clients(clients("regression"))
 NEGATIVE = fedflat.clients(with_target(-1))
 TWO = [(inputs(2, 1), torch.tensor([[0.0, 1], [0, 2]]))]
 
@@ -220,7 +221,7 @@ TWO = [(inputs(2, 1), torch.tensor([[0.0, 1], [0, 2]]))]
         ({"task": "regresion"}, "Did you mean regression?"),
         ({"task": "multilabel"}, "clients[0], row 0, target: found shape () per example"),
         ({"task": "classification"}, "clients[0] targets: found dtype torch.float32"),
-        ({"task": "classification", "clients": fedflat.clients(clients("regression")), "test": None}, "a fraction"),
+        ({"task": "classification", "clients": FLOATS, "test": None}, "found torch.float32"),
         ({"task": "classification", "clients": with_target(-1), "test": None}, "targets: found label -1 in row 2"),
         ({"task": "classification", "clients": NEGATIVE, "test": None}, "clients[3], row 2, target: found -1"),
         ({"task": "multilabel", "clients": TWO, "test": None}, "clients[0], row 1, target: found 2"),
@@ -268,3 +269,10 @@ def test_other_commands_decline(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="audit: task: found regression"):
         audit_run({**RECIPE, "task": "regression"})
+
+
+def test_released_metrics_do_not_tell_which_classes_clients_have() -> None:
+    pairs = clients("classification")
+    pairs[3] = (pairs[3][0], pairs[3][1] + 6)
+    found = trained("classification", 9, clients=pairs)
+    assert len(found.history[-1]["class_accuracy"]) == 2
