@@ -169,7 +169,7 @@ def test_a_server_killed_at_any_stage_goes_on(stage: str, federation: tuple[Path
     assert len(open_rounds) == (stage not in _NOTHING_OPEN)
     assert len(held) == 1
     used = {entry["key_id"] for entry in read_ledger(folder / "run" / "ledger.jsonl")}
-    assert len(used) == 1 + len(open_rounds)  # the same noise never goes on two sums
+    assert len(open_rounds) < len(used) <= 2  # a key for each start: the same noise never goes on two sums
 
 
 _NOTHING_OPEN = (
