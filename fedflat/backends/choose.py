@@ -89,7 +89,8 @@ def backend_for(
             "class is defined at the top of a module, or engine.backend=sequential."
         )
     if name == "graphs" and parts.algorithm.client_state:
-        raise wrong("engine.backend", f"graphs with {parts.algorithm.name}, whose clients keep a state", _allowed(gpu))
+        found = f"graphs with {parts.algorithm.name}, whose clients keep a state"
+        raise wrong("engine.backend", found, "sequential, vectorized or auto")
     if name == "lowrank":
         reason = makers.no_factors()
         if reason:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_graphs import KINDS, METHODS, SIZES, clients, module, recipe, trained
+from test_graphs import KEEPING, KINDS, METHODS, SIZES, clients, module, recipe, trained
 
 import fedflat
 from fedflat.assembly.jobs import prepare
@@ -34,7 +34,7 @@ def test_every_method_agrees_with_the_processor(method: str) -> None:
         {"backend": "vectorized", "block": 3},
         {"backend": "auto"},
     ]
-    for way in ways:
+    for way in ways if method not in KEEPING else [way for way in ways if way["backend"] != "graphs"]:
         found = trained(method, device="cuda", **way)
         torch.testing.assert_close(found, expected, **CLOSE, msg=lambda text, way=way: f"{way}: {text}")
 

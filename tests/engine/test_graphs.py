@@ -34,6 +34,8 @@ from fedflat.simulation import experiment
 from fedflat.simulation import run as simulation
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
+KEEPING = [name for name in METHODS if ALGORITHMS[name]().client_state]
+"""Recordings, and the low-rank form, keep no states."""
 PERSONAL = [name for name in METHODS if ALGORITHMS[name]().head is not None]
 SIZES = (7, 3, 0, 12, 1, 5, 12)
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
@@ -126,11 +128,19 @@ def test_every_way_of_a_gpu_agrees_on_every_method(method: str, monkeypatch: pyt
     ]
     if method not in PERSONAL:
         ways.append({"backend": "lowrank", "block": 3})
+    if method in KEEPING:
+        ways = [way for way in ways if way["backend"] not in ("graphs", "lowrank")]
     with pretended_gpu(monkeypatch):
         for way in ways:
             found = trained(method, **({"device": "cuda"} | way))
             assert type(found) is Tensor  # the model that comes back is on the processor
             torch.testing.assert_close(found, expected, **CLOSE, msg=lambda text, way=way: f"{way}: {text}")
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_recordings_keep_no_states(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_gpu(monkeypatch), pytest.raises(InputError, match=r"graphs with .*whose clients keep a state"):
+        trained(method, backend="graphs", device="cuda")
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
