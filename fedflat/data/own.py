@@ -229,7 +229,9 @@ def _whole(source: Any, by: Any, test: Any) -> Federated:
     owners = np.array([str(value) for value in _each(by, len(x))])
     if len(y) != len(x):
         raise wrong("clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
-    names = np.unique(owners).tolist()
-    rows = [np.flatnonzero(owners == name) for name in names]
+    if not len(owners):
+        raise wrong("clients", "no examples", "at least one client's example")
+    names, counts = np.unique(owners, return_counts=True)
+    rows = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
     public = None if test is None else _examples("test", test)
-    return from_pairs([(x[own], y[own]) for own in rows], public, fractions=True, names=names)
+    return from_pairs([(x[own], y[own]) for own in rows], public, fractions=True, names=names.tolist())

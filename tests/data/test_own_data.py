@@ -232,6 +232,7 @@ def test_what_cannot_be_used_is_one_sentence(source: Any, asked: dict[str, Any],
         ((torch.zeros(3, 1), [0, 1, 0]), ["a", "b"], "found 2 owners"),
         ((torch.zeros(3, 1), [0, 1]), ["a", "b", "c"], "3 inputs and 2 targets"),
         (5, ["a"], "clients: found int"),
+        ((torch.zeros(0, 1), []), [], "found no examples"),
     ],
 )  # fmt: skip
 def test_wrong_pairs_are_named(source: Any, by: Any, says: str) -> None:
