@@ -19,7 +19,7 @@ run: $(VENV)/run.stamp
 	$(BIN)/fedflat compare $(addprefix quick-start-,$(METHODS)) --seeds 3 --out runs/quick-start
 
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(COVERAGE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(COVERAGE)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -17,22 +17,18 @@ torch.set_num_threads(1)
 
 
 LONG = (
-    "test_federation_processes.py", "test_federation_partition.py", "test_federation_doors.py::test_a_node_runs",
-    "test_federation_doors.py::test_only_the_operator", "test_full_configuration_on_every_method",
-    "test_contract_strangers.py::test_nor_does_it_in_other_processes", "test_ray_tasks.py", "test_gpu_benchmark.py",
-    "test_secure_runs.py", "test_experiment.py", "test_compiled_models_agree_on_the_processor",
+    "test_federation_processes", "test_federation_doors", "test_federation_partition", "test_ray_tasks", "test_graphs",
+    "test_audit_mechanism", "test_contract_strangers", "test_docs", "test_published_runs", "test_secure_runs",
+    "test_experiment",
 )  # fmt: skip
-"""Tests that take long, mostly by waiting for processes: started first, so that none is left alone at the end."""
+"""Modules that take long, some mostly by waiting for processes: begun first, so that none is left alone at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup`` a worker takes test by test, but all tests that share a fixture of their module."""
-    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if name in item.nodeid), len(LONG)))
-    for item in items:
-        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
-        if any(found.scope == "module" for stack in fixtures.values() for found in stack):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    """With ``--dist loadscope --no-loadscope-reorder`` a worker takes module by module in this order."""
+    rank = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 
 
 class Said(NamedTuple):
