@@ -115,6 +115,10 @@ def trained(
     return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
 
 
+IN_EVERY_WAY = ("dp-fedavg", "dp-fedsam-blur", "dp-fedavg-lus", "fed-smp-topk", "dp-fedpgn", "dp2-fedsam")
+"""One of each form: a rule, a transform that asks for gradients, a mask, a broadcast vector, a head."""
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_way_of_a_gpu_agrees_on_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(method, backend="sequential", device="cpu")
@@ -130,6 +134,8 @@ def test_every_way_of_a_gpu_agrees_on_every_method(method: str, monkeypatch: pyt
         ways.append({"backend": "lowrank", "block": 3})
     if method in KEEPING:
         ways = [way for way in ways if way["backend"] not in ("graphs", "lowrank")]
+    elif method not in IN_EVERY_WAY:
+        ways = ways[2:3]
     with pretended_gpu(monkeypatch):
         for way in ways:
             found = trained(method, **({"device": "cuda"} | way))
