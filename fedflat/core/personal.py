@@ -48,7 +48,7 @@ class Heads:
             self.kept[int(client)] = head.detach().cpu().clone()
 
     def state(self, name: str, client: int, like: Tensor) -> Tensor:
-        """A client's named state, shaped and placed as ``like`` ``(d,)``; a copy, so that only ``remember`` moves it."""
+        """A client's named state, shaped and placed as ``like`` ``(d,)``: a copy, which only ``remember`` moves."""
         found = self.states.get(name, {}).get(int(client))
         return torch.zeros_like(like) if found is None else found.to(like.device, copy=True)
 

@@ -1,4 +1,4 @@
-"""No piece of a user's own carries one client to another: through what all clients read, a factor, or a hidden write."""
+"""No piece of a user's own carries one client to another: by what all read, a factor, or a hidden write."""
 
 from __future__ import annotations
 
