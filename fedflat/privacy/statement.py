@@ -281,8 +281,8 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
     found = [
         "The choice of hyper-parameters on these clients (clip, rates, method): each further run spends its own ε.",
         "Side channels: timing, message sizes, memory, and which clients answer.",
-        "Public by assumption: number of clients, expected cohort, local steps, δ, model size, partition seed, "
-        "examples per client (the public n̄), and the test data used for accuracies.",
+        "Public by assumption: number of clients, expected cohort, local steps, δ, model size, number of classes and "
+        "of token ids, partition seed, examples per client (the public n̄), and the test data used for accuracies.",
         "Groups of clients: k clients that belong to one person are protected only by group privacy.",
     ]
     if key_source == "seed":
