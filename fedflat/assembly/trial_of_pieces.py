@@ -33,6 +33,7 @@ from fedflat.core.types import (
     UpdateView,
     broadcast_by,
 )
+from fedflat.pieces.clipping import ByNorm
 from fedflat.pieces.gradients import Composed
 
 ROWS = 3
@@ -87,6 +88,7 @@ def packaged(algorithm: Algorithm) -> bool:
     phases = [*algorithm.phases, *([] if algorithm.finetune is None else [algorithm.finetune])]
     pieces: list[Any] = [*algorithm.transforms, *(phase.rule for phase in phases if phase.rule is not None)]
     pieces += [state.next for state in algorithm.client_state]
+    pieces += [] if algorithm.scale is None else [algorithm.scale]
     while pieces:
         piece = pieces.pop()
         if isinstance(piece, Composed):
@@ -127,6 +129,8 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     for state in algorithm.client_state:
         moved = functools.partial(_moved, state, algorithm, vectors)
         _try_state(f"algorithm.client_state ({state.name})", moved, form.shared)
+    if algorithm.scale is not None:
+        _try_scale(algorithm.scale)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
     _try_server(algorithm, form, slots)
@@ -208,6 +212,15 @@ def _try_state(name: str, call: Call, size: int) -> None:
     _run(name, call, other[0], other[1])
     if draws or not _same(_run(name, call, one[0], one[1])[0], found):
         raise InputError(f"{name}: found a function that draws or remembers; allowed: one of what it is given.")
+
+
+def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
+    """Try a factor of the method's own; what it does to the norms of a block cannot matter: it is asked one by one."""
+    norms = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64)
+    clip = ByNorm(rule)
+    with _named("algorithm.scale", rule):
+        if not torch.equal(clip.scale(norms, 1.0), clip.scale(norms, 1.0)):
+            raise _Fault("other factors for the same norms", "a function of a message's norm and C")
 
 
 @dataclass(frozen=True)

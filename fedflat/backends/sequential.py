@@ -74,6 +74,10 @@ class Sequential:
             states = states_of(self.algorithm, heads, client, broadcast.shared)
             result = self.one(client, broadcast, heads.whole(broadcast.shared, client), states)
             self.keep(accumulator, heads, broadcast, client, result)
+        self.settle()
+
+    def settle(self) -> None:
+        """Before a round is released: raise InputError, by name, where the module or a piece is not as it was."""
         self.problem.settle(everything=True)
         refuse_change(self._pieces, "algorithm", everything=True)
 
@@ -94,13 +98,13 @@ class Sequential:
         rows, device = self.data.parts[client], self.problem.device
         order = Order(self.seed, broadcast.round, self.local.batch_size)
         feed = SingleFeed(self.data, client, order, rows)
-        local, there = self.local.of(len(rows)), weights.to(device)
+        local, there, told = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).own()
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
                 before = global_generators()
-                there_too = {name: state.to(device) for name, state in states.items()}
+                there_too = {name: state.to(device, copy=True) for name, state in states.items()}
                 own = Own(there_too, stream(self.seed, "pieces", broadcast.round, client))
-                result = train_client(self.algorithm, self.problem, sent(broadcast, device), local, feed, there, own)
+                result = train_client(self.algorithm, self.problem, told, local, feed, there, own)
                 if global_generators()[1:] != before[1:]:
                     raise wrong(
                         "model or algorithm", "a draw from a global generator of NumPy or Python", "torch's own"

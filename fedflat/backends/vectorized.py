@@ -88,6 +88,8 @@ class Vectorized:
                 for count in self._blocks(cohort[done:], broadcast, accumulator, heads):
                     done += count
         _settle(self.problem, everything=True)
+        if self.alone is not None:
+            self.alone.settle()
         if self.apart and not torch.equal(before, torch.default_generator.get_state()):
             raise InputError(
                 f"algorithm: found {self.algorithm.name}, which draws random numbers while blocks of clients train; "

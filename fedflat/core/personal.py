@@ -48,9 +48,9 @@ class Heads:
             self.kept[int(client)] = head.detach().cpu().clone()
 
     def state(self, name: str, client: int, like: Tensor) -> Tensor:
-        """A client's named state, shaped and placed as ``like`` ``(d,)``."""
+        """A client's named state, shaped and placed as ``like`` ``(d,)``: a copy, which only ``remember`` moves."""
         found = self.states.get(name, {}).get(int(client))
-        return torch.zeros_like(like) if found is None else found.to(like.device)
+        return torch.zeros_like(like) if found is None else found.to(like.device, copy=True)
 
     def remember(self, name: str, client: int, value: Tensor) -> None:
         """Store a client's new state; one that is not finite is not kept."""

@@ -328,6 +328,11 @@ class Broadcast:
     mask: Tensor | None = None
     draw: int = 0
 
+    def own(self) -> Broadcast:
+        """The same for one client, with vectors of its own: what a piece writes into them, or into the map, reaches
+        neither the next client nor the server."""
+        return replace(self, vectors={name: vector.clone() for name, vector in self.vectors.items()})
+
 
 @dataclass(frozen=True)
 class RoundState:

@@ -44,6 +44,7 @@ class Accumulator:
         self._factors: list[Tensor] = []
         self._stats: dict[str, list[Tensor]] = {}
         self.weight = 0.0
+        self.absent = 0
 
     @property
     def divisor(self) -> float | None:
@@ -58,8 +59,9 @@ class Accumulator:
 
         stats: named facts ``(n,)`` of the clients, private to the simulation.
         sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
-        twins and of published procedures.
+        twins and of published procedures, and to leave those without any out of the adaptive clip's count.
         """
+        self.absent += sum(size == 0 for size in sizes)
         messages = torch.atleast_2d(messages.detach())
         if messages.shape != (len(sizes), self.dimension) or not messages.is_floating_point():
             messages = torch.full((len(sizes), self.dimension), math.nan)
@@ -146,6 +148,7 @@ class Accumulator:
         for name, values in part._stats.items():
             self._stats.setdefault(name, []).extend(found.to(here) for found in values)
         self.weight += part.weight
+        self.absent += part.absent
 
     def result(self) -> Aggregate:
         """The aggregate so far."""
@@ -153,7 +156,8 @@ class Accumulator:
         if norms.numel() > MOST and math.isfinite(self.threshold):
             raise RunError(f"cohort: {norms.numel()} messages in one sum; rounding is accounted for {MOST} at most.")
         factors = torch.cat(self._factors) if self._factors else torch.zeros(0, dtype=torch.float64)
-        bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel())
+        # A client without data has norm 0, but contributes nothing: its ½ is none of the sensitivity's.
+        bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel()) - 0.5 * self.absent
         means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
         return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
 

@@ -34,7 +34,7 @@ def add_trained(
     if not algorithm.client_state:
         return
     added = as_added(result.message.to(factors.device), factors[0], accumulator.tensors)
-    told, phase = sent(broadcast, added.device), algorithm.shared_phase
+    told, phase = sent(broadcast, added.device).own(), algorithm.shared_phase
     before = states_of(algorithm, heads, client, told.shared)
     view = StateView(told.vectors, before, steps_of(phase, local.of(size)), rate_of(phase, local, told))
     for state in algorithm.client_state:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedflat.core import wide
 from fedflat.core.checks import in_range, wrong
+from fedflat.core.held import Held, global_generators
 
 
 def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
@@ -184,10 +185,15 @@ class ByNorm:
     """A method's own factor of a message's norm (``Algorithm.scale``), and the clip at C behind it.
 
     rule: (norms ``(n,)``, C) -> factors ``(n,)``. What it says beyond C/‖Δ‖ is cut, so the bound is C whatever it says;
-    what is negative or not a number is 0.
+    what is negative or not a number is 0. It is asked for one message at a time, given a copy of its norm, and nothing
+    that it holds may change: one client's factor would follow from another's norm.
     """
 
     rule: Callable[[Tensor, float], Tensor]
+    _watched: Held = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_watched", Held(self.rule))
 
     def bound(self, threshold: float) -> float:
         """C."""
@@ -196,9 +202,26 @@ class ByNorm:
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` -> factors ``(n,)``."""
         tiny = torch.finfo(norms.dtype).tiny
-        found = torch.minimum(self.rule(norms, threshold).to(norms), threshold / norms.clamp_min(tiny))
+        own = self._asked(norms, threshold)
+        found = torch.minimum(own, threshold / norms.clamp_min(tiny))
         sound = torch.isfinite(norms) & torch.isfinite(found) & (found >= tiny)
         return torch.where(sound, found, torch.zeros_like(norms))
+
+    def _asked(self, norms: Tensor, threshold: float) -> Tensor:
+        """What the rule says of each norm ``(n,)``; raises InputError for another shape, a draw, and for a memory."""
+        before, said = global_generators(), torch.zeros_like(norms)
+        for place in range(len(norms)):
+            found = self.rule(norms[place : place + 1].clone(), threshold)
+            if not isinstance(found, Tensor) or found.shape != (1,):
+                told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise wrong("algorithm.scale", f"{told} for norms (1,)", "one factor for each norm")
+            said[place : place + 1] = found.detach()
+        if global_generators() != before:
+            raise wrong("algorithm.scale", "a draw of random numbers", "a function of a message's norm and C")
+        changed = self._watched.changed(everything=True)
+        if changed is not None:
+            raise wrong("algorithm.scale", f"{changed or 'itself'}, which a call changed", "one that keeps nothing")
+        return said
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> norms ``(n,)``, factors ``(n,)``, both float64."""

@@ -281,9 +281,9 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
     found = [
         "The choice of hyper-parameters on these clients (clip, rates, method): each further run spends its own ε.",
         "Side channels: timing, message sizes, memory, and which clients answer.",
-        "Public by assumption: number of clients, expected cohort, local steps, δ, model size, number of classes, "
-        "form of inputs and targets, partition seed, examples per client (the public n̄), and the test data used for "
-        "accuracies.",
+        "Public by assumption: number of clients, expected cohort, local steps, δ, model size, number of classes and "
+        "of token ids, form of inputs and targets, partition seed, examples per client (the public n̄), and the test "
+        "data used for accuracies.",
         "Groups of clients: k clients that belong to one person are protected only by group privacy.",
     ]
     if key_source == "seed":

@@ -19,6 +19,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.personal import Heads
 from fedflat.core.rounding import ROUNDING
+from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.methods.ae_dpfl.rounds import VoteClip
 
@@ -88,6 +89,34 @@ def test_the_adaptive_clips_count_moves_by_one_half() -> None:
     for name, with_it, without in agg.neighbours(d, tensors):
         assert abs(bits(with_it) - bits(without)) == 0.5, name
     assert honest([], 0.0).bits == 0.0
+
+
+def _after_a_moving_clip(present: bool, engine: dict[str, Any]) -> float:
+    """C after a round without count noise, as the count of messages below C moves it, in units of that count."""
+    changes = {
+        "rounds": 2,
+        "local": {"steps": 2, "batch_size": 5, "lr": 30.0},
+        "privacy": {"clip": {"kind": "adaptive", "initial": 0.01, "count_noise": 1e-9}, "noise_multiplier": 0.0},
+        "cohort": {"size": 5},
+        "engine": engine,
+    }
+    data = clients()
+    data[2] = data[2] if present else (data[2][0][:0], data[2][1][:0])
+    found = [record["clip"] for record in fedflat.run(recipe("dp-fedavg", changes), module(), data).history]
+    return -math.log(found[1] / found[0]) * 5 / 0.2
+
+
+@pytest.mark.parametrize("engine", [{"backend": "sequential"}, {"backend": "vectorized", "block": 2}])
+def test_a_client_without_data_is_not_in_the_adaptive_clips_count(engine: dict[str, Any]) -> None:
+    apart = _after_a_moving_clip(True, engine) - _after_a_moving_clip(False, engine)
+    assert abs(apart) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_count_of_clients_without_data_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: a zero message is below C, and the count moved by 1."""
+    monkeypatch.setattr(Accumulator, "absent", property(lambda self: 0, lambda self, value: None), raising=False)
+    apart = _after_a_moving_clip(True, {}) - _after_a_moving_clip(False, {})
+    assert abs(apart) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_message_outside_the_common_mask_is_not_released() -> None:

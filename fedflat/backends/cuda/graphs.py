@@ -20,6 +20,7 @@ from torch import Tensor
 from fedflat.backends.cuda.batches import Shape, StaticFeed, shape_of
 from fedflat.backends.cuda.streams import CudaLane, Lane
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.held import Held
 from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local
@@ -27,7 +28,7 @@ from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, steps_of, train_client
 from fedflat.engine.device import out_of_memory, sent
-from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
+from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem, refuse_change
 
 KEPT = 16
 """Recordings that a lane keeps, one for each number of steps (only published procedures have several)."""
@@ -79,7 +80,12 @@ class Graphs:
     name: str = "graphs"
     _tracks: list[_Track] = field(default_factory=list)
     _static: Broadcast | None = None
+    _pieces: Held = field(init=False, repr=False)
     _random: bool | None = None
+
+    def __post_init__(self) -> None:
+        method = self.algorithm
+        self._pieces = Held((method.phases, method.transforms))
 
     @property
     def device(self) -> torch.device:
@@ -117,8 +123,17 @@ class Graphs:
         self._collect(started, 0, into, heads)
         if isinstance(self.problem, ModuleProblem | BlockProblem):
             self.problem.settle(everything=True)
+        self._refuse_memory(static, broadcast)
         if part is not None:
             accumulator.merge(part)
+
+    def _refuse_memory(self, static: Broadcast, broadcast: Broadcast) -> None:
+        """Raise InputError where a replay wrote to a piece, or to a vector that all clients read; a replay moves no
+        counter of writes, so the numbers are looked at."""
+        refuse_change(self._pieces, "algorithm", everything=True)
+        for name, vector in sent(broadcast, self.device).vectors.items():
+            if not torch.equal(static.vectors[name].view(torch.int32), vector.view(torch.int32)):
+                raise wrong("algorithm", f"a piece that writes into broadcast[{name!r}]", "one that only reads it")
 
     @property
     def _together(self) -> int:
