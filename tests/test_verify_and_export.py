@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -182,6 +183,21 @@ def test_a_statement_without_its_checksum_is_noticed(run: Path) -> None:
     del body["checksum"]
     (run / "privacy.json").write_text(json.dumps({**body, "not_covered": []}))
     assert wrong(run) == ["privacy.json"]
+
+
+def test_another_runs_statement_is_noticed(run: Path, tmp_path: Path) -> None:
+    """It is whole, and its ε is the same: only the run's id tells."""
+    simulation.run({**RECIPE, "seed": 5}, out=tmp_path / "other")
+    shutil.copyfile(tmp_path / "other" / "privacy.json", run / "privacy.json")
+    assert wrong(run) == ["privacy.json"]
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "ledger.lock", "private/run.json", FILES[-2], FILES[-1]])
+def test_a_pipe_where_a_file_belongs_is_not_waited_for(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(InputError, match="no file"):
+        inspect_run(run)
 
 
 def test_a_run_without_private_is_no_export(run: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from fedflat.engine.kept import states_of
 from fedflat.engine.round import broadcast_of
 from fedflat.engine.train import Job
 from fedflat.records import checkpoint
-from fedflat.records.opening import OPENING, Opening
+from fedflat.records.folder import OPENING
+from fedflat.records.opening import Opening
 from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs
 

@@ -27,7 +27,8 @@ from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated, from_pairs
 from fedflat.engine.train import Job
 from fedflat.records import checkpoint
-from fedflat.records.opening import OPENING, Opening
+from fedflat.records.folder import OPENING
+from fedflat.records.opening import Opening
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""

@@ -56,7 +56,7 @@ def close(task: Task, out: Path) -> Closed:
         outcome = _charge_open_round(job, out, standing(job, out))
         tested = any(row.get("test_accuracy") is not None for row in read_lines(out / METRICS))
         facts = deployment_statement(task, job, outcome, tested=tested)
-        write_statement(out / STATEMENT, facts)
+        write_statement(out / STATEMENT, facts, _name(out))
         deleted = keys.forget(_name(out))
         if deleted:
             _mark(out, True)

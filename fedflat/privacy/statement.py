@@ -439,13 +439,13 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def write(path: str | Path, found: Mapping[str, Any]) -> None:
+def write(path: str | Path, found: Mapping[str, Any], run: str = "") -> None:
     """Write ``privacy.json`` so that a reader sees the old or the new one, never half. Raises ``RunError``.
 
-    It ends with its own checksum.
+    It ends with the run's id, so that another run's with the same ε cannot stand for it, and with its own checksum.
     """
     path = Path(path)
-    body = plain_json("privacy statement", found)
+    body = plain_json("privacy statement", {**found, "run": run} if run else found)
     whole = {**body, "checksum": checksum(body)}
     text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     scratch = ""

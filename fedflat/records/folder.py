@@ -27,6 +27,7 @@ METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "recipe.yaml",
     "privacy.json",
 )
+OPENING, LOCK = "private/run.json", "ledger.lock"
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
 _LOST = "lost"
 
@@ -196,10 +197,14 @@ def seals_of(name: str) -> str:
 
 
 def check_kinds(folder: Path) -> None:
-    """Raise InputError where a run's record is a folder, or a folder of records is none."""
-    for name in (RECIPE, METRICS, seals_of(METRICS), LEDGER, STATEMENT, PRIVATE, seals_of(PRIVATE)):
-        if (folder / name).is_dir():
-            raise wrong(str(folder / name), "a folder", "the file that was written")
+    """Raise InputError where a run's record is no file (reading a pipe would wait for ever), or a folder is none."""
+    names = (RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE))
+    for path in (folder / name for name in names):
+        if path.exists() and not path.is_file():
+            raise wrong(str(path), "a folder" if path.is_dir() else "no file", "the file that was written")
+    for path in (*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise wrong(str(path), "no file", "the file that was written")
     for name in ("private", "checkpoints"):
         if (folder / name).exists() and not (folder / name).is_dir():
             raise wrong(str(folder / name), "no folder", "the folder that was written")

@@ -21,9 +21,9 @@ import torch
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.rng import digest
+from fedflat.records.folder import OPENING, replace
 
 FORMAT = 2
-OPENING = "private/run.json"
 PARTS = ("recipe", "data", "model", "method")
 
 
@@ -92,8 +92,6 @@ class Opening:
 
     def write(self, folder: Path) -> None:
         """Write private/run.json, readable by its owner only; a kill leaves the old one or the new one."""
-        from fedflat.records.folder import replace
-
         body = {**vars(self), "digests": dict(self.digests), "software": dict(self.software)}
         (folder / OPENING).parent.mkdir(mode=0o700, exist_ok=True)
         replace(folder / OPENING, json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n", mode=0o600)

@@ -22,8 +22,18 @@ from fedflat.privacy.ledger import Entry, LedgerError, read, run_of
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import LEDGER, METRICS, PRIVATE, RECIPE, STATEMENT, RunFolder, check_kinds, seals_of
-from fedflat.records.opening import OPENING, Opening
+from fedflat.records.folder import (
+    LEDGER,
+    METRICS,
+    OPENING,
+    PRIVATE,
+    RECIPE,
+    STATEMENT,
+    RunFolder,
+    check_kinds,
+    seals_of,
+)
+from fedflat.records.opening import Opening
 from fedflat.simulation.export import MODEL, SUMS
 
 Verdict = Literal["ok", "wrong", "unchecked"]
@@ -199,11 +209,14 @@ def figures(found: Verification) -> str:
 
 
 def _whole_statement(path: Path) -> bool:
-    """Whether privacy.json is as it was written; one of before 0.2, whose ledger names no run, has no checksum."""
-    body = json.loads((path / STATEMENT).read_bytes())
+    """Whether privacy.json is as it was written, and this run's; one of before 0.2, whose ledger names no run, has no
+    checksum."""
+    body, opening = json.loads((path / STATEMENT).read_bytes()), _opening(path)
+    carried = run_of(_entries(path))
     if "checksum" not in body:
-        return not (path / OPENING).exists() and run_of(_entries(path)) is None
-    return bool(body["checksum"] == checksum(body))
+        return not (path / OPENING).exists() and carried is None
+    here = opening.run if opening is not None else (carried or {}).get("id")
+    return bool(body["checksum"] == checksum(body)) and (here is None or body.get("run", here) == here)
 
 
 def check_rounds(path: Path) -> Iterator[Check]:

@@ -85,7 +85,7 @@ def run(
         outcome = train(job, on_round=on_round, should_stop=should_stop)
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:
-        write_statement(job.folder.path / STATEMENT, facts)
+        write_statement(job.folder.path / STATEMENT, facts, job.folder.run)
         if job.stored and job.opening is not None and outcome.complete:
             keys.forget(job.opening.run)
     return Result(

@@ -382,8 +382,8 @@ def test_slow_clients_are_zero_in_their_round_and_late_in_the_next(federation: t
     counts = [json.loads(line) for line in operator.read_text().splitlines()]
     assert counts == [
         {"round": 0, "missing": 1},
-        {"round": 1, "missing": 1, "late": 1},
-        {"round": 2, "missing": 1, "late": 1},
+        {"round": 1, "missing": 1, "too late": 1},
+        {"round": 2, "missing": 1, "too late": 1},
     ]
 
 

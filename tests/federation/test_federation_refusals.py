@@ -145,6 +145,19 @@ def test_missing_and_late_are_counted() -> None:
     assert desk.refused == Counter({"missing": 1, "duplicate": 1})
 
 
+def test_the_superlinks_word_that_a_client_is_away_is_no_reply_and_counts_nothing() -> None:
+    """Flower answers in a dead node's place, at every poll, as node 1: nothing of that may be logged or be a fault."""
+    desk, slip = desk_with_one()
+    away = reply(None, node=1)
+    away.has_error, away.has_content = lambda: True, lambda: False
+    for _ in range(3):
+        assert desk.take(away) is None
+    assert desk.refused == Counter() and desk.waiting == ("m0",)
+    assert desk.take(reply(answer(slip))) is not None  # it came back in time
+    desk.late([away, reply(answer(slip))])
+    assert desk.refused == Counter({"too late": 1}) and loggable(desk.refused) == {}
+
+
 def test_an_error_reply_is_a_failure_without_its_text() -> None:
     desk, _ = desk_with_one()
     failed = reply(None)

@@ -19,8 +19,11 @@ from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 PROTOCOL_FAULTS = ("unasked", "duplicate", "late", "replayed", "sender", "round", "form", "protocol", "shape", "dtype")
 """Refusals that no honest client causes, whatever its data: their counts may be logged."""
-DATA_FAULTS = ("not finite", "failed", "missing")
+DATA_FAULTS = ("not finite", "failed", "missing", "too late")
 """What may depend on a client's data: never logged, never in the run's folder."""
+UNREACHABLE = "unreachable"
+"""The transport's own word, at every poll, that a client is not connected: no reply of anybody's. Not counted: if the
+client does not come back in time it is missing, once, which is not for the log."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Desk:
         try:
             return self._checked(reply)
         except Malformed as fault:
+            if fault.reason == UNREACHABLE:
+                return None
             self.refused[fault.reason] += 1
             slip = self._closed.get(reply.metadata.reply_to_message_id)
             if slip is not None and reply.metadata.src_node_id == slip.node and fault.reason in PROTOCOL_FAULTS:
@@ -77,8 +82,8 @@ class Desk:
         slip = self._open.get(asked)
         if slip is None:
             raise Malformed("unasked")
-        if reply.metadata.src_node_id != slip.node:
-            raise Malformed("sender")  # somebody else's reply does not use up the question
+        if reply.metadata.src_node_id != slip.node:  # somebody else's reply does not use up the question
+            raise Malformed(UNREACHABLE if reply.has_error() else "sender")
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
             raise Malformed("failed")
@@ -104,8 +109,9 @@ class Desk:
         return left
 
     def late(self, replies: Iterable[Any]) -> None:
-        """Count replies to an earlier round's questions."""
-        self.refused["late"] += sum(1 for _ in replies)
+        """Count a client's replies to an earlier round's questions: slow training is no fault, and tells who was
+        asked."""
+        self.refused["too late"] += sum(1 for reply in replies if not reply.has_error())
 
 
 def loggable(counts: Mapping[str, int]) -> dict[str, int]:

@@ -113,7 +113,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             log.info("clients enough are connected", extra=told("ready"))
             outcome = _train(job)
         facts = deployment_statement(task, job, outcome)
-        write_statement(folder.path / STATEMENT, facts)
+        write_statement(folder.path / STATEMENT, facts, folder.run)
         if outcome.complete:
             keys.forget(folder.run)
         log.info("run complete: %s", folder.path, extra=told("complete"))
