@@ -44,7 +44,7 @@ class Accumulator:
         self._factors: list[Tensor] = []
         self._stats: dict[str, list[Tensor]] = {}
         self.weight = 0.0
-        self.absent = 0
+        self._present: list[bool] = []
 
     @property
     def divisor(self) -> float | None:
@@ -61,7 +61,7 @@ class Accumulator:
         sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
         twins and of published procedures, and to leave those without any out of the adaptive clip's count.
         """
-        self.absent += sum(size == 0 for size in sizes)
+        self._present += [size > 0 for size in sizes]
         messages = torch.atleast_2d(messages.detach())
         if messages.shape != (len(sizes), self.dimension) or not messages.is_floating_point():
             messages = torch.full((len(sizes), self.dimension), math.nan)
@@ -148,7 +148,7 @@ class Accumulator:
         for name, values in part._stats.items():
             self._stats.setdefault(name, []).extend(found.to(here) for found in values)
         self.weight += part.weight
-        self.absent += part.absent
+        self._present += part._present
 
     def result(self) -> Aggregate:
         """The aggregate so far."""
@@ -156,8 +156,9 @@ class Accumulator:
         if norms.numel() > MOST and math.isfinite(self.threshold):
             raise RunError(f"cohort: {norms.numel()} messages in one sum; rounding is accounted for {MOST} at most.")
         factors = torch.cat(self._factors) if self._factors else torch.zeros(0, dtype=torch.float64)
-        # A client without data has norm 0, but contributes nothing: its ½ is none of the sensitivity's.
-        bits = float((norms <= self.threshold).double().sum() - 0.5 * norms.numel()) - 0.5 * self.absent
+        # A client without data adds nothing, whatever its message: with ½ for it, presence would move the count by 1.
+        present = norms[torch.tensor(self._present, dtype=torch.bool, device=norms.device)]
+        bits = float((present <= self.threshold).double().sum() - 0.5 * present.numel())
         means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
         return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
 
