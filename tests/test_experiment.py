@@ -231,7 +231,7 @@ def test_what_is_done_is_kept_and_a_broken_run_fails_alone(
     assert found.as_dict()["rows"][1]["seeds"] == 1
 
 
-def wait_for(what: Any, seconds: float = 60.0) -> None:
+def wait_for(what: Any, seconds: float = 300.0) -> None:
     limit = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < limit, "the experiment did not come that far"

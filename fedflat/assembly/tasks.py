@@ -84,9 +84,9 @@ def _check_targets(data: Federated, task: str, targets: Tensor, place: Callable[
         found = f"shape {tuple(targets.shape[1:])} per example"
         raise wrong(f"{place(0)}, target", found, "(T,), a token id for each place, for task: next-token")
     bad = targets < 0
-    if task == "next-token":
-        bad &= targets != IGNORE
-    _first_bad(targets, bad, place, "class numbers from 0" if task == "classification" else "token ids, or -100")
+    if targets.dim() > 1:
+        bad &= targets != IGNORE  # a token that does not count
+    _first_bad(targets, bad, place, "class numbers from 0" if targets.dim() == 1 else "token ids, or -100")
 
 
 def _first_bad(targets: Tensor, bad: Tensor, place: Callable[[int], str], allowed: str) -> None:

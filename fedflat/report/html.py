@@ -118,8 +118,8 @@ def _tile(label: str, value: str, below: str, kind: str = "") -> str:
 
 def _tiles(run: Run) -> str:
     found = metrics.summary(run)
-    best = f"best {tables.percent(found['best_accuracy'])} % after round {found['best_round'] + 1}"
-    never = "never evaluated on test data"
+    shown, never = found["best_accuracy"], "never evaluated on test data"
+    best = never if shown is None else f"best {tables.percent(shown)} % after round {found['best_round'] + 1}"
     planned = found["rounds_planned"]
     rounds = found["rounds"]
     ended = f"of {planned} planned" if planned and planned != rounds else "as planned" if planned else ""

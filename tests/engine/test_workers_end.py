@@ -12,7 +12,7 @@ from pathlib import Path
 SCRIPT = """
 import sys, time
 import fedflat
-from fedflat.engine import workers
+from fedflat.backends import workers
 workers.WAIT = 0.5
 pids = []
 fedflat.run(

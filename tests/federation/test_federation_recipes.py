@@ -39,8 +39,9 @@ def small_form(recipe: Recipe) -> Recipe:
     if algorithm_of(recipe).kind == "ddgauss":
         return recipe
     found = recipe.dump()
-    found["data"] |= {
+    found["data"] = {
         "dataset": "digits", "partition": {"kind": "iid"}, "clients": CLIENTS, "max_examples": 60, "max_test": 30,
+        "client_test_fraction": recipe.data.client_test_fraction,
     }  # fmt: skip
     found["model"] = {"name": "mlp", "hidden": 4}
     found["cohort"] |= {"size": CLIENTS, "max": None, "min": None}
