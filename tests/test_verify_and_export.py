@@ -13,8 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import fedflat
 from fedflat.core.checks import InputError, RunError
-from fedflat.privacy.ledger import HEADER, Ledger, seal
+from fedflat.privacy.ledger import HEADER, Ledger, event, seal
+from fedflat.records.opening import Opening
 from fedflat.simulation import run as simulation
 from fedflat.simulation.export import export
 from fedflat.simulation.inspection import CHECKS, check_limits, check_modes, inspect_run
@@ -206,6 +208,51 @@ def test_a_run_without_private_is_no_export(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "SHA256SUMS").unlink()
     shutil.rmtree(run / "private")
     assert wrong(tmp_path / "out") == ["private/run.json"] and "private/run.json" in wrong(run)
+
+
+DEEP = b"[" * 100_000 + b"\n"
+
+
+@pytest.mark.parametrize("name", ["privacy.json", "private/run.json", "metrics.jsonl", "ledger.jsonl"])
+def test_json_of_any_depth_is_wrong_and_no_traceback(run: Path, name: str) -> None:
+    (run / name).write_bytes(DEEP)
+    assert name in wrong(run)
+    with pytest.raises(InputError):
+        fedflat.load(run)
+
+
+def test_an_older_opening_put_back_is_refused(run: Path) -> None:
+    """Its key has drawn these rounds before: the ledger's lines know of a later attempt."""
+    opening = Opening.read(run)
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    with Ledger.open(run / "ledger.jsonl", key_id="a later key") as ledger:
+        ledger.describe({**lines[0]["run"], "attempt": opening.attempt + 1})
+        ledger.append(event(lines[-1]))
+    assert "private/run.json" in wrong(run)
+    with pytest.raises(InputError, match="found the one of attempt 1; allowed: that of attempt 2"):
+        simulation.run(RECIPE, out=run, resume=True)
+
+
+def test_another_runs_checkpoint_is_refused_without_noise_too(tmp_path: Path) -> None:
+    plain = {**RECIPE, "algorithm": "p-fedsam", "privacy": {}}
+    for seed in (1, 2):
+        simulation.run({**plain, "seed": seed}, out=tmp_path / str(seed))
+    for half in FILES[-2:]:
+        shutil.copyfile(tmp_path / "1" / half, tmp_path / "2" / half)
+    with pytest.raises(InputError, match="found a checkpoint of another run"):
+        simulation.run({**plain, "seed": 2}, out=tmp_path / "2", resume=True)
+
+
+def test_a_key_without_its_mark_is_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder was copied to another machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    secure = {**RECIPE, "privacy": {**RECIPE["privacy"], "secure_rng": True}}  # type: ignore[dict-item]
+    simulation.run(secure, out=tmp_path / "run")
+    mark = [check for check in inspect_run(tmp_path / "run") if "mark" in check.record]
+    assert [check.verdict for check in mark] == ["ok"]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    mark = [check for check in inspect_run(tmp_path / "run") if "mark" in check.record]
+    assert [check.verdict for check in mark] == ["unchecked"] and "not on this machine" in mark[0].about
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "private/private.seals", "checkpoints"])

@@ -21,7 +21,7 @@ from fedflat.core.types import RoundState
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import METRICS, STATEMENT, set_aside
+from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def take_up(job: Job, ledger: Ledger) -> Start:
     found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
     state, heads, facts = (start.state, start.heads, {}) if found is None else found
+    if facts.get("run", job.opening.run) != job.opening.run:
+        raise wrong(str(job.folder.checkpoints), "a checkpoint of another run", "those of the run in this folder")
     _check_events(job, ledger, max([state.round, *named]), facts.get("ledger"))
     history, private, damage = job.folder.keep_rounds(state.round)
     for note in damage:
@@ -98,6 +100,12 @@ def _check_ledger(job: Job, ledger: Ledger) -> None:
         raise wrong(str(path), "a ledger of fedflat 0.1", "the ledger of the run in this folder", hint=hint)
     if {name: carried.get(name) for name in ("id", *opening.digests)} != {"id": opening.run, **opening.digests}:  # type: ignore[union-attr]
         raise wrong(str(path), "the ledger of another run", "that of the run in this folder")
+    if opening.attempt < carried.get("attempt", 1):  # type: ignore[union-attr]
+        found = f"the one of attempt {opening.attempt}"  # type: ignore[union-attr]
+        hint = "An older one was put back; its key has drawn these rounds."
+        raise wrong(
+            str(path.parent / OPENING), found, f"that of attempt {carried['attempt']}, as the ledger", hint=hint
+        )
     planned = job.parts.plan.record(0, job.threshold)
     for entry in ledger.entries:
         for name in _PLANNED:

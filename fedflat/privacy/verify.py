@@ -393,7 +393,7 @@ def verify_run(folder: str | Path) -> Verification:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise wrong(str(path), type(error).__name__, "a run's privacy statement") from error
     if not isinstance(found, dict):
         raise wrong(str(path), type(found).__name__, "a run's privacy statement")
@@ -418,5 +418,5 @@ def _line(path: Path, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
         return {"epsilon": found.get("epsilon"), "round": int(found["round"])}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong(str(path), text[:40], "one JSON record per line, each with its round") from error

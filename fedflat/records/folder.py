@@ -178,7 +178,7 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
 def _round(raw: bytes) -> int | None:
     try:
         found = json.loads(raw)["round"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
 

@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
 def _parsed(line: bytes | str) -> Record | None:
     try:
         found = json.loads(line)
-    except ValueError:  # includes a character cut in half
+    except (ValueError, RecursionError):  # includes a character cut in half
         return None
     return plain(found) if isinstance(found, dict) else None
 

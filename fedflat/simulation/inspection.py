@@ -114,6 +114,9 @@ def check_opening(path: Path) -> Iterator[Check]:
     }:
         yield Check(name, "wrong", "the ledger's lines are another run's")
         return
+    if carried is not None and opening.attempt < carried.get("attempt", 1):
+        yield Check(name, "wrong", f"of attempt {opening.attempt}, older than the ledger's {carried['attempt']}")
+        return
     yield Check(name, "ok", "the run's id and keyed digests are those that the ledger's lines carry")
     yield Check("data, model", "unchecked", "only keyed digests are kept; --resume compares them with the data at hand")
 
@@ -123,7 +126,7 @@ def _old(path: Path) -> bool:
     if (path / OPENING).exists() or (path / SUMS).is_file() or not (path / LEDGER).is_file():
         return False
     body: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         body = json.loads((path / STATEMENT).read_bytes())
     sealed = isinstance(body, dict) and "checksum" in body
     return not sealed and run_of(_entries(path)) is None and not (path / seals_of(METRICS)).exists()
@@ -211,8 +214,12 @@ def figures(found: Verification) -> str:
 def _whole_statement(path: Path) -> bool:
     """Whether privacy.json is as it was written, and this run's; one of before 0.2, whose ledger names no run, has no
     checksum."""
-    body, opening = json.loads((path / STATEMENT).read_bytes()), _opening(path)
-    carried = run_of(_entries(path))
+    body: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        body = json.loads((path / STATEMENT).read_bytes())
+    if not isinstance(body, dict):
+        return False
+    opening, carried = _opening(path), run_of(_entries(path))
     if "checksum" not in body:
         return not (path / OPENING).exists() and carried is None
     here = opening.run if opening is not None else (carried or {}).get("id")
@@ -240,7 +247,7 @@ def _finished(path: Path) -> int:
     """The number of finished rounds that other files know of."""
     saved = [checkpoint.round_of(file) for file in (path / "checkpoints").glob("round-*.safetensors")]
     stated = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the statement's own check says why
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # its own check says why
         stated = int(json.loads((path / STATEMENT).read_bytes())["rounds"])
     return max([0, stated, *saved])
 
@@ -316,6 +323,8 @@ def check_mark(path: Path) -> Iterator[Check]:
     if opening is None or not (path / LEDGER).exists():
         return
     if not keys.Mark(opening.run).path.exists():
+        if _keyed_by_entropy(path):
+            yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     try:
         lost, why = compare(opening.run, read(path / LEDGER))
@@ -324,6 +333,13 @@ def check_mark(path: Path) -> Iterator[Check]:
         return
     good = not lost and not why
     yield Check(name, "ok" if good else "wrong", why or f"{_count(_events(path), 'event')}, as in the ledger")
+
+
+def _keyed_by_entropy(path: Path) -> bool:
+    """Whether the run's recipe asks for a key of its own."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return bool(yaml.safe_load((path / RECIPE).read_bytes())["privacy"]["secure_rng"])
+    return False
 
 
 def check_sums(path: Path) -> Iterator[Check]:
