@@ -83,10 +83,11 @@ def backend_for(
         return makers.make(choice.backend, block or choice.block, threads=threads)
     if name == "ray":
         require_ray()
-    if name in PROCESSES and not portable(problem.module):
+    unsent = portable(problem, parts.algorithm) if name in PROCESSES else ""
+    if unsent:
         raise InputError(
-            f"engine.backend: found {name} with a model that cannot be sent to another process; allowed: a model whose "
-            "class is defined at the top of a module, or engine.backend=sequential."
+            f"engine.backend: found {name} with {unsent} that cannot be sent to another process; allowed: one whose "
+            "classes and functions are defined at the top of a module, or engine.backend=sequential."
         )
     if name == "graphs" and parts.algorithm.client_state:
         found = f"graphs with {parts.algorithm.name}, whose clients keep a state"
@@ -212,9 +213,10 @@ def _measured(makers: _Makers) -> Choice:
     # A worker's share of the cohort: its last turn may not fill the cores.
     turns = math.ceil(cohort / makers.cores) / cohort
     if makers.cores > 1 and alone * cohort > LONG_ROUND:
-        if portable(makers.problem.module):
+        sendable = not portable(makers.problem, parts.algorithm)
+        if sendable:
             found[Choice("workers")] = alone * turns * 1.1
-        if turns * makers.cores > UNEVEN or not portable(makers.problem.module):
+        if turns * makers.cores > UNEVEN or not sendable:
             together = makers.make("sequential", None, short, makers.cores)
             found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(
                 together, short, data, first, 1

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedflat.backends.resident import keep_freed_memory
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
-from fedflat.core.types import Broadcast
+from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
@@ -207,16 +207,19 @@ def _without_main() -> Any:
         vars(main).update(**hidden)
 
 
-def portable(module: nn.Module) -> bool:
-    """Whether worker processes can be handed the module: it is sent as a pickle (nothing is read back), and none of its
-    classes may live in the user's script, which the workers do not run."""
-    if any(type(layer).__module__ == "__main__" for layer in module.modules()):
-        return False
-    try:
-        pickle.dumps(module)
-    except Exception:  # any class may refuse in its own way
-        return False
-    return True
+def portable(problem: ModuleProblem, algorithm: Algorithm) -> str:
+    """What worker processes cannot be handed, in words; "" if they can be handed everything. It is sent as a pickle
+    (nothing is read back), and nothing of it may live in the user's script, which the workers do not run."""
+    if any(type(layer).__module__ == "__main__" for layer in problem.module.modules()):
+        return "a model"
+    for what, part in (("a model", problem.module), ("a method", algorithm), ("a loss", problem.objective)):
+        try:
+            sent = pickle.dumps(part)
+        except Exception:  # any class may refuse in its own way
+            return what
+        if what != "a model" and b"__main__" in sent:
+            return what
+    return ""
 
 
 @contextlib.contextmanager

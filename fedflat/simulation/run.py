@@ -65,6 +65,8 @@ def run(
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     Raises InputError for anything wrong in what was given, before any work is done.
     """
+    if algorithm is not None and isinstance(recipe, Mapping):
+        recipe = {"algorithm": "dp-fedavg", **recipe}  # whose place the given one takes
     parsed = Recipe.of(recipe)
     if task is not None:
         parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")

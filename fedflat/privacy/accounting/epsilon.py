@@ -107,7 +107,6 @@ def approximate_epsilon(
     """An approximation, not a bound: the central limit of Poisson-sampled rounds as Gaussian DP (Bu et al. 2019).
 
     It may lie far below: 0.43 where 2.57 is proven (M = 10,000, m = 100, T = 10, σ = 0.6). Arguments as in
-    It may lie far below what is true: 3.1 where 6.6 is proven, at few rounds and a small cohort. Arguments as in
     :func:`epsilon`; Poisson cohorts and a trusted server only.
 
     Raises:
