@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadscope --no-loadscope-reorder`` a worker takes module by module in this order."""
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(autouse=True)
+def umask_of_its_own() -> Iterator[None]:
+    """Programs of a deployment keep their files from others, for good: not from the next test of this process."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 class Said(NamedTuple):
