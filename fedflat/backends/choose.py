@@ -84,7 +84,7 @@ def backend_for(
     if name == "ray":
         require_ray()
     unsent = portable(problem, parts.algorithm) if name in PROCESSES else ""
-    if unsent:
+    if unsent and (name == "workers" or unsent == "a model"):  # Ray sends functions of any place
         raise InputError(
             f"engine.backend: found {name} with {unsent} that cannot be sent to another process; allowed: one whose "
             "classes and functions are defined at the top of a module, or engine.backend=sequential."
