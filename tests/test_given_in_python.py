@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from fedflat import InputError, Recipe
+from fedflat import Algorithm, InputError, Recipe
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.inputs import as_given
 from fedflat.assembly.jobs import prepare
@@ -177,3 +177,12 @@ def test_what_resuming_finds_damaged_is_said_and_a_lost_ledger_leaves_nothing(tm
     with pytest.raises(InputError, match="no line for round 0, which was released"):
         simulation.run(RECIPE, Mine(), clients(), out=folder, resume=True)
     assert not list(folder.glob("ledger.*"))
+
+
+def test_a_recipe_needs_no_method_beside_one_given_in_python() -> None:
+    nameless = {key: value for key, value in RECIPE.items() if key != "algorithm"}
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    found = simulation.run(nameless, nn.Linear(4, 3), [(x, y)] * 5, algorithm=Algorithm("mine"))
+    assert found.recipe.algorithm.name == "mine"
+    with pytest.raises(InputError, match="algorithm"):
+        simulation.run(nameless, nn.Linear(4, 3), [(x, y)] * 5)

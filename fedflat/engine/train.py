@@ -186,7 +186,7 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
         try:
             start = take_up(job, ledger)
         except BaseException:
-            if path in made:  # no trace of an attempt at a run whose ledger is gone
+            if path in made and not ledger.entries:  # no trace of an attempt at a run whose ledger is gone
                 for file in made:
                     file.unlink(missing_ok=True)
             raise
