@@ -20,7 +20,7 @@ from benchmarks.table import markdown
 from benchmarks.table_gpu import markdown_gpu
 from benchmarks.turns import System, environment, machine, measure
 from benchmarks.workloads import ALL, BY_NAME
-from fedflat.backends.choose import one_thread
+from fedflat.core.threads import using_threads
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -106,7 +106,7 @@ def on_cpu(given: argparse.Namespace, report: dict[str, Any]) -> None:
         _write(report, given.out, "results", markdown)  # what was measured stays, whatever happens later
     if not given.without_extras:
         report["start_up"] = start_up(given.rounds)
-        with one_thread():
+        with using_threads(1):
             report["server"] = server_costs()
     _write(report, given.out, "results", markdown)
     print(markdown(report))

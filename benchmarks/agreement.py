@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
+from fedflat.core.threads import using_threads
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.device import TOLERANCE
 from fedflat.engine.train import train
@@ -79,7 +79,7 @@ def sums(method: str, dense: bool, **engine: Any) -> Tensor:
     }
     job = prepare(Recipe.of(recipe), model=network(dense), clients=clients())
     noted = job.backend = Noted(job.backend)
-    with one_thread(), warnings.catch_warnings():
+    with using_threads(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(job)
     return torch.stack(noted.sums)

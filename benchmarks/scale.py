@@ -27,13 +27,13 @@ import torch
 
 from benchmarks.scale_paper import Costs, markdown
 from benchmarks.workloads import BY_NAME, network
-from fedflat.backends.choose import one_thread
 from fedflat.backends.ray.tasks import RayTasks
 from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.workers import Workers
 from fedflat.core.params import layout_of
 from fedflat.core.personal import Heads
+from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local, Phase, UpdateView
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
@@ -275,7 +275,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     plan = [(kind, workers, True) for workers in given.workers for kind in KINDS]
     plan += [(kind, given.many, False) for kind in KINDS if kind.pause and given.many]
-    with one_thread():
+    with using_threads(1):
         for kind, workers, others in plan:
             rows.append(measure(kind, workers, given.rounds, others))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

@@ -14,8 +14,8 @@ import torch
 from benchmarks.protocol import Gate
 from benchmarks.workloads import BY_NAME, Workload, read_data
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
+from fedflat.core.threads import using_threads
 from fedflat.data.clients import Federated
 from fedflat.engine.train import Job, train
 
@@ -76,7 +76,7 @@ def main(name: str, folder: str, kind: str, precision: str, device: str = "cpu")
             before = dict(job.stages)
             gate.wait()
 
-    with one_thread():
+    with using_threads(1):
         train(job, on_round=between)
 
 

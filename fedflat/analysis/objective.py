@@ -10,7 +10,7 @@ import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from fedflat.core.checks import InputError, whole
 from fedflat.core.loss import example_loss
 from fedflat.core.onednn import usable
 from fedflat.core.params import Layout
+from fedflat.core.threads import using_threads
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -205,21 +206,10 @@ class Objective:
                 self._modules.put(module)
 
         with (
-            one_thread_each(),
+            using_threads(1),
             ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
         ):
             yield from pool.map(run, tasks)
-
-
-@contextmanager
-def one_thread_each() -> Iterator[None]:
-    """One intra-op thread in every thread of the block; torch's number is put back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _twice_differentiable() -> AbstractContextManager[object]:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.backends.sequential import using_threads
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.held import global_generators
 from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.threads import using_threads
 from fedflat.core.types import (
     Algorithm,
     ClientState,

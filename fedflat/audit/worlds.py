@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, server_of
 from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
-from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear
+from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import Federated
 from fedflat.engine.parts import Parts
@@ -222,7 +222,7 @@ class Worlds:
         known = {f.name: getattr(job.parts, f.name) for f in fields(Parts)}
         job.parts = _Continued(**known | {"algorithm": method}, state=state)
         try:
-            with one_thread():
+            with using_threads(1):
                 return train(job), job.parts
         finally:
             getattr(job.backend, "close", lambda: None)()

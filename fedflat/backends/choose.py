@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -22,6 +20,7 @@ from fedflat.backends.trial import Choice, remember, remembered, seconds_per_cli
 from fedflat.backends.vectorized import Vectorized
 from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import InputError, one_of, wrong
+from fedflat.core.threads import using_threads
 from fedflat.data.clients import Federated
 from fedflat.engine.batches import width_of
 from fedflat.engine.device import PROCESSES
@@ -196,7 +195,7 @@ def _fastest(makers: _Makers) -> Choice:
     known = remembered(key)
     if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
         return known
-    with one_thread():  # as in the run
+    with using_threads(1):  # as in the run
         found = _measured(makers) if makers.problem.device.type == "cpu" else _measured_on_gpu(makers)
     remember(key, found)
     return found
@@ -284,17 +283,3 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
 
 def _weights(problem: ModuleProblem) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in problem.parameters])
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One intra-op thread during a run, put back afterwards: cores work on different clients, not on one matrix.
-
-    It also makes the sequential and the worker back ends equal bit for bit.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

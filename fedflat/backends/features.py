@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.choose import one_thread
 from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
+from fedflat.core.threads import using_threads
 from fedflat.data.clients import Federated
 from fedflat.engine.device import exact
 
@@ -89,7 +89,7 @@ def computed(
             return body.features(batch.to(device)).float().to(inputs.device)
 
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found: Tensor = torch.cat(list(pool.map(one, rows)))
     result = found.new_zeros(len(inputs), found.shape[1])
     result[torch.cat(rows)] = found

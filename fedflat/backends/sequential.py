@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -15,6 +14,7 @@ from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.held import Held, global_generators
 from fedflat.core.personal import Heads, Own
 from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
@@ -23,17 +23,6 @@ from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import sent
 from fedflat.engine.kept import add_trained, states_of
 from fedflat.engine.problem import ModuleProblem, refuse_change
-
-
-@contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """``count`` intra-op threads inside the block, put back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from fedflat.backends.mlp.lowrank import LowRankProblem
-from fedflat.backends.sequential import Sequential, using_threads
+from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.held import global_generators
 from fedflat.core.personal import Heads, Own
 from fedflat.core.rng import seeded_torch
+from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.backends.choose import one_thread
 from fedflat.core.checks import wrong
 from fedflat.core.personal import Heads
+from fedflat.core.threads import using_threads
 from fedflat.core.types import RoundState
 from fedflat.engine.evaluate import scores
 from fedflat.engine.train import finetuned
@@ -51,7 +51,7 @@ def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
         raise wrong("--model", f"{shared.numel()} shared parameters", f"{size}, as the recipe's model has")
     first = job.first[size:]
     heads = Heads(first, {number: client.store.head(first, round)})
-    with one_thread():
+    with using_threads(1):
         plain = scores(job.problem, torch.cat([shared, first]), inputs, targets).mean()[1]
         own = heads.whole(shared, number)
         tune = job.parts.algorithm.finetune

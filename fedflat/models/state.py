@@ -6,9 +6,8 @@ averaged or sent, first of all batch norm's running statistics, would be a relea
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from fedflat.core.checks import InputError, whole, wrong
 from fedflat.core.held import difference, global_generators, snapshot
 from fedflat.core.rng import seeded_torch
+from fedflat.core.threads import using_threads
 
 
 class FixedNorm(nn.Module):
@@ -176,17 +176,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums in one order, so that equal passes give equal bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = False) -> bool:
     """Raise InputError if training would change anything of ``module`` besides its trainable parameters.
 
@@ -202,7 +191,7 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = 
     _refuse_parameters(module)
     _refuse_running_statistics(module)
     probe = copy.deepcopy(module).train()
-    with _one_thread(), seeded_torch(0, "check of the model's state"):
+    with using_threads(1), seeded_torch(0, "check of the model's state"):
         # State that has settled for the present weights (spectral norm's vectors) moves again when they do.
         with torch.no_grad():
             for parameter in probe.parameters():

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedflat.core.checks import InputError, RunError, whole, wrong
+from fedflat.core.durable import flush
 
 HEADER = b"fedflat privacy ledger, version 1"
 CHAIN = ("line", "previous", "checksum")
@@ -183,15 +184,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, not only its content."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _nowhere(line: bytes) -> None:
     """No second copy is kept."""
 
@@ -275,7 +267,7 @@ class Ledger:
                 undo.callback(os.close, lock)
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 undo.callback(os.close, file)
-                sync_folder(path.parent)
+                flush(path.parent)
                 data = path.read_bytes()
                 found = scan(path, data)
                 ledger = cls(path, file, lock, found, key_id)

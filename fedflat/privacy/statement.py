@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedflat.core.checks import InputError, RunError, one_of, whole
-from fedflat.privacy.ledger import extra_rounds, plain_json, sync_folder
+from fedflat.core.durable import flush
+from fedflat.privacy.ledger import extra_rounds, plain_json
 
 SECOND_DELTA = 1e-5
 ROUNDED = "the accounted sensitivity is C·(1 + {:.3g}), which allows for the rounding of sums"
@@ -456,7 +457,7 @@ def write(path: str | Path, found: Mapping[str, Any], run: str = "") -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
-        sync_folder(path.parent)
+        flush(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(scratch)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError
+from fedflat.core.durable import flush
 from fedflat.core.personal import Heads
 from fedflat.core.types import RoundState
-from fedflat.records.folder import flush
 
 KEPT = 3
 PRIVATE_SLOTS = ("participations",)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.durable import flush
 
 METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "metrics.jsonl",
@@ -231,15 +232,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
-
-
-def flush(path: Path) -> None:
-    """Make a file's content, or a folder's names, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def replace(path: Path, text: str, *, mode: int = 0o644) -> None:

@@ -13,8 +13,9 @@ import stat
 from pathlib import Path
 
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.durable import flush
 from fedflat.core.rng import KEY_BYTES, fresh_key
-from fedflat.privacy.ledger import Entry, LedgerError, scan, sync_folder
+from fedflat.privacy.ledger import Entry, LedgerError, scan
 
 
 def folder() -> Path:
@@ -56,7 +57,7 @@ def create(run: str) -> bytes:
             file.write(key)
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise RunError(f"{path}: the noise key cannot be written ({error.strerror}); nothing was released") from error
     return key
@@ -136,7 +137,7 @@ class Mark:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, self.path)
-            sync_folder(self.path.parent)
+            flush(self.path.parent)
         except OSError as error:
             raise RunError(
                 f"{self.path}: the mark of the noise key cannot be written ({error.strerror}); nothing was released"

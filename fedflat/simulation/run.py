@@ -15,11 +15,11 @@ from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.records import resolved, state_privacy
-from fedflat.backends.choose import one_thread
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.loss import OwnLoss
 from fedflat.core.rng import fresh_key
+from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import Federated
 from fedflat.engine.device import PROCESSES
@@ -83,7 +83,7 @@ def run(
         job.key = fresh_key()
     if on_start is not None:
         on_start(job)
-    with one_thread():
+    with using_threads(1):
         outcome = train(job, on_round=on_round, should_stop=should_stop)
     facts = state_privacy(parsed, job, outcome)
     if job.folder is not None:

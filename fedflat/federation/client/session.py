@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.backends.choose import one_thread
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key
+from fedflat.core.threads import using_threads
 from fedflat.core.types import Broadcast, MovingClip
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
@@ -121,7 +121,7 @@ class Client:
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
         kept = Heads(before, states={n: {self.number: s} for n, s in self.store.states(broadcast.round).items()})
         states = states_of(parts.algorithm, kept, self.number, broadcast.shared)
-        with one_thread(), exact(job.problem.device):
+        with using_threads(1), exact(job.problem.device):
             result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]), states)
         outgoing = self._outgoing(alone, result, broadcast, kept)
         self.store.keep_head(broadcast.round, before, kept.of(self.number))

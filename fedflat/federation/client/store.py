@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.privacy.ledger import sync_folder
+from fedflat.core.durable import flush
 
 HEAD, STATES, ROUNDS, SESSION, NODE = (
     "head.safetensors",
@@ -163,7 +163,7 @@ class Store:
                 file.write(json.dumps({"round": round}).encode() + b"\n")
                 file.flush()
                 os.fsync(descriptor)
-            sync_folder(self.folder)  # its name too, or a power cut forgets the first answer
+            flush(self.folder)  # its name too, or a power cut forgets the first answer
         except OSError as error:
             raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
 
@@ -201,4 +201,4 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    sync_folder(path.parent)
+    flush(path.parent)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedflat.core.checks import RunError
+from fedflat.core.durable import flush
 from fedflat.federation.client.store import replace_file
-from fedflat.privacy.ledger import sync_folder
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Culprits:
             file.write(line + "\n")
             file.flush()
             os.fsync(descriptor)
-        sync_folder(self.path.parent)
+        flush(self.path.parent)
         self.strikes.update(excluded.keys())
         return self.off - before
 

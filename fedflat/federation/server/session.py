@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.backends.choose import one_thread
 from fedflat.core.checks import RunError, whole, wrong
 from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key
+from fedflat.core.threads import using_threads
 from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.client.store import read_examples
@@ -139,7 +139,7 @@ def _train(job: Job) -> Outcome:
     from safetensors import SafetensorError
 
     try:
-        with one_thread():
+        with using_threads(1):
             return train(job, on_round=_announce)
     except (OSError, SafetensorError) as error:
         raise RunError(
