@@ -54,8 +54,6 @@ ENGINES = (
     Engine("lowrank"),
 )
 
-# Delete these three, and what uses them, once the engine keeps the bound (branches h1, h2 and the noise key).
-
 
 def stage(method: str, model: str = "relu", **changes: Any) -> Stage:
     inputs, classes, layers = MODELS[model]
