@@ -17,6 +17,7 @@ from fedflat.pieces.clipping import Normalise
 from fedflat.pieces.control import Corrected, MeanControl, WithControl, own_control
 from fedflat.pieces.feedback import Lacking, MeanMemory, own_memory
 from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
+from fedflat.pieces.kalman import disk
 from fedflat.pieces.masks import random_mask, top_mask
 from fedflat.pieces.server import (
     KeepInitial,
@@ -265,6 +266,12 @@ def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
     return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(velocity(gamma),))
 
 
+def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:
+    """DiSK at client level: a Kalman filter of the noisy means, its prediction in the messages (Zhang et al. 2024)."""
+    rule, optimizer = disk(kappa, ahead)
+    return Algorithm("dp-disk", phases=(Phase(rule=rule),), optimizer=optimizer)
+
+
 ALGORITHMS: dict[str, Factory] = {
     "fedavg": fedavg,
     "fedsam": fedsam,
@@ -283,6 +290,7 @@ ALGORITHMS: dict[str, Factory] = {
     "dp-fedprox": dp_fedprox,
     "dp-fedadam": dp_fedadam,
     "dp-fednsam": dp_fednsam,
+    "dp-disk": dp_disk,
     "dp-scaffold": dp_scaffold,
     "fed-normec": fed_normec,
     "dp-fedavg-ft": dp_fedavg_ft,

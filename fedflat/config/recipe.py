@@ -153,8 +153,8 @@ class CohortSection(Section):
     max: Annotated[int, Field(ge=1)] | None = None
     """Largest cohort of sampling truncated. Example: 70"""
     min: Annotated[int, Field(ge=1)] | None = None
-    """n_min of trust distributed: a round with fewer honest shares is aborted and stays charged. None: chosen so that
-    aborts are rare. Example: 40"""
+    """The minimum cohort of trust distributed: a round with fewer honest shares is aborted and stays charged. None:
+    chosen so that aborts are rare. Example: 40"""
     max_participations: Annotated[int, Field(ge=1)] | None = None
     """Rounds that a client takes part in at most, of trust local. Example: 30"""
     colluders: Annotated[int, Field(ge=0)] = 0
@@ -216,7 +216,7 @@ class ServerSection(Section):
 
     optimizer: Literal["sgd", "adam", "yogi"] | None = None
     """What the server does with the noisy mean: sgd adds it; adam and yogi adapt each coordinate. None: sgd, or the
-    method's own (dp-fedadam), beside which another is refused. Example: adam"""
+    method's own (dp-fedadam, dp-disk), beside which another is refused. Example: adam"""
     lr: Positive | None = None
     """Server learning rate. None: 1.0 for sgd, 0.03 for adam and yogi, whose every step is about lr long in each
     coordinate; the method's own with its own optimizer. Example: 1.0"""

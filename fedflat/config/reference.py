@@ -29,6 +29,8 @@ ALGORITHM_KEYS = {
     "beta": "Weight of the fresh gradient in PGN; in ddgauss the rounding's β.",
     "mu": "μ, weight of FedProx's term that pulls local training back to w^t.",
     "gamma": "γ, the server's momentum, and how far along it clients look ahead.",
+    "kappa": "κ, the gain of DiSK's filter: the share of a round's mean in its estimate; 1 is no filter.",
+    "ahead": "γ, how many of the model's last moves clients look ahead in DiSK. None: (1−κ)/κ, one gradient a step.",
     "beta1": "Decay of the first moment of the method's own Adam.",
     "beta2": "Decay of its second moment.",
     "floor": "Least second moment it divides by, once the noise's variance is off. None: that variance.",

@@ -30,6 +30,7 @@ NEUTRAL = {
     "smoothing": 0.0,
     "mu": 0.0,
     "gamma": 0.0,
+    "kappa": 1.0,
     "beta1": 0.0,
     "floor": 1.0,
     "head_lr": 0.0,

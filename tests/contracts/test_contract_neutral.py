@@ -75,7 +75,7 @@ def test_neutral_switches_give_fedavg(method: str, backend: str) -> None:
 
 # a value far from neutral; a switch that is not tested so might not be connected at all
 FAR = {"rho": 0.5, "lam": 5.0, "sparsity": 0.7, "keep": 0.4, "beta": 0.3, "smoothing": 1.0, "head_lr": 0.5}
-FAR |= {"mu": 5.0, "gamma": 0.7, "beta1": 0.9, "floor": 1e-4}
+FAR |= {"mu": 5.0, "gamma": 0.7, "kappa": 0.5, "beta1": 0.9, "floor": 1e-4}
 CASES = [(method, key) for method in PLAIN for key in neutral(method)]
 
 

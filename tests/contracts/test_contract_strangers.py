@@ -125,7 +125,7 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-METHODS = ("dp-fedavg", "dp-fedsam", "dp-fedavg-blurs", "dp-fedpgn", "dp-fedprox", "dp-fednsam")
+METHODS = ("dp-fedavg", "dp-fedsam", "dp-fedavg-blurs", "dp-fedpgn", "dp-fedprox", "dp-fednsam", "dp-disk")
 CASES = [
     (kind, engine, method)
     for kind, engine in ENGINES

@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dp-fedpgn": {"algorithm": "dp-fedpgn", "server": {"lr": 0.7}},
     "common mask": {"algorithm": {"name": "fed-smp-randk", "keep": 0.4}},
     "lus and blur": {"algorithm": "dp-fedavg-blurs"},
+    "filter": {"algorithm": {"name": "dp-disk", "ahead": 0.3}, "server": {"lr": 0.7}},
     "personal heads": {"algorithm": "dp2-fedsam", "rounds": 3},
     "control variates": {"algorithm": {"name": "dp-scaffold", "scale": 0.5}, "rounds": 3},
     "error feedback": {"algorithm": {"name": "fed-normec", "alpha": 0.01}, "rounds": 3},

@@ -339,6 +339,8 @@ class Setting:
     weights: str = "uniform"
     scale: float = 1.0
     alpha: float = 0.1
+    kappa: float = 0.7
+    ahead: float = 0.3 / 0.7
 
 
 @dataclass
@@ -470,6 +472,34 @@ def normec(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> O
     return Outcome(w, {}, trace, norms, [], own)
 
 
+def disk(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Outcome:
+    """DiSK (Zhang et al. 2024, Alg. 1), a client's K local steps in place of an example's gradient.
+
+    What a client observes, and (1−κ)/κ times how that changes along the last move, are one message to the clip.
+    """
+    w, estimate, last = initial.astype(np.float64).copy(), None, initial.astype(np.float64).copy()
+    plain = loss_gradient(net, s.weight_decay, s.max_grad_norm)
+    trace, norms = [], []
+    for t in range(s.rounds):
+        move = w - last
+
+        def observed(at: Vector, batch: Batch, move: Vector = move) -> Vector:
+            change = (plain(at + s.ahead * move, batch) - plain(at, batch)) / s.ahead
+            return plain(at, batch) + (1 - s.kappa) / s.kappa * change
+
+        messages = [
+            sgd(w.copy(), [data] * s.steps, observed, s.lr * s.lr_decay**t, s.momentum) - w
+            for data in clients
+            if len(data[1])
+        ]
+        norms.append([norm(m) for m in messages])
+        mean = sum(clip(m, s.clip) for m in messages) / (s.cohort or len(clients))
+        estimate = mean if estimate is None else estimate + s.kappa * (mean - estimate)
+        last, w = w, w + s.server.get("lr", 1.0) * estimate
+        trace.append(w.copy())
+    return Outcome(w, {}, trace, norms, [])
+
+
 def simulate(
     s: Setting,
     net: Net,
@@ -484,8 +514,8 @@ def simulate(
     masks: the common mask of each round (Fed-SMP). held: held-back data for personal accuracies.
     batches_of(round, client, phase, steps): minibatches; full batches when absent.
     """
-    if s.method in ("dp-scaffold", "fed-normec"):
-        return (scaffold if s.method == "dp-scaffold" else normec)(s, net, initial, clients)
+    if s.method in ("dp-scaffold", "fed-normec", "dp-disk"):
+        return {"dp-scaffold": scaffold, "fed-normec": normec, "dp-disk": disk}[s.method](s, net, initial, clients)
     w = initial.astype(np.float64).copy()
     personal = s.method in PERSONAL
     shared = ~net.head if personal else np.ones(net.length, dtype=bool)

@@ -41,6 +41,7 @@ OPTIONS = {
     "dp-fedprox": {"mu": 0.7},
     "dp-fedadam": {"beta1": 0.8, "beta2": 0.9},
     "dp-fednsam": {"rho": 0.3, "gamma": 0.6},
+    "dp-disk": {"kappa": 0.6, "ahead": 0.4},
     "dp-fedavg-ft": {},
     "dp-fedsam-ft": {"rho": 0.3},
     "dp-scaffold": {"scale": 0.5},
@@ -212,6 +213,20 @@ def test_adam_takes_the_known_noise_off(multiplier: float, floor: float | None, 
         other = ref.simulate(replace(s, noise_multiplier=wrong), TANH, first, data())
         with pytest.raises(AssertionError):
             close(weights_of(result.model) - first, other.weights - first)
+
+
+@pytest.mark.parametrize("server", [{}, {"lr": 0.6}])
+def test_the_filter_with_one_gradient(server: dict[str, float]) -> None:
+    """A recipe without γ has (1−κ)/κ, at which one gradient is enough; twins with other numbers are noticed."""
+    s = setting("dp-disk", clip=0.2, rounds=4, kappa=0.7, ahead=0.3 / 0.7, server=server)
+    result, _ = compare(s, TANH, "vectorized")
+    recipe = recipe_of(s, "vectorized", len(data())) | {"algorithm": {"name": "dp-disk", "kappa": 0.7}}
+    alone = fedflat.run(recipe, model=module_of(TANH, start_of(TANH)), clients=pairs(data()))
+    close(weights_of(alone.model) - start_of(TANH), weights_of(result.model) - start_of(TANH))
+    for changed in ({"ahead": 2.0}, {"kappa": 0.71}):
+        other = ref.simulate(replace(s, **changed), TANH, start_of(TANH), data())
+        with pytest.raises(AssertionError):
+            close(weights_of(result.model) - start_of(TANH), other.weights - start_of(TANH))
 
 
 @pytest.mark.parametrize("method", ["dp-fedavg-ls", "dp-fedpgn-ls"])

@@ -157,9 +157,9 @@ def test_a_settled_recipe_names_no_optimiser_that_is_not_used() -> None:
     assert settled(Recipe.of(found), job.parts, CLIENTS) == found
 
 
-@pytest.mark.parametrize("method", ["dp-fedadam", "dp-fednsam"])
+@pytest.mark.parametrize("method", ["dp-fedadam", "dp-fednsam", "dp-disk"])
 def test_stopped_and_resumed_it_ends_as_if_never_stopped(method: str, tmp_path: Path) -> None:
-    """The moments and the number of updates are in the checkpoint."""
+    """The moments, the number of updates, the filter and the last move are in the checkpoint."""
     small = {"data": {"dataset": "digits", "clients": 10}, "model": "mlp", "rounds": 4, "server": {}}
     small = {key: value for key, value in (recipe(method) | small).items() if value != {}}
     whole, count = fedflat.run(small, out=tmp_path / "whole"), 0

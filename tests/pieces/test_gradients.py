@@ -11,6 +11,7 @@ from torch import Tensor
 from fedflat.core.checks import InputError
 from fedflat.core.types import LocalView, whole_gradient
 from fedflat.pieces.gradients import Blur, blur, compose, look_ahead, pgn, proximal, sam
+from fedflat.pieces.kalman import disk
 
 A = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
 W = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -101,9 +102,21 @@ def test_sam_at_the_look_ahead_point() -> None:
     assert look_ahead(0.6)(slope, view()) is slope
 
 
+def test_disk_mixes_the_gradient_along_the_last_move() -> None:
+    """(1−κ)/κ times the change of the gradient along the move, and the gradient; one gradient where γ = (1−κ)/κ."""
+    move = torch.tensor([1.0, -2.0, 2.0], dtype=torch.float64)
+    expected = slope(W) + 0.25 * (slope(W + 0.5 * move) - slope(W)) / 0.5
+    torch.testing.assert_close(disk(0.8, 0.5)[0](slope, view(moved=move))(W), expected)
+    torch.testing.assert_close(disk(0.8)[0](slope, view(moved=move))(W), slope(W + 0.25 * move))
+    assert disk(0.8)[0](slope, view()) is slope
+    torch.testing.assert_close(disk(1.0, 0.5)[0](slope, view(moved=move))(W), slope(W))
+
+
 @pytest.mark.parametrize(
     "rule",
     [
+        disk(0.6, 0.3)[0],
+        disk(0.6)[0],
         sam(0.4),
         blur(1.0),
         pgn(0.2, 0.5),
@@ -116,7 +129,7 @@ def test_a_block_is_its_rows(rule: object) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     starts = rows + torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    told = dict.fromkeys(("direction", "nesterov"), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+    told = dict.fromkeys(("direction", "nesterov", "moved"), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
     block = rule(slope, view(starts, 1.5, **told))(rows)  # type: ignore[operator]
     for row, start, found in zip(rows, starts, block):
         torch.testing.assert_close(found, rule(slope, view(start, 1.5, **told))(row))  # type: ignore[operator]
@@ -145,6 +158,8 @@ def test_plain_sgd_is_the_neutral_rule() -> None:
         (lambda: pgn(0.2, 1.1), "beta"),
         (lambda: blur(-1), "lam"),
         (lambda: proximal(-0.1), "mu"),
+        (lambda: disk(0.0), "kappa"),
+        (lambda: disk(0.5, 0.0), "ahead"),
         (lambda: look_ahead(1.0), "gamma"),
         (lambda: look_ahead(-0.1), "gamma"),
         (lambda: blur("0.4"), "lam"),  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import MeanView, ServerView
+from fedflat.pieces.kalman import disk
 from fedflat.pieces.server import (
     TINY,
     KeepInitial,
@@ -182,6 +183,17 @@ def test_velocity_keeps_the_scale_of_the_mean() -> None:
     torch.testing.assert_close(found, mean)
     assert torch.equal(slots["nesterov"], found)
     assert torch.equal(velocity(0.0)(mean, view({"nesterov": vector(2)}))[0], mean)
+
+
+def test_disks_filter_takes_noise_off_and_broadcasts_the_models_move() -> None:
+    """The first estimate is the first mean; in the long run its variance is κ/(2−κ) of a mean's."""
+    filtered, slots, w = disk(0.4)[1](0.5, MeanView(0.1, 1.0, 4.0)), {}, vector(0, 20_000)
+    for round in range(30):
+        before = w
+        w, slots = filtered(w, vector(round + 1, 20_000), slots)
+        torch.testing.assert_close(slots["moved"], w - before)
+        assert round or torch.equal(slots["estimate"], vector(1, 20_000))
+    assert float(slots["estimate"].var()) == pytest.approx(0.4 / 1.6, rel=0.05)
 
 
 @pytest.mark.parametrize(
