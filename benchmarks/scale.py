@@ -36,7 +36,7 @@ from fedflat.core.personal import Heads
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local, Phase, UpdateView
 from fedflat.data.clients import Federated
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.problem import ModuleProblem
 from fedflat.pieces.clipping import whole_vector
 
@@ -127,7 +127,7 @@ def cpu_seconds() -> float:
 def timed_round(backend: Any, inner: Sequential) -> Spent:
     """One round."""
     layout, broadcast = inner.problem.layout, start_of(inner)
-    sink = Accumulator(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
+    sink = PlainSum(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
     cohort, heads = np.arange(inner.data.clients), Heads(torch.zeros(0))
     spent, began, busy = cpu_seconds(), time.perf_counter(), time.thread_time()
     backend.train(cohort, broadcast, sink, heads)
@@ -213,7 +213,7 @@ def constants() -> dict[str, float]:
     began, busy = time.perf_counter(), time.thread_time()
     ray.get([answer.remote(0) for _ in range(count)])
     each, each_driver = (time.perf_counter() - began) / count, (time.thread_time() - busy) / count
-    sink = Accumulator(whole_vector(1.0), 1.0, (slice(0, size),), size)
+    sink = PlainSum(whole_vector(1.0), 1.0, (slice(0, size),), size)
     message = torch.ones(1, size)
     return {
         "put_per_mb": best(lambda: ray.put(vector)) / 10,

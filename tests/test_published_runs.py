@@ -17,7 +17,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
 from fedflat.core.types import Broadcast, Local
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.round import accumulator_of, finish_round, noisy_sum, select_cohort
 from fedflat.engine.train import Job
 from fedflat.methods.published.accounting import Published
@@ -140,7 +140,7 @@ def test_published_parts_of_each_paper() -> None:
 def test_the_sound_run_has_none_of_it() -> None:
     parts = job(privacy={"protocol": "sound", "published": "000"}).parts
     assert parts.plan.mechanism is None and parts.plan.sampler.name == "poisson" and parts.local.epochs is None
-    assert type(accumulator_of(parts, Broadcast(0, torch.zeros(parts.layout.dimension), 0.2, 1.0), KEY)) is Accumulator
+    assert type(accumulator_of(parts, Broadcast(0, torch.zeros(parts.layout.dimension), 0.2, 1.0), KEY)) is PlainSum
 
 
 def test_cohorts_are_public_and_local_epochs_follow_the_data() -> None:

@@ -69,10 +69,10 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     votes = voting.votes_plan(recipe, method) if method.kind == "votes" else None
     plan = build_plan(
         clients=clients,
-        cohort_size=cohort.size,
+        cohort=cohort.size,
         sampling=cohort.sampling,
-        cohort_max=cohort.max,
-        cohort_min=cohort.min if votes is None else voting.minimum(recipe, method, clients),
+        max_cohort=cohort.max,
+        min_cohort=cohort.min if votes is None else voting.min_cohort(recipe, method, clients),
         max_participations=cohort.max_participations,
         rounds=recipe.rounds,
         noise_multiplier=privacy.noise_multiplier,

@@ -24,7 +24,7 @@ from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import one_of
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import Accumulator, PlainSum
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.train import Job
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
@@ -98,7 +98,7 @@ class MaskAfterNoise:
         return float(self.real.noisy_count(key, round, aggregate))
 
 
-class _Realised(Accumulator):
+class _Realised(PlainSum):
     """Divides by the clients that happened to come."""
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedflat.audit.bench import ENTRIES, Bench, World, prepare_job
 from fedflat.audit.canaries import canaries_for
 from fedflat.audit.releases import Neighbours, coupled_difference, run_key
-from fedflat.core.types import ServerView
+from fedflat.core.types import ServerView, SummingMechanism
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.engine.train import Job, final_module, train
 
@@ -119,7 +119,7 @@ def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
                 accumulator.add(sent, [1])
             totals.append(accumulator.result().total)
         moved = float(torch.linalg.vector_norm((totals[1] - totals[0]).double()))
-        random = getattr(bench.parts.mechanism, "accumulator", None) is not None
+        random = isinstance(bench.parts.mechanism, SummingMechanism)
         if not math.isfinite(moved) or (moved > limit * (1 + ROUNDING) and not random):
             found.append((label, f"a message moves the sum by {moved:.4g}, more than {limit:.4g}"))
     return found

@@ -143,7 +143,7 @@ def _larger(plan: Plan, clients: int) -> Plan:
     """The plan for more clients at the same q; the noise multiplier that ran stays."""
     sampler = plan.sampler
     size = sampler.q * clients
-    maximum = getattr(sampler, "maximum", None)
+    maximum = sampler.maximum
     if sampler.name == "fixed":
         size = max(1, round(size))
     if maximum is not None:

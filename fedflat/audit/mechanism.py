@@ -24,7 +24,7 @@ from fedflat.audit.result import AuditResult
 from fedflat.audit.votes import vote_releases
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import in_range, one_of, whole
-from fedflat.privacy.plan import Plan
+from fedflat.privacy.plan import Claiming, Plan, Unsampled
 
 Floats = NDArray[np.float64]
 
@@ -102,12 +102,10 @@ def audit_method(
 def epsilons(plan: Plan) -> tuple[float, float]:
     """(claimed, proven) ε of one round in which the client takes part; they differ for published procedures only."""
     proven, mechanism = plan.epsilon(1), plan.mechanism
-    claim = getattr(mechanism, "claimed", None)
-    if claim is not None:
-        return float(claim(plan, 1)), proven
-    account = getattr(mechanism, "account", None)
-    if account is not None and math.isinf(proven):  # amplification knows no q = 1; the last one needs none
-        proven = float(account(plan).guarantees(1)[-1].epsilon)
+    if isinstance(mechanism, Claiming):
+        return mechanism.claimed(plan, 1), proven
+    if isinstance(mechanism, Unsampled) and math.isinf(proven):  # amplification knows no q = 1; this needs none
+        proven = mechanism.unsampled(plan, 1).epsilon
     return proven, proven
 
 

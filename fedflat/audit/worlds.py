@@ -23,7 +23,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear
 from fedflat.core.threads import using_threads
-from fedflat.core.types import Algorithm, RoundState, ServerView
+from fedflat.core.types import Algorithm, RoundedBound, RoundState, ServerView
 from fedflat.data.clients import Federated
 from fedflat.engine.parts import Parts
 from fedflat.engine.train import Job, Outcome, train
@@ -274,9 +274,8 @@ def headless(module: nn.Module) -> nn.Module:
 
 def _bound(parts: Parts, threshold: float) -> float:
     """The L2 norm that accounting takes for the longest message; rounded messages may be a little longer than C."""
-    discrete = getattr(parts.mechanism, "mechanism", None)
-    limit = getattr(discrete, "norm_limit", None)
-    return parts.clip.bound(threshold) if limit is None else math.sqrt(limit) * float(discrete.pitch)  # type: ignore[union-attr]
+    noise = parts.mechanism
+    return noise.longest if isinstance(noise, RoundedBound) else parts.clip.bound(threshold)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -20,7 +20,7 @@ from fedflat.core.checks import RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import Federated
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.batches import width_of
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
@@ -68,7 +68,7 @@ def sum_of(backend: Backend, parts: Parts, first: torch.Tensor, clients: np.ndar
     threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
     zero = torch.zeros(size)
     broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=dict.fromkeys(parts.broadcast, zero))
-    sink = Accumulator(parts.clip, threshold, parts.message_tensors, parts.message_length)
+    sink = PlainSum(parts.clip, threshold, parts.message_tensors, parts.message_length)
     backend.train(clients, broadcast, sink, Heads(first[size:].clone()))
     return sink.total
 

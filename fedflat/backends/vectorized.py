@@ -24,7 +24,7 @@ from fedflat.core.held import global_generators
 from fedflat.core.personal import Heads, Own
 from fedflat.core.rng import seeded_torch
 from fedflat.core.threads import using_threads
-from fedflat.core.types import Algorithm, Broadcast, Local
+from fedflat.core.types import Algorithm, Broadcast, Local, PartedSum
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import BlockFeed, Order
@@ -128,9 +128,9 @@ class Vectorized:
         result = self._trained(clients, broadcast, heads)
         device = result.message.device
         alone = len(clients) == 1 or self.algorithm.client_state  # its state follows from its factor in the sum
-        part = None if alone else accumulator.part(device)
-        if part is None:
+        if alone or not isinstance(accumulator, PartedSum):
             return _Trained(clients, result, None)
+        part = accumulator.part(device)
         self._add(clients, result, part)
         return _Trained(clients, replace(result, message=torch.empty(0)), part)
 
@@ -215,10 +215,10 @@ class Vectorized:
         if heads.first.numel():
             for client in np.flatnonzero(present).tolist():
                 heads.keep(int(trained.clients[client]), result.personal[client])
-        if trained.part is None:
-            self._add(trained.clients, result, accumulator)
-        else:
+        if trained.part is not None and isinstance(accumulator, PartedSum):
             accumulator.merge(trained.part)
+        else:
+            self._add(trained.clients, result, accumulator)
 
     def _add(self, clients: np.ndarray, result: LocalResult, accumulator: Accumulator) -> None:
         """Add a block's messages; exactly zero for clients without data."""

@@ -2,77 +2,90 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer import Argument, Option
 
-from fedflat.cli.settings import Setting, setting_of
+from fedflat.cli.settings import KEYS, Setting, setting_of
 from fedflat.core.checks import InputError, in_range, one_of, wrong
 
 Row = dict[str, Any]
-Recipe = Annotated[str | None, typer.Argument(help="A recipe to take the numbers from; options change them.")]
-Override = Annotated[
-    list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
-]
-Clients = Annotated[int | None, typer.Option(metavar="M", help="Number of clients.")]
-Cohort = Annotated[float | None, typer.Option(metavar="m", help="Expected cohort.")]
-Rounds = Annotated[int | None, typer.Option(metavar="T", help="Rounds.")]
-Noise = Annotated[float | None, typer.Option(metavar="σ", help="Noise multiplier: noise std / clip.")]
-Delta = Annotated[float | None, typer.Option(metavar="δ", help="Default: 0.1/M.")]
-Sampling = Annotated[str | None, typer.Option(help="Only poisson, truncated or fixed cohorts.")]
-Trust = Annotated[str | None, typer.Option(help="Only central, distributed or local.")]
-Accountant = Annotated[str | None, typer.Option(help="Only pld, rdp or fft (budget: also gdp, an approximation).")]
-MaxCohort = Annotated[int | None, typer.Option(help="Largest cohort (truncated).")]
-MinCohort = Annotated[int | None, typer.Option(help="n_min: fewer shares abort a round (distributed).")]
-MaxParticipations = Annotated[int | None, typer.Option(help="Rounds a client takes part in at most (local).")]
-NoiseCohort = Annotated[float | None, typer.Option(help="Simulate the noise of a larger system with this cohort.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw ε: .html, .svg or .png.")]
-Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
-def budget(
-    recipe: Recipe = None,
-    override: Override = None,
-    clients: Clients = None,
-    cohort: Cohort = None,
-    rounds: Rounds = None,
-    noise_multiplier: Noise = None,
-    delta: Delta = None,
-    sampling: Sampling = None,
-    trust: Trust = None,
-    accountant: Accountant = None,
-    max_cohort: MaxCohort = None,
-    min_cohort: MinCohort = None,
-    max_participations: MaxParticipations = None,
-    noise_cohort: NoiseCohort = None,
-    plot: Plot = None,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What both commands take; a recipe's numbers, changed by the options."""
+
+    recipe: Annotated[str | None, Argument(help="A recipe to take the numbers from; options change them.")] = None
+    override: Annotated[
+        list[str] | None, Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
+    ] = None
+    clients: Annotated[int | None, Option(metavar="M", help="Number of clients.")] = None
+    cohort: Annotated[float | None, Option(metavar="m", help="Expected cohort.")] = None
+    rounds: Annotated[int | None, Option(metavar="T", help="Rounds.")] = None
+    noise_multiplier: Annotated[float | None, Option(metavar="σ", help="Noise multiplier: noise std / clip.")] = None
+    delta: Annotated[float | None, Option(metavar="δ", help="Default: 0.1/M.")] = None
+    sampling: Annotated[str | None, Option(help="Only poisson, truncated or fixed cohorts.")] = None
+    trust: Annotated[str | None, Option(help="Only central, distributed or local.")] = None
+    accountant: Annotated[str | None, Option(help="Only pld, rdp or fft (budget: also gdp, an approximation).")] = None
+    max_cohort: Annotated[int | None, Option(help="Largest cohort (truncated).")] = None
+    min_cohort: Annotated[int | None, Option(help="Minimum cohort: fewer shares abort a round (distributed).")] = None
+    max_participations: Annotated[int | None, Option(help="Rounds a client takes part in at most (local).")] = None
+    noise_cohort: Annotated[float | None, Option(help="Simulate the noise of a larger system with this cohort.")] = None
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw ε: .html, .svg or .png.")] = None
+    as_json: Annotated[bool, Option("--json", help="Print as JSON.")] = False
+
+    def setting(self, only: dict[str, str], target: float | None = None) -> Setting:
+        """The numbers, of options and recipe; the plot's file is tried before any work."""
+        if self.plot is not None:
+            from fedflat.report.budget import check_plot
+
+            check_plot(self.plot)
+        given = {name: getattr(self, name) for name in KEYS if name not in ("trust", "sampling", "accountant")}
+        return setting_of(self.recipe, self.override or [], given, only, target)
+
+
+def taking_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: every field of its first argument, :class:`Options`, is an option of its own."""
+    own = [found for found in inspect.signature(command).parameters.values() if found.name != "options"]
+    every = [*own, *inspect.signature(Options).parameters.values()]
+    hints = get_type_hints(command, include_extras=True) | get_type_hints(Options, include_extras=True)
+
+    @functools.wraps(command)
+    def taken(**values: Any) -> None:
+        options = Options(**{field.name: values.pop(field.name) for field in fields(Options)})
+        command(options, **values)
+
+    read = [found.replace(kind=found.KEYWORD_ONLY, annotation=hints[found.name]) for found in every]
+    taken.__signature__ = inspect.Signature(read)  # type: ignore[attr-defined]
+    return taken
+
+
+@taking_options
+def budget(options: Options) -> None:
     """ε for given noise, by every applicable trust model, cohort law and accountant.
 
     Example: fedflat budget --clients 500 --cohort 50 --rounds 300 --noise-multiplier 0.95 --delta 0.002
 
     Example: fedflat budget quick-start --rounds 100 --plot budget.html
     """
-    given = {
-        "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
-        "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
-        "noise_cohort": noise_cohort,
-    }  # fmt: skip
-    only = _only(trust, sampling, accountant)
-    _check_plot(plot)
-    setting = setting_of(recipe, override or [], given, only)
-    needed = setting.needs("clients", "cohort", "rounds", "noise_multiplier")
+    only = _only(options, options.accountant)
+    needed = options.setting(only).needs("clients", "cohort", "rounds", "noise_multiplier")
     run, larger = needed.of_this_run(), needed.deployed()
     found: Row = {"setting": run.as_dict(), "rows": _answered(_budget_rows(run, only), only)}
     if larger is not None:
         found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(_budget_rows(larger, only), only)}
-    _draw(needed, only, plot)
-    if as_json:
+    _draw(needed, only, options.plot)
+    if options.as_json:
         _print_json(found)
         return
     _heading(run, "" if larger is None else "ε of this run: what is proven for the clients that take part in it")
@@ -83,27 +96,13 @@ def budget(
     _print_rows(found["deployed"]["rows"], EPSILON)
 
 
+@taking_options
 def calibrate(
-    epsilon: Annotated[float, typer.Option(metavar="ε", help="The target.")],
-    recipe: Recipe = None,
-    override: Override = None,
+    options: Options,
+    epsilon: Annotated[float, Option(metavar="ε", help="The target.")],
     find: Annotated[
-        str | None, typer.Option(help="noise-multiplier, rounds, cohort or clients. Default: what is left out, or σ.")
+        str | None, Option(help="noise-multiplier, rounds, cohort or clients. Default: what is left out, or σ.")
     ] = None,
-    clients: Clients = None,
-    cohort: Cohort = None,
-    rounds: Rounds = None,
-    noise_multiplier: Noise = None,
-    delta: Delta = None,
-    sampling: Sampling = None,
-    trust: Trust = None,
-    accountant: Accountant = None,
-    max_cohort: MaxCohort = None,
-    min_cohort: MinCohort = None,
-    max_participations: MaxParticipations = None,
-    noise_cohort: NoiseCohort = None,
-    plot: Plot = None,
-    as_json: Json = False,
 ) -> None:
     """What a target ε needs: the noise multiplier; with σ given, the most rounds, largest cohort or fewest clients.
 
@@ -111,17 +110,11 @@ def calibrate(
 
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --noise-multiplier 0.95
     """
-    in_range("--epsilon", epsilon, 0, 1000, open_low=True)  # a larger one promises nothing
-    _check_plot(plot)
-    given = {
-        "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
-        "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
-        "noise_cohort": noise_cohort,
-    }  # fmt: skip
     from fedflat.privacy.accounting.curves import proving
 
-    only = _only(trust, sampling, None if accountant is None else proving(accountant))
-    setting = setting_of(recipe, override or [], given, only, target=epsilon)
+    in_range("--epsilon", epsilon, 0, 1000, open_low=True)  # a larger one promises nothing
+    only = _only(options, None if options.accountant is None else proving(options.accountant))
+    setting = options.setting(only, target=epsilon)
     wanted = _wanted(find, setting)
     others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
     needed = setting.needs(*(others[:3] if wanted == "noise_multiplier" else others))
@@ -132,9 +125,9 @@ def calibrate(
     else:
         rows = _answered(_found(needed, wanted, epsilon, only), only)
     best = next((row for row in rows if row[wanted] and row["epsilon"] is not None), None)
-    if plot is not None and best is not None:
-        _draw(needed.with_value(wanted, best[wanted]), only, plot)
-    if as_json:
+    if best is not None:
+        _draw(needed.with_value(wanted, best[wanted]), only, options.plot)
+    if options.as_json:
         _print_json({"epsilon": epsilon, "find": wanted, "setting": needed.as_dict(wanted), "rows": rows})
         return
     _heading(needed, f"{WANTED[wanted]} for ε ≤ {epsilon:g}", leave=wanted)
@@ -155,23 +148,15 @@ TITLES = {
 }  # fmt: skip
 
 
-def _check_plot(plot: Path | None) -> None:
-    if plot is not None:
-        from fedflat.report.budget import check_plot
-
-        check_plot(plot)
-
-
-def _only(trust: str | None, sampling: str | None, accountant: str | None) -> dict[str, str]:
+def _only(options: Options, accountant: str | None) -> dict[str, str]:
     """The names that the rows are limited to, checked."""
     from fedflat.core.cohorts import NAMES as SAMPLINGS
     from fedflat.privacy.accounting.curves import ACCOUNTANTS
     from fedflat.privacy.trust import TRUSTS
 
     found = {}
-    for where, value, names in (
-        ("trust", trust, TRUSTS), ("sampling", sampling, SAMPLINGS), ("accountant", accountant, ACCOUNTANTS)
-    ):  # fmt: skip
+    asked = {"trust": (options.trust, TRUSTS), "sampling": (options.sampling, SAMPLINGS)}
+    for where, (value, names) in {**asked, "accountant": (accountant, ACCOUNTANTS)}.items():
         if value is not None:
             found[where] = str(one_of(f"--{where}", value, names))
     return found

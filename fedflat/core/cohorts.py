@@ -10,40 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
+from fedflat.core.types import Sampler
 
 Ids = NDArray[np.int64]
 NAMES = ("poisson", "truncated", "fixed")
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """What the engine and the privacy plan need to know of a cohort law."""
-
-    @property
-    def clients(self) -> int: ...
-
-    @property
-    def size(self) -> float: ...
-
-    @property
-    def q(self) -> float: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def relation(self) -> str: ...
-
-    def select(self, generator: np.random.Generator) -> Ids: ...
-
-    def event(self, multiplier: float) -> Any: ...
 
 
 def _subset(generator: np.random.Generator, clients: int, count: int) -> Ids:
@@ -74,7 +51,7 @@ class Poisson:
     clients: int
     size: float
 
-    name = "poisson"
+    name, maximum = "poisson", None
     relation = "add-remove"
 
     def __post_init__(self) -> None:
@@ -155,7 +132,7 @@ class Fixed:
     clients: int
     size: float
 
-    name = "fixed"
+    name, maximum = "fixed", None
     relation = "replace-one"
 
     def __post_init__(self) -> None:
@@ -196,7 +173,7 @@ class FromRound:
     clients: int
     size: float
 
-    name = "round-number"
+    name, maximum = "round-number", None
     relation = "replace-one"
 
     def __post_init__(self) -> None:

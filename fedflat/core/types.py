@@ -201,8 +201,13 @@ class MovingClip(Clip, Protocol):
         """C_{t+1} from the noisy centred count and the constant divisor m."""
 
 
+@runtime_checkable
 class Sampler(Protocol):
-    """How a cohort is chosen. Public facts are fields; the draw itself is secret."""
+    """How a cohort is chosen. Public facts are fields; the draw itself is secret.
+
+    clients, size: M and m, the public divisor. q: m/M. maximum: the cap of a truncated law, None for any other.
+    relation: add-remove or replace-one, as the law earns it. event: dp-accounting's, of one round.
+    """
 
     @property
     def name(self) -> str: ...
@@ -211,9 +216,21 @@ class Sampler(Protocol):
     @property
     def size(self) -> float: ...
     @property
-    def relation(self) -> Relation: ...
+    def q(self) -> float: ...
+    @property
+    def maximum(self) -> int | None: ...
+    @property
+    def relation(self) -> str: ...
     def select(self, generator: np.random.Generator) -> np.ndarray: ...
     def event(self, multiplier: float) -> Any: ...
+
+
+@runtime_checkable
+class PublicSampler(Sampler, Protocol):
+    """A law whose cohorts anyone can recompute (published procedures: algorithms.md, item 5)."""
+
+    def public_generator(self, round: int) -> np.random.Generator:
+        """What a round's cohort is drawn from, instead of the secret stream."""
 
 
 @dataclass(frozen=True)
@@ -383,6 +400,14 @@ class ScaledMechanism(Mechanism, Protocol):
         """The round's noise from its ``unit``, which is overwritten."""
 
 
+@runtime_checkable
+class SharedNoise(Mechanism, Protocol):
+    """A mechanism whose noise is more where more clients bring it (trust distributed, local)."""
+
+    def total_std(self, bound: float, participants: float) -> float:
+        """Std of everything that is added to the sum when so many clients take part."""
+
+
 class Encoder(Protocol):
     """The whole-number sum of a round's clipped messages."""
 
@@ -412,6 +437,26 @@ class SummingMechanism(Mechanism, Protocol):
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Any:
         """A fresh sum for one round. tensors: where each tensor is in a message."""
+
+
+@runtime_checkable
+class PartedSum(Protocol):
+    """A round's sum that may be filled in parts, elsewhere; in any other, messages are added one after the other."""
+
+    def part(self, device: torch.device | str = "cpu") -> Any:
+        """An empty sum for some of the round's messages."""
+
+    def merge(self, part: Any) -> None:
+        """Add what a part holds."""
+
+
+@runtime_checkable
+class RoundedBound(Mechanism, Protocol):
+    """A mechanism whose messages, rounded to its grid, may be a little longer than the clip's bound."""
+
+    @property
+    def longest(self) -> float:
+        """The L2 norm that no encoded message exceeds, in the update's units."""
 
 
 @dataclass(frozen=True)

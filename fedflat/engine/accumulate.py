@@ -23,7 +23,9 @@ MERGED = 64
 
 
 class Accumulator:
-    """Adds messages as they come: clip, then running float64 sum. Memory is O(d), not O(cohort).
+    """Adds messages as they come, one after the other: clip, then running float64 sum. Memory is O(d), not O(cohort).
+
+    A sum that adds in a way of its own is a subclass of this one, never of :class:`PlainSum`.
 
     device: where the sum is. On a GPU, adding messages that lie there never waits for it.
     """
@@ -67,8 +69,9 @@ class Accumulator:
             messages = torch.full((len(sizes), self.dimension), math.nan)
         messages = messages.to(self.total.device)
         if isinstance(messages, Factored):
-            if isinstance(self.clip, NormClip) and type(self)._sum is Accumulator._sum:
-                return self._add_factored(messages, self.clip, self._weights(sizes), stats)
+            found = self._add_factored(messages, sizes, stats)
+            if found is not None:
+                return found
             messages = messages.dense()
         norms, clipped = self.clip.factors(messages, self.threshold, self.tensors)
         factors = clipped
@@ -83,16 +86,10 @@ class Accumulator:
         return clipped
 
     def _add_factored(
-        self, messages: Factored, clip: NormClip, weights: Tensor | None, stats: Mapping[str, Tensor] | None
-    ) -> Tensor:
-        """Messages that are not written out: the same clip and float64 sum, from their factors."""
-
-        def scale(norms: Tensor) -> Tensor:
-            return clip.scale(norms, self.threshold)
-
-        norms, factors = add_clipped(self.total, messages, scale, clip.bound(self.threshold), weights)
-        self._keep(norms, factors, stats)
-        return factors
+        self, messages: Factored, sizes: Sequence[int], stats: Mapping[str, Tensor] | None
+    ) -> Tensor | None:
+        """What multiplied each message, where they were added as they are; None: they must be written out."""
+        return None
 
     def _weights(self, sizes: Sequence[int]) -> Tensor | None:
         """n_i ``(n,)`` where the mean is weighted, noted in ``weight``."""
@@ -131,25 +128,6 @@ class Accumulator:
         for where, part in zip(self.tensors, factors.T):
             self.total[where] += part @ messages[:, where].double()
 
-    def part(self, device: torch.device | str = "cpu") -> Accumulator | None:
-        """An empty accumulator for some of the messages, filled elsewhere and then merged; None where messages must be
-        added here, one after the other: in every subclass that adds in a way of its own."""
-        if type(self).add is not Accumulator.add or type(self)._sum is not Accumulator._sum:
-            return None
-        return Accumulator(self.clip, self.threshold, self.tensors, self.dimension, self.weighted, device)
-
-    def merge(self, part: Accumulator) -> None:
-        """Add what another accumulator of the same round holds."""
-        here = self.total.device
-        self.total += part.total.to(here)
-        self._norms += [values.to(here) for values in part._norms]
-        self._factors += [values.to(here) for values in part._factors]
-        self._merge()
-        for name, values in part._stats.items():
-            self._stats.setdefault(name, []).extend(found.to(here) for found in values)
-        self.weight += part.weight
-        self._present += part._present
-
     def result(self) -> Aggregate:
         """The aggregate so far."""
         norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
@@ -161,6 +139,42 @@ class Accumulator:
         bits = float((present <= self.threshold).double().sum() - 0.5 * present.numel())
         means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
         return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
+
+
+class PlainSum(Accumulator):
+    """The clipped sum and nothing else: messages may be added in factors, and in parts that are merged."""
+
+    def _add_factored(
+        self, messages: Factored, sizes: Sequence[int], stats: Mapping[str, Tensor] | None
+    ) -> Tensor | None:
+        """Messages that are not written out: the same clip and float64 sum, from their factors."""
+        clip = self.clip
+        if not isinstance(clip, NormClip):
+            return None
+
+        def scale(norms: Tensor) -> Tensor:
+            return clip.scale(norms, self.threshold)
+
+        bound, weights = clip.bound(self.threshold), self._weights(sizes)
+        norms, factors = add_clipped(self.total, messages, scale, bound, weights)
+        self._keep(norms, factors, stats)
+        return factors
+
+    def part(self, device: torch.device | str = "cpu") -> PlainSum:
+        """An empty sum for some of the messages, filled elsewhere and then merged."""
+        return PlainSum(self.clip, self.threshold, self.tensors, self.dimension, self.weighted, device)
+
+    def merge(self, part: PlainSum) -> None:
+        """Add what another sum of the same round holds."""
+        here = self.total.device
+        self.total += part.total.to(here)
+        self._norms += [values.to(here) for values in part._norms]
+        self._factors += [values.to(here) for values in part._factors]
+        self._merge()
+        for name, values in part._stats.items():
+            self._stats.setdefault(name, []).extend(found.to(here) for found in values)
+        self.weight += part.weight
+        self._present += part._present
 
 
 class GridAccumulator(Accumulator):

@@ -23,13 +23,15 @@ from fedflat.core.types import (
     MaskView,
     MeanView,
     MovingClip,
+    PublicSampler,
     RoundInfo,
     RoundState,
     ScaledMechanism,
     ServerView,
+    SharedNoise,
     SummingMechanism,
 )
-from fedflat.engine.accumulate import Accumulator, GridAccumulator
+from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.client import rate_of, steps_of
 from fedflat.engine.parts import Parts
 
@@ -40,8 +42,8 @@ QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "
 
 def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
     """The secret cohort of a draw (usually the round's number): sorted client ids, from the noise key."""
-    public = getattr(parts.plan.sampler, "public_generator", None)  # published procedures: algorithms.md, item 5
-    return parts.plan.sampler.select(stream(key, "cohort", draw) if public is None else public(draw))
+    sampler, secret = parts.plan.sampler, stream(key, "cohort", draw)
+    return sampler.select(sampler.public_generator(draw) if isinstance(sampler, PublicSampler) else secret)
 
 
 def broadcast_of(
@@ -71,7 +73,7 @@ def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
     if isinstance(parts.mechanism, GridMechanism):
         encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
         return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
-    return Accumulator(parts.clip, broadcast.clip, tensors, size, parts.weighted)
+    return PlainSum(parts.clip, broadcast.clip, tensors, size, parts.weighted)
 
 
 def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.ndarray, RoundState]:
@@ -128,7 +130,7 @@ def finish_round(
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
-    if plan.cohort_min is not None:
+    if plan.min_cohort is not None:
         shown["aborted"] = False
     info = RoundInfo(released=shown, private=_private_facts(aggregate, wide.distance(released, aggregate.total), bound))
     return RoundState(round + 1, shared, clip, slots), info
@@ -151,8 +153,8 @@ def noisy_sum(
 
 def mean_view(parts: Parts, bound: float, divisor: float) -> MeanView:
     """What is public of the noise in a mean of messages with L2 norm ≤ ``bound``: that of the expected cohort."""
-    total = getattr(parts.mechanism, "total_std", None)
-    std = parts.plan.std(bound) if total is None else total(bound, parts.plan.divisor)
+    plan, source = parts.plan, parts.mechanism
+    std = source.total_std(bound, plan.divisor) if isinstance(source, SharedNoise) else plan.std(bound)
     return MeanView(std / divisor, bound, divisor)
 
 

@@ -41,7 +41,7 @@ from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger, extra_rounds
-from fedflat.privacy.plan import Plan
+from fedflat.privacy.plan import Claiming, Plan
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, RunFolder
 from fedflat.records.opening import Identity, Opening
@@ -230,15 +230,14 @@ def _one_round(
     released, hidden = dict(info.released), {"round": state.round, **info.private}
     plan = parts.plan
     released["epsilon"] = spent()
-    claimed = getattr(plan.mechanism, "claimed", None)  # published procedures: never without the proven ε beside it
-    if claimed is not None:
-        released["claimed_epsilon"] = claimed(plan, new.round + job.charged_again)
+    if isinstance(plan.mechanism, Claiming):  # published procedures: never without the proven ε beside it
+        released["claimed_epsilon"] = plan.mechanism.claimed(plan, new.round + job.charged_again)
     public_facts, private_facts = _evaluate(job, new, heads)
     clock("evaluation")
     released |= public_facts
     released["seconds"] = time.perf_counter() - began
     order = ["round", "epsilon", "clip", "test_loss", "test_accuracy"]
-    if claimed is not None:
+    if "claimed_epsilon" in released:
         order.insert(2, "claimed_epsilon")
     released = {k: released.get(k) for k in order} | {k: v for k, v in released.items() if k not in order}
     return new, released, hidden | private_facts

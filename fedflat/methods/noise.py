@@ -118,7 +118,7 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     count = plan.count_noise or 0.0
     if recipe.privacy.secure_rng and plan.effective_multiplier > 0:
         return GridNoise(plan.std, plan.trust, count)
-    return GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor), count)
+    return GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), count)
 
 
 def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
@@ -127,7 +127,7 @@ def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscret
         numbers.dimension,
         numbers.clip,
         numbers.noise_multiplier,
-        numbers.n_min,
+        numbers.min_cohort,
         account.n_max(plan),
         numbers.bits,
         numbers.granularity,

@@ -27,18 +27,18 @@ class GaussianNoise:
 
     std: the plan's function from the clip's bound C to the std of the noise. trust: in law the same total as the
     parties of the trust model add together — central: the server adds N(0, std²); distributed: each of n
-    participants adds N(0, std²/n_min), n/n_min·std² in total; local: each of n adds N(0, std²), n·std² in total.
-    minimum: n_min. count_std: σ_b of the adaptive clip's count, 0 if there is none.
+    participants adds N(0, std²/min_cohort), n/min_cohort·std² in total; local: each of n adds N(0, std²), n·std² in
+    total. min_cohort: the minimum cohort. count_std: σ_b of the adaptive clip's count, 0 if there is none.
     """
 
     std: Callable[[float], float]
     trust: str = "central"
-    minimum: float = 1.0
+    min_cohort: float = 1.0
     count_std: float = 0.0
 
     def total_std(self, bound: float, participants: float) -> float:
         """Std of everything that is added to the sum when ``participants`` clients take part."""
-        shares = {"central": 1.0, "distributed": participants / self.minimum, "local": participants}[self.trust]
+        shares = {"central": 1.0, "distributed": participants / self.min_cohort, "local": participants}[self.trust]
         return self.std(bound) * math.sqrt(shares)
 
     def unit(self, key: bytes, round: int, size: int) -> Tensor:
@@ -62,6 +62,6 @@ class GaussianNoise:
         return float(stream(key, "count noise", round).standard_normal() * self.count_std)
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """The adaptive clip's centred count with its noise; distributed: n/n_min·σ_b² of it, as for the sum."""
-        shares = aggregate.count / self.minimum if self.trust == "distributed" else 1.0
+        """The adaptive clip's centred count with its noise; distributed: n/min_cohort·σ_b² of it, as for the sum."""
+        shares = aggregate.count / self.min_cohort if self.trust == "distributed" else 1.0
         return aggregate.bits + self.count_noise(key, round) * math.sqrt(shares)

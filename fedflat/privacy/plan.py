@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
-from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
+from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import MOST, ROUNDING
-from fedflat.privacy.accounting.epsilon import PROVEN, calibrate, default_delta, guess, largest, split_noise
-from fedflat.privacy.trust import (
-    TRUSTS,
-    Guarantee,
-    Terms,
-    accountable,
-    default_minimum,
-    guarantees,
-    guarantees_of,
+from fedflat.core.types import Sampler
+from fedflat.privacy.accounting.epsilon import (
+    accounting_params,
+    calibrate,
+    default_delta,
+    guess,
+    largest,
+    split_noise,
 )
+from fedflat.privacy.trust import AccountingParams, Guarantee, guarantees, guarantees_of
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
 
@@ -65,6 +65,40 @@ class Drawn(Protocol):
         """Of the noise on one draw's sum."""
 
 
+@runtime_checkable
+class Rounded(Protocol):
+    """A mechanism whose sums round otherwise than a float64 sum does."""
+
+    @property
+    def rounding(self) -> float:
+        """s: 0 for whole numbers, and for published procedures, whose own claim is kept."""
+
+
+@runtime_checkable
+class Claiming(Protocol):
+    """A published procedure, whose paper's ε is shown beside the proven one."""
+
+    def claimed(self, plan: Plan, rounds: int) -> float:
+        """The paper's formula."""
+
+
+@runtime_checkable
+class Unsampled(Protocol):
+    """A mechanism whose account of sampled rounds says nothing at q = 1."""
+
+    def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
+        """For a client drawn in every round."""
+
+
+@runtime_checkable
+class ToppedUp(Protocol):
+    """A mechanism whose sums are filled up with noise shares."""
+
+    @property
+    def most(self) -> int | None:
+        """The shares that a sum has room for; None: any number."""
+
+
 KNOWN = 16
 """Guarantees, by their number of rounds, that a plan keeps in ``_known``."""
 
@@ -80,7 +114,7 @@ class Plan:
         delta: δ of the whole run.
         accountant: pld, rdp or fft. trust: central, distributed, local. protocol: sound or published (data only here).
         budget: ε that may not be exceeded, if any.
-        cohort_min: n_min of trust distributed. max_participations: cap of trust local. colluders: f.
+        min_cohort: the minimum cohort of trust distributed. max_participations: cap of trust local. colluders: f.
         noise_cohort: cohort of the larger system whose noise is simulated, if any.
         count_noise: σ_b of the adaptive clip's count, if the clip is adaptive.
         private: False for methods that neither clip nor add noise.
@@ -96,7 +130,7 @@ class Plan:
     trust: str = "central"
     protocol: str = "sound"
     budget: float | None = None
-    cohort_min: int | None = None
+    min_cohort: int | None = None
     max_participations: int | None = None
     colluders: int = 0
     noise_cohort: float | None = None
@@ -113,26 +147,22 @@ class Plan:
         return float(self.sampler.size)
 
     @property
-    def terms(self) -> Terms:
-        """The account's terms, for the noise that is really added."""
-        return Terms(
-            self.sampler, self.event_multiplier, self.delta, self.accountant, self.trust,
-            self.cohort_min, self.max_participations, self.colluders,
+    def params(self) -> AccountingParams:
+        """What the account takes, for the noise that is really added."""
+        return AccountingParams(
+            self.sampler, self.rounds, self.event_multiplier, self.delta, self.accountant, self.trust,
+            self.min_cohort, self.max_participations, self.colluders,
         )  # fmt: skip
 
     @property
     def relation(self) -> str:
         """The neighbouring relation: add-remove or replace-one."""
-        return self.mechanism.relation if self.mechanism else self.terms.relation
+        return self.mechanism.relation if self.mechanism else self.params.relation
 
     @property
     def rounding(self) -> float:
-        """s: what the rounding of a float64 sum may add to the clip, as a share of it (``core.rounding``).
-
-        A mechanism says so where it differs: 0 for ddgauss, whose messages are whole numbers, and for a published
-        procedure, whose own claim is kept.
-        """
-        return float(getattr(self.mechanism, "rounding", ROUNDING))
+        """s: what the rounding of a float64 sum may add to the clip, as a share of it (``core.rounding``)."""
+        return self.mechanism.rounding if isinstance(self.mechanism, Rounded) else ROUNDING
 
     def sensitivity(self, bound: float) -> float:
         """Sensitivity of the computed sum when messages are clipped to ``bound``: C·(1 + s) under add-remove.
@@ -160,7 +190,7 @@ class Plan:
     def std(self, bound: float) -> float:
         """Noise std σ·C·(1 + s) on the sum of messages clipped to ``bound``; the only place where it is computed.
 
-        distributed: of n_min shares together, so each client adds std²/n_min of variance; local: of each client.
+        distributed: of the minimum cohort's shares together, each of variance std²/min_cohort; local: of each client.
         """
         if isinstance(self.mechanism, Drawn):
             return self.mechanism.std(self)
@@ -174,7 +204,7 @@ class Plan:
             return self.mechanism.event(self)
         if not self.private:
             return dp_accounting.NonPrivateDpEvent()
-        multiplier = self.event_multiplier / self.terms.factor
+        multiplier = self.event_multiplier / self.params.factor
         return dp_accounting.GaussianDpEvent(multiplier) if self.trust == "local" else self.sampler.event(multiplier)
 
     def guarantees(self, rounds: int | None = None) -> tuple[Guarantee, ...]:
@@ -189,7 +219,11 @@ class Plan:
             return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
         found = self._known.get(count)
         if found is None:
-            found = self.mechanism.guarantees(self, count) if self.mechanism else guarantees(self.terms, count)
+            found = (
+                self.mechanism.guarantees(self, count)
+                if self.mechanism
+                else guarantees(replace(self.params, rounds=count))
+            )
             if len(self._known) >= KNOWN:
                 self._known.clear()
             self._known[count] = found
@@ -206,7 +240,7 @@ class Plan:
             return self.guarantees(rounds)
         if self.mechanism or len(multipliers) == 1:
             return self.at(least).guarantees(rounds)
-        return guarantees_of(self.terms, multipliers)
+        return guarantees_of(self.params, multipliers)
 
     def at(self, multiplier: float) -> Plan:
         """The same with another event multiplier."""
@@ -223,10 +257,10 @@ class Plan:
         if self.noise_cohort is None or not self.private:
             return None
         factor = self.noise_cohort / self.sampler.size
-        minimum = None if self.cohort_min is None else max(1, round(self.cohort_min * factor))
+        minimum = None if self.min_cohort is None else max(1, round(self.min_cohort * factor))
         count = None if self.count_noise is None else self.count_noise * factor
         return replace(
-            self, sampler=_scaled(self.sampler, factor), noise_cohort=None, cohort_min=minimum, count_noise=count
+            self, sampler=_scaled(self.sampler, factor), noise_cohort=None, min_cohort=minimum, count_noise=count
         )
 
     def simulated_epsilon(self, rounds: int | None = None) -> float | None:
@@ -248,12 +282,12 @@ class Plan:
     def releases(self, shares: int) -> bool:
         """Whether a sum of ``shares`` surviving messages may leave secure aggregation; another round is aborted.
 
-        distributed: n_min honest shares must be in it, and no more than a topped-up sum has room for.
+        distributed: the minimum cohort's honest shares must be in it, and no more than a topped-up sum has room for.
         """
-        if self.cohort_min is None:
+        if self.min_cohort is None:
             return True
-        most = getattr(self.mechanism, "most", None)
-        return shares - self.colluders >= self.cohort_min and (most is None or shares <= most)
+        most = self.mechanism.most if isinstance(self.mechanism, ToppedUp) else None
+        return shares - self.colluders >= self.min_cohort and (most is None or shares <= most)
 
     def draws(self, round: int) -> range:
         """The cohort draws of a round, numbered through the run: one per round, but for votes."""
@@ -290,8 +324,8 @@ class Plan:
             "epsilon": _finite(self.epsilon(round + 1)),
         }
         optional = {
-            "cohort_max": getattr(self.sampler, "maximum", None),
-            "cohort_min": self.cohort_min,
+            "cohort_max": self.sampler.maximum,
+            "cohort_min": self.min_cohort,
             "max_participations": self.max_participations,
             "colluders": self.colluders or None,
             "noise_cohort": self.noise_cohort,
@@ -318,76 +352,57 @@ def _scaled(sampler: Sampler, factor: float) -> Sampler:
 
 def build_plan(
     *,
-    clients: int,
-    cohort_size: float,
     rounds: int,
-    sampling: str = "poisson",
-    cohort_max: int | None = None,
-    cohort_min: int | None = None,
-    max_participations: int | None = None,
     noise_multiplier: float | None = None,
     epsilon: float | None = None,
-    delta: float | None = None,
-    trust: str = "central",
-    accountant: str = "pld",
     protocol: str = "sound",
     noise_cohort: float | None = None,
     count_noise: float | None = None,
     adaptive: bool = False,
     private: bool = True,
     mechanism: Accounted | None = None,
-    colluders: int = 0,
+    **accounting: Any,
 ) -> Plan:
     """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
 
-    Arguments as in :class:`Plan` and in the recipe (``cohort``, ``privacy``). δ defaults to 0.1/M, n_min to the largest
-    whose aborts cost at most δ/100, σ_b to m/20. A target ε with ``noise_cohort`` is that of the simulated system.
+    Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by
+    default. A target ε with ``noise_cohort`` is that of the simulated system.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
             no bound is known.
     """
-    sampler = make_sampler(sampling, clients, cohort_size, cohort_max)
-    whole("rounds", rounds)
-    one_of("privacy.accountant", accountant, PROVEN)
-    one_of("privacy.trust", trust, TRUSTS)
     one_of("privacy.protocol", protocol, PROTOCOLS)
-    spent = (
-        default_delta(clients)
-        if delta is None
-        else in_range("privacy.delta", delta, 0, 1, open_low=True, open_high=True)
-    )
+    chosen = 1.0 if noise_multiplier is None else noise_multiplier
+    params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
-        return _without_privacy(sampler, rounds, spent, accountant, trust, protocol, noise_multiplier, epsilon)
+        return _without_privacy(params, protocol, bool(noise_multiplier) or epsilon is not None)
     if (noise_multiplier is None) == (epsilon is None):
         found = "neither" if epsilon is None else "both"
         raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
-    if getattr(mechanism, "rounding", ROUNDING):
-        _summable(sampler)
     if noise_cohort is not None:
-        in_range("privacy.noise_cohort", noise_cohort, cohort_size)
-    if trust == "distributed" and cohort_min is None:
-        cohort_min = default_minimum(sampler, rounds, spent, colluders)
+        in_range("privacy.noise_cohort", noise_cohort, params.sampler.size)
     plan = Plan(
-        sampler, rounds, 1.0 if noise_multiplier is None else accountable(noise_multiplier),
-        spent, accountant, trust, protocol, epsilon, cohort_min, max_participations, colluders, noise_cohort,
-        mechanism=mechanism,
+        params.sampler, rounds, chosen, params.delta, params.accountant, params.trust, protocol, epsilon,
+        params.min_cohort, params.max_participations, params.colluders, noise_cohort, mechanism=mechanism,
     )  # fmt: skip
-    plan.terms.remaining_delta(rounds)  # refuses what cannot be accounted before any work
+    if plan.rounding:
+        _summable(plan.sampler)
+    plan.params.remaining_delta()  # refuses what cannot be accounted before any work
     if epsilon is not None:
         plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
     plan = _with_count_noise(plan, adaptive, count_noise)
-    return replace(plan, warnings=tuple(_warnings(plan, delta)))
+    return replace(plan, warnings=tuple(_warnings(plan)))
 
 
-def _without_privacy(
-    sampler: Sampler, rounds: int, delta: float, accountant: str, trust: str, protocol: str,
-    noise_multiplier: float | None, epsilon: float | None,
-) -> Plan:  # fmt: skip
+def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
     found = ["This method neither clips nor adds noise: no privacy guarantee."]
-    if noise_multiplier or epsilon is not None:
+    if ignored:
         found.append("privacy.noise_multiplier and privacy.epsilon are ignored by a method without privacy.")
-    return Plan(sampler, rounds, 0.0, delta, accountant, trust, protocol, private=False, warnings=tuple(found))
+    return Plan(
+        params.sampler, params.rounds, 0.0, params.delta, params.accountant, params.trust, protocol,
+        private=False, warnings=tuple(found),
+    )  # fmt: skip
 
 
 def _summable(sampler: Sampler) -> None:
@@ -395,9 +410,7 @@ def _summable(sampler: Sampler) -> None:
 
     A Poisson cohort of expected size m ≤ n/2 exceeds n = ``MOST`` with a chance below e^(−2·10⁵) (Chernoff).
     """
-    largest = {"fixed": sampler.size, "truncated": getattr(sampler, "maximum", 0)}.get(
-        sampler.name, min(sampler.clients, 2 * sampler.size)
-    )
+    largest = sampler.maximum or (sampler.size if sampler.name == "fixed" else min(sampler.clients, 2 * sampler.size))
     if largest > MOST:
         raise wrong("cohort.size", f"{sampler.size:g} of {sampler.clients}", f"cohorts of at most {MOST} clients")
 
@@ -406,7 +419,7 @@ def _calibrated(plan: Plan, target: float) -> float:
     if plan.rounds == 0:
         raise wrong("rounds", 0, "at least 1 when privacy.epsilon is given")
     measured = plan.simulated() or plan
-    start = guess(measured.terms, plan.rounds, target)
+    start = guess(measured.params, target)
     return calibrate(lambda sigma: replace(measured, noise_multiplier=sigma).epsilon(), target, start)
 
 
@@ -425,10 +438,10 @@ def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> 
     return replace(plan, count_noise=float(chosen))
 
 
-def _warnings(plan: Plan, delta: float | None) -> list[str]:
-    usual = default_delta(plan.sampler.clients)
+def _warnings(plan: Plan) -> list[str]:
+    delta, usual = plan.delta, default_delta(plan.sampler.clients)
     found = []
-    if delta is not None and delta > usual * (1 + 1e-9):
+    if delta > usual * (1 + 1e-9):
         found.append(
             f"δ = {delta:g} is larger than 0.1/M = {usual:g}: at 1/M, publishing one client's data would meet it."
         )

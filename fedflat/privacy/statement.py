@@ -140,22 +140,55 @@ def statement(
     """
     one_of("key_source", key_source, ("seed", "os-entropy"))
     charged = rounds_charged(rounds_run, entries)
-    spent, why = multipliers(plan, entries, charged), list(reasons)
-    guarantees: Sequence[Any] = ()
-    if plan.protocol == "published":
-        epsilon = proven
-        if proven is not None and math.isfinite(proven):
-            guarantees = _guarantees(plan, spent)[0] if plan.mechanism else ()
-        else:
-            why.append("No finite ε is proven for the published procedure that ran.")
-    else:
-        guarantees, refused = _guarantees(plan, spent)
-        epsilon = claimed = proven = max((found.epsilon for found in guarantees), default=math.inf)
-        why += refused
-    why += _reasons(plan, epsilon, charged - rounds_run, min(spent))
+    spent = multipliers(plan, entries, charged)
+    guarantees, claimed, proven, why = _proof(plan, spent, claimed, proven)
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
-    why += [f"Charged again ({count} events): {reason}." for reason, count in again.items()]
+    simulated = plan.at(min(spent)).simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
     found = {
+        **_promise(plan, algorithm, facts, spent, guarantees),
+        "rounds": rounds_run,
+        "rounds_charged": charged,
+        "epsilon": proven,
+        "delta": plan.delta,
+        "claimed_epsilon": claimed,
+        "proven_epsilon": proven,
+        "simulated_epsilon": simulated,
+        "epsilon_at_1e-5": _second(plan, spent),
+        "accountant": plan.accountant,
+        "reasons": [
+            *reasons, *why, *_reasons(plan, proven, charged - rounds_run, min(spent)),
+            *(f"Charged again ({count} events): {reason}." for reason, count in again.items()),
+        ],
+        "not_covered": not_covered(plan, facts, key_source),
+        "noise_source": _noise_source(facts, key_source),
+        "floating_point": _floating_point(facts),
+        "rounding": _rounding(plan, entries),
+        "paper_items": [{"item": item, "text": PAPER_ITEMS[item]} for item in facts.get("paper_items", ())],
+        "warnings": [*plan.warnings, *warnings],
+        "facts": dict(facts),
+    }  # fmt: skip
+    clean: dict[str, Any] = plain_json("privacy statement", found)
+    return {**clean, "checklist": checklist(clean)}
+
+
+def _proof(
+    plan: PlanLike, spent: Mapping[float, int], claimed: float | None, proven: float | None
+) -> tuple[Sequence[Any], float | None, float | None, list[str]]:
+    """The guarantees, the claimed and the proven ε, and why there is none."""
+    if plan.protocol == "published":
+        if proven is None or not math.isfinite(proven):
+            return (), claimed, proven, ["No finite ε is proven for the published procedure that ran."]
+        return _guarantees(plan, spent)[0] if plan.mechanism else (), claimed, proven, []
+    guarantees, refused = _guarantees(plan, spent)
+    epsilon = max((found.epsilon for found in guarantees), default=math.inf)
+    return guarantees, epsilon, epsilon, refused
+
+
+def _promise(
+    plan: PlanLike, algorithm: str, facts: Mapping[str, Any], spent: Mapping[float, int], guarantees: Sequence[Any]
+) -> dict[str, Any]:
+    """What is promised, to whom, and by what."""
+    return {
         "algorithm": algorithm,
         "protocol": plan.protocol,
         "unit": "client: all data that one client holds, over the whole run",
@@ -165,28 +198,7 @@ def statement(
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
         "sampling": _sampling(plan, facts),
         "mechanism": _mechanism(plan, facts, spent),
-        "rounds": rounds_run,
-        "rounds_charged": charged,
-        "epsilon": epsilon,
-        "delta": plan.delta,
-        "claimed_epsilon": claimed,
-        "proven_epsilon": proven,
-        "simulated_epsilon": (
-            plan.at(min(spent)).simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
-        ),
-        "epsilon_at_1e-5": _second(plan, spent),
-        "accountant": plan.accountant,
-        "reasons": why,
-        "not_covered": not_covered(plan, facts, key_source),
-        "noise_source": _noise_source(facts, key_source),
-        "floating_point": _floating_point(facts),
-        "rounding": _rounding(plan, entries),
-        "paper_items": [{"item": item, "text": PAPER_ITEMS[item]} for item in facts.get("paper_items", ())],
-        "warnings": [*plan.warnings, *warnings],
-        "facts": dict(facts),
     }
-    clean: dict[str, Any] = plain_json("privacy statement", found)
-    return {**clean, "checklist": checklist(clean)}
 
 
 def _guarantees(plan: PlanLike, spent: Mapping[float, int]) -> tuple[Sequence[Any], list[str]]:
@@ -218,7 +230,7 @@ def _reasons(plan: PlanLike, epsilon: float | None, extra: int, least: float) ->
 
 
 def _adjacency(guarantees: Sequence[Any]) -> str:
-    kinds = dict.fromkeys(str(getattr(g.relation, "value", g.relation)) for g in guarantees)
+    kinds = dict.fromkeys(str(g.relation) for g in guarantees)
     return "; ".join(ADJACENCY.get(kind.lower().replace("-", "_"), kind) for kind in kinds) or "none proven"
 
 
@@ -273,7 +285,7 @@ def _floating_point(facts: Mapping[str, Any]) -> str:
 def _rounding(plan: PlanLike, entries: Sequence[Mapping[str, Any]]) -> float | None:
     """s: the sensitivity that is accounted is C·(1 + s); None where neither the ledger nor the plan names one."""
     named = [float(entry["rounding"]) for entry in entries if entry.get("rounding") is not None]
-    share = max(named, default=getattr(plan, "rounding", None))
+    share = max(named, default=plan.rounding)
     return share if plan.private and share else None
 
 
@@ -321,7 +333,7 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         found.append("The server itself, which sees every update under trust: central.")
     if plan.trust == "distributed":
         found.append("A server that breaks secure aggregation, or more colluding clients than were accounted for.")
-        if getattr(plan, "mechanism", None) is None:
+        if plan.mechanism is None:
             found.append(
                 "Whether a client answers at all: the slot of a removed client is taken to send its noise share with a "
                 "zero update, since the total noise follows the number of shares (ddgauss tops it up to a constant)."

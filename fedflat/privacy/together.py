@@ -129,7 +129,7 @@ def _step(kind: str, entry: Entry) -> Step:
 
 
 def _aborts(entries: Sequence[Entry]) -> float:
-    """Chance that a round has fewer than n_min honest shares, as the plan takes it out of δ."""
+    """Chance that a round has fewer honest shares than the minimum cohort, as the plan takes it out of δ."""
     from scipy.stats import binom
 
     first, minimum = entries[0], entries[0].get("cohort_min")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
-from fedflat.core.cohorts import Sampler
+from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve, proving, refusal
 from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
 from fedflat.privacy.accounting.steps import Step, step, steps_epsilon
@@ -47,16 +47,17 @@ class Guarantee:
 
 
 @dataclass(frozen=True)
-class Terms:
+class AccountingParams:
     """What the ε of Gaussian rounds depends on.
 
     Args:
         sampler: cohort law.
-        multiplier: noise std / C, whatever the relation.
+        rounds: T.
+        noise_multiplier: noise std / C, whatever the relation.
         delta: δ of the whole run.
         accountant: pld, rdp or fft.
         trust: central, distributed or local.
-        cohort_min: n_min of ``distributed``: honest shares without which a round is aborted.
+        min_cohort: the minimum cohort of ``distributed``: honest shares without which a round is aborted.
         max_participations: of ``local``: rounds one client takes part in at most.
         colluders: f of ``distributed``: clients whose noise shares the server may know.
 
@@ -65,16 +66,18 @@ class Terms:
     """
 
     sampler: Sampler
-    multiplier: float
+    rounds: int
+    noise_multiplier: float
     delta: float
     accountant: str = "pld"
     trust: str = "central"
-    cohort_min: int | None = None
+    min_cohort: int | None = None
     max_participations: int | None = None
     colluders: int = 0
 
     def __post_init__(self) -> None:
-        accountable(self.multiplier)
+        whole("rounds", self.rounds)
+        accountable(self.noise_multiplier)
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
         proving(self.accountant)
         one_of("privacy.trust", self.trust, TRUSTS)
@@ -84,8 +87,8 @@ class Terms:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        if self.trust != "distributed" and self.cohort_min is not None:
-            raise wrong("cohort.min", self.cohort_min, "nothing unless privacy.trust is distributed")
+        if self.trust != "distributed" and self.min_cohort is not None:
+            raise wrong("cohort.min", self.min_cohort, "nothing unless privacy.trust is distributed")
         if self.trust != "distributed" and self.colluders:
             raise wrong("colluders", self.colluders, "0 unless privacy.trust is distributed")
         if self.trust != "local" and self.max_participations is not None:
@@ -93,11 +96,11 @@ class Terms:
         if self.max_participations is not None:
             whole("cohort.max_participations", self.max_participations, 1)
         whole("colluders", self.colluders, 0, self.sampler.clients - 1)
-        if self.cohort_min is not None:
-            whole("cohort.min", self.cohort_min, 1, self._largest_minimum)
+        if self.min_cohort is not None:
+            whole("cohort.min", self.min_cohort, 1, self._largest_min_cohort)
 
     @property
-    def _largest_minimum(self) -> int:
+    def _largest_min_cohort(self) -> int:
         largest = self.sampler.clients if self.sampler.name == "poisson" else int(_most(self.sampler))
         return max(largest - self.colluders, 0)
 
@@ -111,55 +114,56 @@ class Terms:
         """Sensitivity of the sum in units of C: 1 under add-remove, 2 under replace-one."""
         return 2 if self.relation == "replace-one" else 1
 
-    def abort_probability(self, rounds: int) -> float:
-        """The chance that any of ``rounds`` rounds has fewer than n_min honest shares (0 unless distributed)."""
-        if self.cohort_min is None:
+    def abort_probability(self) -> float:
+        """The chance that any round has fewer honest shares than the minimum cohort (0 unless distributed)."""
+        if self.min_cohort is None:
             return 0.0
-        one = _too_few(self.sampler, self.cohort_min, self.colluders)
-        return 1.0 if one >= 1 else -math.expm1(rounds * math.log1p(-one))
+        one = _too_few(self.sampler, self.min_cohort, self.colluders)
+        return 1.0 if one >= 1 else -math.expm1(self.rounds * math.log1p(-one))
 
-    def remaining_delta(self, rounds: int) -> float:
+    def remaining_delta(self) -> float:
         """δ less the chance of an abort.
 
         Raises:
             InputError: nothing is left of δ.
         """
-        left = self.delta - self.abort_probability(rounds)
+        left = self.delta - self.abort_probability()
         if left <= 0:
-            chance = f"an aborted round has chance {self.abort_probability(rounds):.3g} ≥ δ = {self.delta:g}"
-            allowed = f"at most {default_minimum(self.sampler, rounds, self.delta, self.colluders)} ({chance})"
-            raise wrong("cohort.min", self.cohort_min, allowed, hint="Choose a smaller cohort.min.")
+            chance = f"an aborted round has chance {self.abort_probability():.3g} ≥ δ = {self.delta:g}"
+            fitting = default_min_cohort(self.sampler, self.rounds, self.delta, self.colluders)
+            allowed = f"at most {fitting} ({chance})"
+            raise wrong("cohort.min", self.min_cohort, allowed, hint="Choose a smaller cohort.min.")
         return left
 
 
 def _most(sampler: Sampler) -> float:
     """The largest cohort a law allows, other than Poisson's."""
-    return float(getattr(sampler, "maximum", sampler.size))
+    return float(sampler.size if sampler.maximum is None else sampler.maximum)
 
 
-def _too_few(sampler: Sampler, minimum: int, colluders: int) -> float:
-    """P(fewer than ``minimum`` honest clients in one cohort); colluders in a fixed cohort are all assumed drawn."""
+def _too_few(sampler: Sampler, min_cohort: int, colluders: int) -> float:
+    """P(fewer than ``min_cohort`` honest clients in one cohort); colluders in a fixed cohort are all assumed drawn."""
     from scipy.stats import binom
 
     if sampler.name == "fixed":
-        return 0.0 if sampler.size - colluders >= minimum else 1.0
-    if sampler.name == "truncated" and minimum > _most(sampler) - colluders:
+        return 0.0 if sampler.size - colluders >= min_cohort else 1.0
+    if sampler.name == "truncated" and min_cohort > _most(sampler) - colluders:
         return 1.0
     # Where the truncation binds, at least maximum − colluders honest clients stay: only small draws are too few.
-    return float(binom.cdf(minimum - 1, sampler.clients - colluders, sampler.q))
+    return float(binom.cdf(min_cohort - 1, sampler.clients - colluders, sampler.q))
 
 
-def default_minimum(sampler: Sampler, rounds: int, delta: float, colluders: int = 0) -> int:
-    """The largest n_min whose chance of any abort over ``rounds`` stays below δ/100; at least 1.
+def default_min_cohort(sampler: Sampler, rounds: int, delta: float, colluders: int = 0) -> int:
+    """The largest minimum cohort whose chance of any abort over ``rounds`` stays below δ/100; at least 1.
 
     Raises:
-        InputError: even n_min = 1 is too likely to abort.
+        InputError: even a minimum of 1 is too likely to abort.
     """
     high = math.ceil(sampler.size)
-    for minimum in range(high, 0, -1):
-        one = _too_few(sampler, minimum, colluders)
+    for min_cohort in range(high, 0, -1):
+        one = _too_few(sampler, min_cohort, colluders)
         if one < 1 and -math.expm1(rounds * math.log1p(-one)) <= delta / 100:
-            return minimum
+            return min_cohort
     raise wrong(
         "cohort.size", sampler.size, "a cohort that is hardly ever empty with privacy.trust: distributed",
         hint="The chance of an aborted round is charged to δ.",
@@ -173,16 +177,16 @@ def inapplicable(accountant: str, sampling: str, trust: str) -> str:
     return refusal({"fixed": "without replacement"}.get(sampling, sampling), accountant)
 
 
-def guarantees(terms: Terms, rounds: int) -> tuple[Guarantee, ...]:
-    """The guarantee towards each adversary of the trust model after ``rounds`` rounds, the strongest protected first.
+def guarantees(params: AccountingParams) -> tuple[Guarantee, ...]:
+    """The guarantee towards each adversary of the trust model, the strongest protected first.
 
     Raises:
         InputError: the chance of an aborted round uses up δ.
     """
-    return {"central": _central, "distributed": _distributed, "local": _local}[terms.trust](terms, rounds)
+    return {"central": _central, "distributed": _distributed, "local": _local}[params.trust](params)
 
 
-def guarantees_of(terms: Terms, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
+def guarantees_of(params: AccountingParams, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
     """As :func:`guarantees`, of rounds that differ in their noise: multiplier -> how many.
 
     Every round with the least noise is a bound; so is the composition of the rounds as they are, which is tighter
@@ -191,25 +195,26 @@ def guarantees_of(terms: Terms, multipliers: Mapping[float, int]) -> tuple[Guara
     Raises:
         InputError: the chance of an aborted round uses up δ.
     """
-    rounds, least = sum(multipliers.values()), min(multipliers)
-    found = guarantees(replace(terms, multiplier=least), rounds)
+    least = min(multipliers)
+    every = replace(params, rounds=sum(multipliers.values()), noise_multiplier=least)
+    found = guarantees(every)
     if least < LITTLE:  # no grid holds such losses beside others
         return found
-    together = steps_epsilon(_steps(terms, multipliers), terms.remaining_delta(rounds))
+    together = steps_epsilon(_steps(every, multipliers), every.remaining_delta())
     how = "pld, each round with its own noise"
     return tuple(replace(g, epsilon=together, accountant=how) if together < g.epsilon else g for g in found)
 
 
-def _steps(terms: Terms, multipliers: Mapping[float, int]) -> Counter[Step]:
+def _steps(params: AccountingParams, multipliers: Mapping[float, int]) -> Counter[Step]:
     """The rounds' laws. A client of ``local`` takes part in those with the least noise first."""
-    sampler, left = terms.sampler, terms.max_participations or sum(multipliers.values())
+    sampler, left = params.sampler, params.max_participations or params.rounds
     found = Counter[Step]()
     for multiplier, rounds in sorted(multipliers.items()):
-        sigma = multiplier / terms.factor
-        if terms.trust == "local":
+        sigma = multiplier / params.factor
+        if params.trust == "local":
             found[Step("gaussian", 1.0, sigma)] += min(rounds, left)
             left -= min(rounds, left)
-        elif terms.trust == "distributed":
+        elif params.trust == "distributed":
             found[Step("known", sampler.q, sigma)] += rounds
         else:
             limit = {"truncated": _most(sampler), "fixed": sampler.size}.get(sampler.name, 0)
@@ -217,54 +222,54 @@ def _steps(terms: Terms, multipliers: Mapping[float, int]) -> Counter[Step]:
     return found
 
 
-def headline(terms: Terms, rounds: int) -> float:
+def headline(params: AccountingParams) -> float:
     """The largest ε over the adversaries."""
-    return max(found.epsilon for found in guarantees(terms, rounds))
+    return max(found.epsilon for found in guarantees(params))
 
 
-def _amplified(terms: Terms, rounds: int) -> float:
-    event = terms.sampler.event(terms.multiplier / terms.factor)
-    return EpsilonCurve(event, terms.delta, terms.accountant).at(rounds, terms.remaining_delta(rounds))
+def _amplified(params: AccountingParams) -> float:
+    event = params.sampler.event(params.noise_multiplier / params.factor)
+    return EpsilonCurve(event, params.delta, params.accountant).at(params.rounds, params.remaining_delta())
 
 
-def _central(terms: Terms, rounds: int) -> tuple[Guarantee, ...]:
+def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
     text = "everyone who sees the released models (the other clients, the public); the server itself is trusted"
-    found = _amplified(terms, rounds)
-    return (Guarantee("recipients", text, terms.relation, found, terms.delta, terms.accountant),)
+    found = _amplified(params)
+    return (Guarantee("recipients", text, params.relation, found, params.delta, params.accountant),)
 
 
-def _distributed(terms: Terms, rounds: int) -> tuple[Guarantee, ...]:
+def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
     """Towards the server δ(ε) = Σ_n Bin(T, q)(n)·δ_Gauss(ε; n, σ): it knows who took part (algorithms.md).
 
     Towards recipients: they see less than the server, so its figure holds. Amplification by the hidden cohort needs
     noise that does not depend on the cohort, else its size shows in the noise's energy; with n shares of equal
     variance that is so for cohorts of fixed size only.
     """
-    spent = terms.remaining_delta(rounds)
-    multiplier = terms.multiplier / terms.factor
-    towards_server = schedule_epsilon(rounds, terms.sampler.q, multiplier, spent) if rounds else 0.0
-    hidden = terms.sampler.name == "fixed"
-    towards_all = min(_amplified(terms, rounds), towards_server) if hidden else towards_server
+    rounds, spent = params.rounds, params.remaining_delta()
+    multiplier = params.noise_multiplier / params.factor
+    towards_server = schedule_epsilon(rounds, params.sampler.q, multiplier, spent) if rounds else 0.0
+    hidden = params.sampler.name == "fixed"
+    towards_all = min(_amplified(params), towards_server) if hidden else towards_server
     how = "the cohort being hidden from them" if hidden else "not amplified: the noise's energy tells the cohort's size"
     exact = "exact Gaussian over Bin(T, q) participations"
     return (
         Guarantee(
-            "recipients", f"everyone who sees the released models only; {how}", terms.relation, towards_all,
-            terms.delta, terms.accountant if hidden else exact,
+            "recipients", f"everyone who sees the released models only; {how}", params.relation, towards_all,
+            params.delta, params.accountant if hidden else exact,
         ),
         Guarantee(
             "server", "the honest-but-curious server, which knows every cohort and sees each sum (secure aggregation)"
-            + (f", with {terms.colluders} colluding clients" if terms.colluders else ""),
-            terms.relation, towards_server, terms.delta, exact,
+            + (f", with {params.colluders} colluding clients" if params.colluders else ""),
+            params.relation, towards_server, params.delta, exact,
         ),
     )  # fmt: skip
 
 
-def _local(terms: Terms, rounds: int) -> tuple[Guarantee, ...]:
+def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
     import dp_accounting
 
-    most = rounds if terms.max_participations is None else min(rounds, terms.max_participations)
-    event = dp_accounting.GaussianDpEvent(terms.multiplier / terms.factor)
-    found = EpsilonCurve(event, terms.delta, terms.accountant).at(most)
+    most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
+    event = dp_accounting.GaussianDpEvent(params.noise_multiplier / params.factor)
+    found = EpsilonCurve(event, params.delta, params.accountant).at(most)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
-    return (Guarantee("server", text, terms.relation, found, terms.delta, terms.accountant),)
+    return (Guarantee("server", text, params.relation, found, params.delta, params.accountant),)

@@ -317,7 +317,7 @@ def _ddgauss(entries: Entries, delta: float) -> Recomputed:
     try:
         account = DDGaussAccount(
             e["clients"], e["cohort"], min(x["noise_multiplier"] for x in entries), e["clip"], e["granularity"],
-            e["dimension"], e["n_min"], delta, e["beta"], e["bits"], e.get("n_max"), e.get("colluders") or 0,
+            e["dimension"], e["cohort_min"], delta, e["beta"], e["bits"], e.get("n_max"), e.get("colluders") or 0,
         )  # fmt: skip
     except KeyError as error:
         raise wrong("ledger line 0", f"no {error.args[0]}", "every parameter of ddgauss") from error

@@ -25,7 +25,7 @@ from fedflat.data.clients import Federated
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.evaluate import Metric
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import Job, Record, final_module, train
+from fedflat.engine.train import Job, Outcome, Record, final_module, train
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
 from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds
@@ -65,14 +65,7 @@ def run(
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     Raises InputError for anything wrong in what was given, before any work is done.
     """
-    if algorithm is not None and isinstance(recipe, Mapping):
-        recipe = {"algorithm": "dp-fedavg", **recipe}  # whose place the given one takes
-    parsed = Recipe.of(recipe)
-    if task is not None:
-        parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")
-    if resume and out is not None:
-        parsed = _on_the_same_engine(parsed, Path(out))
-    parsed = as_given(parsed, model, clients, data, algorithm, loss)
+    parsed = as_given(_asked(recipe, algorithm, task, out if resume else None), model, clients, data, algorithm, loss)
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None
     if out is not None:
@@ -85,7 +78,24 @@ def run(
         on_start(job)
     with using_threads(1):
         outcome = train(job, on_round=on_round, should_stop=should_stop)
-    facts = state_privacy(parsed, job, outcome)
+    return _result(parsed, job, outcome)
+
+
+def _asked(
+    recipe: RecipeLike, algorithm: Algorithm | Factory | None, task: str | None, resumed: str | Path | None
+) -> Recipe:
+    """The recipe as it is asked for; one that is resumed keeps the engine it was started on."""
+    if algorithm is not None and isinstance(recipe, Mapping):
+        recipe = {"algorithm": "dp-fedavg", **recipe}  # whose place the given one takes
+    parsed = Recipe.of(recipe)
+    if task is not None:
+        parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")
+    return parsed if resumed is None else _on_the_same_engine(parsed, Path(resumed))
+
+
+def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
+    """What a run gives back; its statement is written, and the key of a run that is over forgotten."""
+    facts = state_privacy(recipe, job, outcome)
     if job.folder is not None:
         write_statement(job.folder.path / STATEMENT, facts, job.folder.run)
         if job.stored and job.opening is not None and outcome.complete:
@@ -95,7 +105,7 @@ def run(
         history=outcome.history,
         private_history=outcome.private,
         privacy=facts,
-        recipe=parsed,
+        recipe=recipe,
         folder=None if job.folder is None else job.folder.path,
         stopped=outcome.stopped,
         heads=dict(outcome.heads.kept),

@@ -25,7 +25,7 @@ from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
 from fedflat.engine import accumulate, measured
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Factored, Trace
 from fedflat.engine.mlp import Linear, stack_of
 from fedflat.engine.problem import Batch
@@ -196,7 +196,7 @@ def test_a_twin_in_the_accumulators_place_is_caught_as_well(twin: Add, monkeypat
         with seeded_torch(3, "others"):
             u, x = torch.randn(6, 4, 2), torch.randn(6, 4, 5)
         for deltas, inputs in ((u, x), (torch.cat([u, hostile[0]]), torch.cat([x, hostile[1]]))):
-            sink = Accumulator(WholeVector(1.0), 1.0, (slice(0, 10),), 10)
+            sink = PlainSum(WholeVector(1.0), 1.0, (slice(0, 10),), 10)
             sink.add(factors(deltas, inputs), [1] * len(deltas))  # type: ignore[arg-type]
             found.append(sink.result().total)
         return float((found[1] - found[0]).norm())
@@ -260,7 +260,7 @@ def test_what_is_not_finite_counts_as_zero(bad: float, weighted: bool) -> None:
     with seeded_torch(3, "others"):
         u, x = torch.randn(6, 4, 2), torch.randn(6, 4, 5)
     x[2, 0, 0] = bad
-    sinks = [Accumulator(WholeVector(1.0), 1.0, (slice(0, 10),), 10, weighted) for _ in range(2)]
+    sinks = [PlainSum(WholeVector(1.0), 1.0, (slice(0, 10),), 10, weighted) for _ in range(2)]
     sinks[0].add(factors(u, x), [3] * 6)  # type: ignore[arg-type]
     rest = [0, 1, 3, 4, 5]
     sinks[1].add(factors(u[rest], x[rest]), [3] * 5)  # type: ignore[arg-type]
@@ -285,10 +285,10 @@ def test_a_dense_message_of_any_size_moves_the_sum_by_at_most_the_clip(clip: Any
         made = PerTensor((0.6 * threshold, 0.8 * threshold), 2) if isinstance(clip, PerTensor) else clip
         for size in (3e38, 1.0, 1e-38, 1e-45):
             for kind in (torch.float32, torch.float64):
-                sink = Accumulator(made, threshold, tensors, 9)
+                sink = PlainSum(made, threshold, tensors, 9)
                 sink.add(torch.full((9,), size, dtype=kind), [1])
                 assert float(sink.result().total.norm()) <= threshold * (1 + ROUNDING)
-    free = Accumulator(WholeVector(math.inf), math.inf, tensors, 9)
+    free = PlainSum(WholeVector(math.inf), math.inf, tensors, 9)
     free.add(torch.full((9,), 3.0), [1])
     assert torch.equal(free.result().total, torch.full((9,), 3.0, dtype=torch.float64))
 
@@ -339,7 +339,7 @@ def test_more_messages_than_are_accounted_for_are_refused(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(accumulate, "MOST", 3)
     for clip, refused in ((1.0, True), (math.inf, False)):
-        sink = Accumulator(WholeVector(clip), clip, (slice(0, 2),), 2)
+        sink = PlainSum(WholeVector(clip), clip, (slice(0, 2),), 2)
         sink.add(torch.ones(4, 2), [1] * 4)
         if refused:
             with pytest.raises(RunError, match="cohort: 4 messages in one sum; rounding is accounted for 3 at most"):
@@ -347,17 +347,17 @@ def test_more_messages_than_are_accounted_for_are_refused(monkeypatch: pytest.Mo
         else:
             assert sink.result().count == 4
     common: dict[str, Any] = {"rounds": 1, "noise_multiplier": 1.0}
-    assert build_plan(clients=MOST, cohort_size=MOST, **common).rounding == ROUNDING
-    assert build_plan(clients=10**9, cohort_size=1000, **common).rounding == ROUNDING
-    assert build_plan(clients=10**9, cohort_size=MOST, sampling="fixed", **common).rounding == ROUNDING
-    assert build_plan(clients=10**9, cohort_size=10, sampling="truncated", cohort_max=MOST, **common)
+    assert build_plan(clients=MOST, cohort=MOST, **common).rounding == ROUNDING
+    assert build_plan(clients=10**9, cohort=1000, **common).rounding == ROUNDING
+    assert build_plan(clients=10**9, cohort=MOST, sampling="fixed", **common).rounding == ROUNDING
+    assert build_plan(clients=10**9, cohort=10, sampling="truncated", max_cohort=MOST, **common)
     for size, more in (
         (MOST, {}),
         (MOST + 1, {"sampling": "fixed"}),
-        (9, {"sampling": "truncated", "cohort_max": MOST + 1}),
+        (9, {"sampling": "truncated", "max_cohort": MOST + 1}),
     ):
         with pytest.raises(InputError, match=r"cohort\.size: found .* allowed: cohorts of at most 1048576 clients"):
-            build_plan(clients=10**9, cohort_size=size, **common, **more)
+            build_plan(clients=10**9, cohort=size, **common, **more)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_more_messages_than_are_accounted_for_are_refused(monkeypatch: pytest.Mo
 )
 def test_the_accounted_multiplier_does_not_move(more: dict[str, Any]) -> None:
     """std and sensitivity both carry 1 + s, and the ledger says so."""
-    plan = build_plan(clients=100, cohort_size=20, rounds=3, noise_multiplier=0.9, **more)
+    plan = build_plan(clients=100, cohort=20, rounds=3, noise_multiplier=0.9, **more)
     factor = 2 if plan.relation == "replace-one" else 1
     assert plan.sensitivity(0.3) == factor * 0.3 * (1 + ROUNDING)
     assert plan.std(0.3) / plan.sensitivity(0.3) == pytest.approx(plan.effective_multiplier / factor, rel=1e-15)

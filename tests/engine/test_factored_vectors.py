@@ -13,7 +13,7 @@ from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import LocalView
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Declined, Factored
 from fedflat.engine.mlp import stack_of
 from fedflat.engine.problem import Batch
@@ -61,7 +61,7 @@ def test_every_rule_is_the_same_on_factors(rule: object) -> None:
     update = w - first
     assert isinstance(update, Factored)
     torch.testing.assert_close(update.norms(), norms_of(v - first), rtol=1e-5, atol=1e-7)
-    sink = Accumulator(whole_vector(0.5), 0.5, low.layout.tensors("shared"), low.layout.size)
+    sink = PlainSum(whole_vector(0.5), 0.5, low.layout.tensors("shared"), low.layout.size)
     sink.add(update, [1] * CLIENTS)
     found = sink.result()
     torch.testing.assert_close(found.norms, norms_of(v - first), rtol=1e-5, atol=1e-7)
@@ -91,7 +91,7 @@ def test_a_hostile_client_adds_at_most_the_clip(scale: float) -> None:
         w = low.start(first, CLIENTS)
         for _ in range(2):
             w.sub_(low.gradient(w, "all", Batch(given, minibatch.targets)).vector, alpha=0.5)
-        sink = Accumulator(whole_vector(0.1), 0.1, low.layout.tensors("shared"), low.layout.size)
+        sink = PlainSum(whole_vector(0.1), 0.1, low.layout.tensors("shared"), low.layout.size)
         sink.add(w - first, [5] * CLIENTS)
         totals.append(sink.result())
     assert bool(torch.isfinite(totals[1].total).all())
@@ -107,7 +107,7 @@ def test_a_clip_or_transform_that_needs_coordinates_gets_them() -> None:
     update = w - first
     tensors = low.layout.tensors("shared")
     clip = per_tensor([0.1, 0.2, 0.3, 0.4], 4)
-    sinks = [Accumulator(clip, clip.threshold, tensors, low.layout.size) for _ in range(2)]
+    sinks = [PlainSum(clip, clip.threshold, tensors, low.layout.size) for _ in range(2)]
     sinks[0].add(update, [5] * CLIENTS)
     sinks[1].add(update.dense(), [5] * CLIENTS)
     torch.testing.assert_close(sinks[0].result().total, sinks[1].result().total)

@@ -15,10 +15,10 @@ from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, within_cap
 from fedflat.engine.train import train
-from fedflat.privacy.accounting.discrete import ddgauss_epsilon
+from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import rounds_charged
-from fedflat.privacy.trust import default_minimum
+from fedflat.privacy.trust import default_min_cohort
 from fedflat.privacy.verify import verify_run
 from fedflat.records.folder import read_lines
 from fedflat.simulation import run as simulation
@@ -73,11 +73,11 @@ def test_colluders_do_not_count_towards_the_minimum():
     assert made.parts.plan.record(0, 0.5)["colluders"] == 2
 
 
-def test_the_default_minimum_is_the_one_whose_aborts_are_charged_to_delta():
+def test_the_default_min_cohort_is_the_one_whose_aborts_are_charged_to_delta():
     plan = job().parts.plan
-    assert plan.cohort_min == default_minimum(plan.sampler, 6, 0.003)
-    assert plan.terms.abort_probability(6) <= 0.003 / 100
-    assert not plan.releases(plan.cohort_min - 1) and plan.releases(plan.cohort_min)
+    assert plan.min_cohort == default_min_cohort(plan.sampler, 6, 0.003)
+    assert plan.params.abort_probability() <= 0.003 / 100
+    assert not plan.releases(plan.min_cohort - 1) and plan.releases(plan.min_cohort)
 
 
 def test_ddgauss_aborts_a_sum_that_the_top_up_has_no_room_for():
@@ -92,7 +92,7 @@ def test_an_aborted_round_shows_in_the_files_and_the_run_goes_on(tmp_path):
     recipe = {**RECIPE, "cohort": {"size": 4, "min": 3}, "privacy": {**RECIPE["privacy"], "delta": 0.9}}
     made = prepare(Recipe.of(recipe))
     # A minimum this close to the cohort aborts often: δ pays for it, and the statement refuses a smaller one.
-    plan = replace(made.parts.plan, cohort_min=4, delta=0.999999)
+    plan = replace(made.parts.plan, min_cohort=4, delta=0.999999)
     made.parts = replace(made.parts, plan=plan)
     outcome = train(made)
     flags = [line["aborted"] for line in outcome.history]
@@ -141,11 +141,11 @@ def test_ddgauss_runs_from_a_recipe_the_same_on_every_back_end(tmp_path):
     assert recipients["epsilon"] < server["epsilon"] == one.privacy["epsilon"] == one.history[-1]["epsilon"]
     entry = read(tmp_path / "one" / "ledger.jsonl")[0]
     assert entry["mechanism"] == "ddgauss" and entry["bits"] == 18
-    again = ddgauss_epsilon(
-        30, 15, 6, entry["noise_multiplier"], entry["clip"], entry["granularity"], entry["dimension"], entry["n_min"],
-        0.003, entry["beta"], entry["bits"], n_max=entry["n_max"], adversary="server",
+    account = DDGaussAccount(
+        30, 15, entry["noise_multiplier"], entry["clip"], entry["granularity"], entry["dimension"], entry["cohort_min"],
+        0.003, entry["beta"], entry["bits"], entry["n_max"],
     )  # fmt: skip
-    assert again == pytest.approx(server["epsilon"]) and entry["dimension"] == 650
+    assert account.epsilon(6, "server") == pytest.approx(server["epsilon"]) and entry["dimension"] == 650
     assert verify_run(tmp_path / "one").ok
     resumed = simulation.run(Recipe.load(tmp_path / "one"), out=tmp_path / "one", resume=True)
     assert resumed.privacy == one.privacy

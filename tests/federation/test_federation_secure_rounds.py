@@ -122,7 +122,7 @@ def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None
 def test_too_few_clients_at_any_step_release_nothing_and_stay_charged(stage: str, tmp_path: Path) -> None:
     _, clients, _ = run(tmp_path / "fed", ddgauss(rounds=2), {0: stage, 1: stage})  # of 4, 3 are needed
     shown = rows(tmp_path / "fed" / "run" / "metrics.jsonl")
-    few = stage != stages.KEYS  # two that never began are a small cohort, enough for n_min = 2
+    few = stage != stages.KEYS  # two that never began are a small cohort, enough for a minimum of 2
     assert [row["aborted"] for row in shown] == [few, few]
     if few:
         assert torch.equal(final_shared(tmp_path / "fed" / "run"), clients[0].job.first)
@@ -322,7 +322,7 @@ def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Pat
 
 
 def test_the_statement_says_what_a_server_that_chooses_cohorts_learns(tmp_path: Path) -> None:
-    """Beside its own figure, which counts on its drawing them: T sums with the client in each, of n_min shares."""
+    """Beside its own figure, which counts on its drawing them: T sums with it, of the minimum cohort's shares."""
     folder = tmp_path / "fed"
     recipe = ddgauss(noise=3.0, rounds=2, cohort={"size": 3, "min": 1}, privacy={"noise_multiplier": 3.0, "delta": 0.1})
     _, clients, _ = run(folder, recipe)
@@ -334,9 +334,9 @@ def test_the_statement_says_what_a_server_that_chooses_cohorts_learns(tmp_path: 
     assert f"ε = {chosen:.4g}" in " ".join(facts["warnings"])
 
 
-def test_the_threshold_is_a_majority_and_n_min_honest_clients(tmp_path: Path) -> None:
+def test_the_threshold_is_a_majority_and_the_minimum_cohort(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", ddgauss())
     plan = clients[0].job.parts.plan
-    assert plan.cohort_min == 2
+    assert plan.min_cohort == 2
     assert [threshold_of(plan, n) for n in (1, 2, 3, 4, 10)] == [2, 2, 2, 3, 6]
     assert [threshold_of(replace(plan, colluders=3), n) for n in (1, 4, 10, 11)] == [5, 5, 7, 8]

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def mechanism(**changes) -> DistributedDiscreteGaussian:
-    numbers = {"dimension": 100, "clip": 1.0, "noise_multiplier": 1.0, "n_min": 8, "messages": 10}
+    numbers = {"dimension": 100, "clip": 1.0, "noise_multiplier": 1.0, "min_cohort": 8, "messages": 10}
     return DistributedDiscreteGaussian(**{**numbers, **changes})
 
 
@@ -117,17 +117,17 @@ def test_messages_are_reduced_and_their_sum_is_modular():
 @pytest.mark.parametrize("extra", [0, 6])
 def test_the_noise_has_the_stated_std_and_not_two_thirds_or_three_halves_of_it(extra):
     d, n = 4000, 8
-    mech = mechanism(dimension=d, clip=2.0, noise_multiplier=0.8, n_min=n, messages=n + extra)
+    mech = mechanism(dimension=d, clip=2.0, noise_multiplier=0.8, min_cohort=n, messages=n + extra)
     rows = updates(n, d, 1.5)
     error = (run(mech, rows, extra=extra) - rows.sum(0)).numpy()
-    std = 0.8 * 2.0 * math.sqrt((n + extra) / n)  # n_min shares make σC; each further share adds σ²C²/n_min
+    std = 0.8 * 2.0 * math.sqrt((n + extra) / n)  # min_cohort shares make σC; each further adds σ²C²/min_cohort
     assert stats.kstest(error / std, "norm").pvalue > 1e-4
     assert stats.kstest(error / std * 1.5, "norm").pvalue < 1e-4
     assert stats.kstest(error / std / 1.5, "norm").pvalue < 1e-4
 
 
 def test_a_simulated_round_has_the_law_of_the_separate_messages():
-    mech = mechanism(dimension=2000, n_min=5, messages=8)
+    mech = mechanism(dimension=2000, min_cohort=5, messages=8)
     rows = updates(8, 2000)
     signs = mech.signs(stream(0, "rotation"))
     total = mech.simulate(rows, signs, stream(0, "rounding"), stream(0, "noise"), 8)
@@ -149,15 +149,15 @@ def test_default_granularity_leaves_four_standard_deviations():
     d, n = 1024, 50
     one = updates(1, d)[0]
     for bits in (10, 16):
-        mech = mechanism(dimension=d, n_min=20, messages=n, bits=bits)
+        mech = mechanism(dimension=d, min_cohort=20, messages=n, bits=bits)
         error = (run(mech, one.repeat(n, 1)) - n * one).numpy()
         expected = math.sqrt(n / 20 + n * mech.pitch**2 / 4)
         assert error.std() == pytest.approx(expected, rel=0.15)
     signal, noise = (n * 1.0) ** 2 / d, n / 20
     deviations = 2**15 * mech.pitch / math.sqrt(signal + noise + n * mech.pitch**2 / 4)
     assert deviations == pytest.approx(4.0)
-    silent = mechanism(dimension=d, n_min=20, messages=n, noise_multiplier=0.0)
-    tight = mechanism(dimension=d, n_min=20, messages=n, noise_multiplier=0.0, granularity=silent.pitch / 8)
+    silent = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0)
+    tight = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0, granularity=silent.pitch / 8)
     fits, wraps = ((run(mech, one.repeat(n, 1)) - n * one).std() for mech in (silent, tight))
     assert wraps > 100 * fits
 

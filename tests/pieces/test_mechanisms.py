@@ -41,7 +41,7 @@ def test_gaussian_is_gaussian_and_named() -> None:
     [("central", 0, 1), ("central", 7, 1), ("distributed", 4, 1), ("distributed", 9, 9 / 4), ("local", 3, 3)],
 )
 def test_shares_add_up_as_the_trust_model_says(trust: str, count: int, variance: float) -> None:
-    mechanism = GaussianNoise(twice, trust, minimum=4)
+    mechanism = GaussianNoise(twice, trust, min_cohort=4)
     assert mechanism.total_std(0.5, count) == pytest.approx(math.sqrt(variance))
     noise = mechanism.noise(KEY, 3, broadcast(), aggregate(count), 0.5)
     assert stats.kstest(noise.numpy(), "norm", args=(0, math.sqrt(variance))).pvalue > 1e-6

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting as dp
@@ -23,6 +24,7 @@ from fedflat.privacy.accounting.epsilon import (
     ACCOUNTANTS,
     PROVEN,
     EpsilonCurve,
+    accounting_params,
     approximate_epsilon,
     calibrate,
     clients_for,
@@ -34,11 +36,10 @@ from fedflat.privacy.accounting.epsilon import (
     noise_multiplier,
     rounds_for,
     split_noise,
-    terms,
 )
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds
-from fedflat.privacy.trust import Terms, default_minimum, guarantees, headline
+from fedflat.privacy.trust import AccountingParams, default_min_cohort, guarantees, headline
 
 PAPER = {"clients": 500, "cohort": 50, "delta": 1 / 500}
 GRID_000 = [*(1 + x / 10 for x in range(1, 100)), *range(11, 256)]
@@ -362,55 +363,59 @@ def test_what_is_called_epsilon_is_proven() -> None:
 
 
 def test_the_server_of_distributed_knows_the_cohort() -> None:
-    made = terms(rounds=300, noise_multiplier=0.95, trust="distributed", min_cohort=15, **PAPER)
-    recipients, server = guarantees(made, 300)
-    spent = 1 / 500 - made.abort_probability(300)
+    made = accounting_params(rounds=300, noise_multiplier=0.95, trust="distributed", min_cohort=15, **PAPER)
+    recipients, server = guarantees(made)
+    spent = 1 / 500 - made.abort_probability()
     assert server.epsilon == schedule_epsilon(300, 0.1, 0.95, spent)
     assert recipients.epsilon == server.epsilon  # they see less, and the noise's size shows the cohort's
     assert recipients.adversary == "recipients" and server.adversary == "server"
     assert server.relation == "add-remove"
     assert epsilon(rounds=300, noise_multiplier=0.95, trust="distributed", min_cohort=15, **PAPER) == server.epsilon
-    assert headline(made, 0) == 0
+    assert headline(replace(made, rounds=0)) == 0
 
 
 def test_distributed_with_cohorts_of_fixed_size_never_aborts() -> None:
-    made = terms(rounds=300, noise_multiplier=20, sampling="fixed", trust="distributed", min_cohort=50, **PAPER)
-    recipients, server = guarantees(made, 300)
-    assert made.abort_probability(300) == 0
+    made = accounting_params(
+        rounds=300, noise_multiplier=20, sampling="fixed", trust="distributed", min_cohort=50, **PAPER
+    )
+    recipients, server = guarantees(made)
+    assert made.abort_probability() == 0
     assert recipients.epsilon < server.epsilon
     assert server.relation == "replace-one"
     with pytest.raises(InputError, match=r"cohort.min: found 50; allowed: a whole number ≥ 1 and ≤ 49"):
-        Terms(Fixed(500, 50), 1.0, 0.01, trust="distributed", cohort_min=50, colluders=1)
+        AccountingParams(Fixed(500, 50), 300, 1.0, 0.01, trust="distributed", min_cohort=50, colluders=1)
 
 
 @pytest.mark.parametrize(("minimum", "colluders"), [(30, 0), (35, 0), (30, 20)])
 def test_aborts_follow_the_binomial_tail(minimum: int, colluders: int) -> None:
-    made = Terms(Poisson(500, 50), 0.95, 0.9, trust="distributed", cohort_min=minimum, colluders=colluders)
+    made = AccountingParams(
+        Poisson(500, 50), 20, 0.95, 0.9, trust="distributed", min_cohort=minimum, colluders=colluders
+    )
     one = stats.binom(500 - colluders, 0.1).cdf(minimum - 1)
-    assert made.abort_probability(20) == pytest.approx(1 - (1 - one) ** 20, rel=1e-9)
-    assert made.remaining_delta(20) == pytest.approx(0.9 - made.abort_probability(20))
+    assert made.abort_probability() == pytest.approx(1 - (1 - one) ** 20, rel=1e-9)
+    assert made.remaining_delta() == pytest.approx(0.9 - made.abort_probability())
 
 
 def test_a_cohort_min_that_eats_delta_is_refused_with_a_remedy() -> None:
     with pytest.raises(InputError, match=r"cohort.min: found 40; allowed: at most 1\d .*Choose a smaller cohort.min"):
         epsilon(rounds=300, noise_multiplier=1, trust="distributed", min_cohort=40, **PAPER)
-    certain = Terms(Poisson(50, 5), 1.0, 0.01, trust="distributed", cohort_min=50, colluders=0)
-    assert certain.abort_probability(10) == pytest.approx(1)
+    certain = AccountingParams(Poisson(50, 5), 10, 1.0, 0.01, trust="distributed", min_cohort=50, colluders=0)
+    assert certain.abort_probability() == pytest.approx(1)
 
 
-def test_the_default_minimum_costs_at_most_a_hundredth_of_delta() -> None:
-    found = default_minimum(Poisson(500, 50), 300, 2e-4)
+def test_the_default_min_cohort_costs_at_most_a_hundredth_of_delta() -> None:
+    found = default_min_cohort(Poisson(500, 50), 300, 2e-4)
     chance = [
-        Terms(Poisson(500, 50), 1, 0.5, trust="distributed", cohort_min=n).abort_probability(300)
+        AccountingParams(Poisson(500, 50), 300, 1, 0.5, trust="distributed", min_cohort=n).abort_probability()
         for n in (found, found + 1)
     ]
     assert chance[0] <= 2e-6 < chance[1]
-    assert default_minimum(Fixed(500, 50), 300, 2e-4, colluders=4) == 46
-    assert default_minimum(Truncated(500, 50, 50), 300, 2e-4) == found
+    assert default_min_cohort(Fixed(500, 50), 300, 2e-4, colluders=4) == 46
+    assert default_min_cohort(Truncated(500, 50, 50), 300, 2e-4) == found
     # With a cap of 50 and 40 colluders, a truncated cohort may hold as few as 10 honest clients.
-    assert default_minimum(Truncated(500, 50, 50), 300, 2e-4, colluders=40) == 10
+    assert default_min_cohort(Truncated(500, 50, 50), 300, 2e-4, colluders=40) == 10
     with pytest.raises(InputError, match=r"cohort.size: found 1"):
-        default_minimum(Poisson(500, 1), 300, 2e-4)
+        default_min_cohort(Poisson(500, 1), 300, 2e-4)
 
 
 def test_local_composes_doubled_sensitivity_over_participations() -> None:
@@ -418,7 +423,7 @@ def test_local_composes_doubled_sensitivity_over_participations() -> None:
     assert f"{epsilon(max_participations=30, **setting):.1f}" == "98.8"
     assert epsilon(**setting) == gaussian_epsilon(2 * math.sqrt(300) / 0.95, 1 / 500)
     assert epsilon(max_participations=10**6, **setting) == epsilon(**setting)
-    (only,) = guarantees(terms(**setting), 3)
+    (only,) = guarantees(accounting_params(**{**setting, "rounds": 3}))
     assert (only.relation, only.adversary) == ("replace-one", "server")
     assert epsilon(sampling="truncated", max_cohort=60, accountant="rdp", **setting) > epsilon(**setting)
 

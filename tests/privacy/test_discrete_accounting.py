@@ -18,8 +18,6 @@ from fedflat.privacy.accounting.discrete import (
     concentrated_epsilon,
     curve_delta,
     curve_epsilon,
-    ddgauss_epsilon,
-    ddgauss_noise_multiplier,
     participation_epsilon,
     poisson_curve,
     sum_curve,
@@ -28,7 +26,7 @@ from fedflat.privacy.accounting.discrete import (
 
 BASE = {
     "clients": 500, "cohort": 50, "noise_multiplier": 0.95, "clip": 1.0,
-    "granularity": 1e-4, "dimension": 1000, "n_min": 20, "delta": 1 / 500,
+    "granularity": 1e-4, "dimension": 1000, "min_cohort": 20, "delta": 1 / 500,
 }  # fmt: skip
 
 
@@ -200,14 +198,14 @@ def test_replace_one_doubles_the_bound_and_is_not_amplified():
 
 
 def test_aborted_rounds_are_taken_out_of_delta():
-    assert account(n_min=50).epsilon(300) == math.inf
-    strict = account(n_min=25)
+    assert account(min_cohort=50).epsilon(300) == math.inf
+    strict = account(min_cohort=25)
     assert 0 < strict.abort_probability(1) < strict.abort_probability(300)
     others = stats.binom(499, 0.1)
     assert strict.abort_probability(10) == pytest.approx(10 * others.cdf(24))
     assert account(n_max=80).abort_probability(1) == pytest.approx(others.cdf(19) + others.sf(79))
     assert account(colluders=3).abort_probability(1) > account().abort_probability(1)
-    assert account(cohort=500, n_min=500, clients=501, delta=1e-5).epsilon(1) == math.inf
+    assert account(cohort=500, min_cohort=500, clients=501, delta=1e-5).epsilon(1) == math.inf
 
 
 def test_epsilon_is_monotone_and_grows_with_the_grid():
@@ -217,23 +215,6 @@ def test_epsilon_is_monotone_and_grows_with_the_grid():
     assert coarse == sorted(coarse)
     assert account(n_max=90).epsilon(0) == 0.0
     assert account(noise_multiplier=0.0).epsilon(3) == math.inf
-
-
-@pytest.mark.parametrize("adversary, n_max", [("recipients", 90), ("server", None)])
-def test_the_inverse_finds_the_smallest_multiplier(adversary, n_max):
-    rest = {k: v for k, v in BASE.items() if k != "noise_multiplier"}
-    sigma = ddgauss_noise_multiplier(8.0, rounds=100, adversary=adversary, n_max=n_max, **rest)
-    again = {"rounds": 100, "adversary": adversary, "n_max": n_max, **rest}
-    assert ddgauss_epsilon(noise_multiplier=sigma, **again) <= 8.0
-    assert ddgauss_epsilon(noise_multiplier=sigma - 2e-4, **again) > 8.0
-
-
-def test_the_inverse_follows_a_pitch_that_follows_the_noise_and_refuses_the_impossible():
-    rest = {k: v for k, v in BASE.items() if k not in ("noise_multiplier", "granularity")}
-    sigma = ddgauss_noise_multiplier(8.0, rounds=100, granularity=lambda s: 1e-4 * (1 + s), n_max=90, **rest)
-    assert 0.1 < sigma < 3
-    with pytest.raises(InputError, match="chance of an aborted round"):
-        ddgauss_noise_multiplier(8.0, rounds=100, granularity=1e-4, **{**rest, "n_min": 50})
 
 
 def test_guarantees_name_adversary_relation_and_theorem():
@@ -248,7 +229,7 @@ def test_guarantees_name_adversary_relation_and_theorem():
     "changes, sentence",
     [
         ({"cohort": 501}, "cohort.size: found 501"),
-        ({"n_min": 501}, "cohort.min: found 501"),
+        ({"min_cohort": 501}, "cohort.min: found 501"),
         ({"n_max": 19}, "cohort.max: found 19; allowed: a whole number ≥ 20"),
         ({"delta": 0.0}, "delta: found 0.0"),
         ({"relation": "replace"}, "relation: found replace; .* Did you mean replace-one"),

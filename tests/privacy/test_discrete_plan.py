@@ -9,26 +9,27 @@ from scipy import stats
 
 from fedflat.core.checks import InputError
 from fedflat.methods.ddgauss.plan import DDGaussPlan, most_messages
-from fedflat.privacy.accounting.discrete import ddgauss_epsilon
+from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.plan import build_plan
 
 
 def plan_of(mechanism: DDGaussPlan, **changes):
-    numbers = {"clients": 500, "cohort_size": 50, "rounds": 100, "delta": 1e-4, "trust": "distributed"}
+    numbers = {"clients": 500, "cohort": 50, "rounds": 100, "delta": 1e-4, "trust": "distributed"}
     noise = {} if "epsilon" in changes else {"noise_multiplier": 1.0}
     return build_plan(mechanism=mechanism, **{**numbers, **noise, **changes})
 
 
 def test_guarantees_are_those_of_the_account():
     plan = plan_of(DDGaussPlan(1000, 0.5))
-    record = plan.mechanism.record(plan)
-    assert record["n_min"] == plan.cohort_min < 50 < record["n_max"]
+    record = plan.record(0, 0.5)
+    assert record["cohort_min"] == plan.min_cohort < 50 < record["n_max"]
     both = plan.guarantees(60)
+    account = DDGaussAccount(
+        500, 50, 1.0, record["clip"], record["granularity"], record["dimension"], record["cohort_min"], 1e-4,
+        record["beta"], record["bits"], record["n_max"],
+    )  # fmt: skip
     for found, who in zip(both, ("recipients", "server"), strict=True):
-        again = ddgauss_epsilon(
-            500, 50, 60, 1.0, record["clip"], record["granularity"], record["dimension"], record["n_min"], 1e-4,
-            record["beta"], record["bits"], adversary=who, n_max=record["n_max"],
-        )  # fmt: skip
+        again = account.epsilon(60, who)
         assert found.epsilon == again and math.isfinite(again)
     assert both[0].epsilon < both[1].epsilon == plan.epsilon(60)
     bare = plan_of(DDGaussPlan(1000, 0.5, top_up=False)).guarantees(60)
@@ -50,7 +51,7 @@ def test_refusals():
     with pytest.raises(InputError, match=r"privacy.trust: found central; allowed: distributed"):
         plan_of(DDGaussPlan(10, 1.0), trust="central").guarantees(1)
     with pytest.raises(InputError, match=r"cohort.sampling: found truncated"):
-        plan_of(DDGaussPlan(10, 1.0), sampling="truncated", cohort_max=70).guarantees(1)
+        plan_of(DDGaussPlan(10, 1.0), sampling="truncated", max_cohort=70).guarantees(1)
 
 
 def test_the_library_has_no_event_for_it_and_settling_twice_changes_nothing():

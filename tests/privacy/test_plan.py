@@ -15,7 +15,7 @@ from fedflat.privacy.accounting import budget
 from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon, split_noise
 from fedflat.privacy.plan import Guarantee, Plan, build_plan
 
-SMALL = {"clients": 100, "cohort_size": 10, "rounds": 20, "delta": 1e-3}
+SMALL = {"clients": 100, "cohort": 10, "rounds": 20, "delta": 1e-3}
 
 
 def plan_of(**changes) -> Plan:
@@ -24,7 +24,7 @@ def plan_of(**changes) -> Plan:
 
 @pytest.mark.parametrize(
     ("changes", "factor"),
-    [({}, 1), ({"sampling": "fixed"}, 2), ({"sampling": "truncated", "cohort_max": 15}, 1), ({"trust": "local"}, 2)],
+    [({}, 1), ({"sampling": "fixed"}, 2), ({"sampling": "truncated", "max_cohort": 15}, 1), ({"trust": "local"}, 2)],
 )
 def test_event_times_sensitivity_is_the_std_drawn(changes, factor: int) -> None:
     plan = plan_of(**changes)
@@ -111,28 +111,28 @@ def test_a_target_with_noise_cohort_is_that_of_the_simulated_system() -> None:
 @pytest.mark.parametrize(
     ("changes", "sampler"),
     [
-        ({"sampling": "truncated", "cohort_max": 15}, Truncated(1000, 100, 150)),
+        ({"sampling": "truncated", "max_cohort": 15}, Truncated(1000, 100, 150)),
         ({"sampling": "fixed"}, Fixed(1000, 100)),
-        ({"trust": "distributed", "cohort_min": 1, "cohort_size": 10}, Poisson(1000, 100)),
+        ({"trust": "distributed", "min_cohort": 1, "cohort": 10}, Poisson(1000, 100)),
         ({"adaptive": True, "noise_multiplier": 0.9}, Poisson(1000, 100)),
     ],
 )
 def test_the_simulated_system_is_the_same_law_scaled(changes, sampler) -> None:
     larger = plan_of(noise_cohort=100, **changes).simulated()
     assert larger.sampler == sampler
-    assert larger.cohort_min == (10 if "cohort_min" in changes else None)
+    assert larger.min_cohort == (10 if "min_cohort" in changes else None)
     assert larger.count_noise == (5.0 if "adaptive" in changes else None)
 
 
 def test_distributed_gets_a_public_minimum_and_two_adversaries() -> None:
-    plan = plan_of(trust="distributed", cohort_size=30)
-    assert 1 <= plan.cohort_min < 30
+    plan = plan_of(trust="distributed", cohort=30)
+    assert 1 <= plan.min_cohort < 30
     assert {found.adversary for found in plan.guarantees()} == {"recipients", "server"}
     assert plan.epsilon() == max(found.epsilon for found in plan.guarantees())
-    assert plan.record(0, 1.0)["cohort_min"] == plan.cohort_min
-    assert plan_of(trust="distributed", cohort_size=30, colluders=2).record(0, 1.0)["colluders"] == 2
+    assert plan.record(0, 1.0)["cohort_min"] == plan.min_cohort
+    assert plan_of(trust="distributed", cohort=30, colluders=2).record(0, 1.0)["colluders"] == 2
     with pytest.raises(InputError, match=r"Choose a smaller cohort.min"):
-        plan_of(trust="distributed", cohort_size=30, cohort_min=29)
+        plan_of(trust="distributed", cohort=30, min_cohort=29)
 
 
 def test_local_is_capped_by_participations() -> None:
@@ -155,7 +155,7 @@ def test_methods_without_privacy() -> None:
 
 
 def test_the_ledger_line_is_json_and_enough_to_recompute() -> None:
-    plan = plan_of(sampling="truncated", cohort_max=14)
+    plan = plan_of(sampling="truncated", max_cohort=14)
     line = json.loads(json.dumps(plan.record(4, 0.25), allow_nan=False))
     assert (line["round"], line["mechanism"], line["sampling"], line["cohort_max"]) == (4, "gaussian", "truncated", 14)
     assert line["std"] == pytest.approx(line["noise_multiplier"] * line["clip"] * (1 + line["rounding"]))
@@ -195,7 +195,7 @@ def test_another_mechanism_plugs_in_without_changing_a_caller() -> None:
 
 
 def test_defaults_and_warnings() -> None:
-    plan = build_plan(clients=100, cohort_size=10, rounds=3, noise_multiplier=1.0)
+    plan = build_plan(clients=100, cohort=10, rounds=3, noise_multiplier=1.0)
     assert plan.delta == 1e-3 and plan.warnings == ()
     assert any("larger than 0.1/M" in text for text in plan_of(delta=0.01).warnings)
     assert any("noise_multiplier is 0" in text for text in plan_of(noise_multiplier=0).warnings)
@@ -213,7 +213,7 @@ def test_defaults_and_warnings() -> None:
         ({"protocol": "publish"}, "Did you mean published?"),
         ({"accountant": "gdp"}, "privacy.accountant: found gdp; allowed: pld, rdp, fft"),
         ({"rounds": -1}, "rounds: found -1"),
-        ({"cohort_size": 101}, "cohort.size: found 101"),
+        ({"cohort": 101}, "cohort.size: found 101"),
         ({"sampling": "fixed", "accountant": "fft"}, "fft covers Poisson sampling"),
     ],
 )

@@ -23,7 +23,7 @@ from fedflat.privacy.statement import PAPER_ITEMS
 
 
 def plan(paper: str = "000", tensors: int = 62, **changes: object) -> Plan:
-    given = {"clients": 500, "cohort_size": 50, "rounds": 300, "noise_multiplier": 0.95, "delta": 1 / 500, "clip": 0.2}
+    given = {"clients": 500, "cohort": 50, "rounds": 300, "noise_multiplier": 0.95, "delta": 1 / 500, "clip": 0.2}
     return with_tensors(published_plan(paper, **{**given, "epochs": True, **changes}), tensors)  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ def mechanism(made: Plan) -> Published:
     ],
 )
 def test_the_claimed_figures_of_the_papers(clients: int, sigma: float, rounds: int, rdp: float, pld: float) -> None:
-    made = plan(clients=clients, cohort_size=clients // 10, noise_multiplier=sigma, rounds=rounds, delta=1 / clients)
+    made = plan(clients=clients, cohort=clients // 10, noise_multiplier=sigma, rounds=rounds, delta=1 / clients)
     assert mechanism(made).claimed(made, rounds) == pytest.approx(rdp, abs=0.006)
     assert mechanism(made).claimed(made, rounds, "pld") == pytest.approx(pld, abs=0.006)
 
@@ -105,7 +105,7 @@ def test_004_counts_secret_cohorts_and_their_largest_size() -> None:
     assert 50 < found.shares(made) < 110 and found.tensors == 1 and found.record(made)["tensors"] == 1
     lower = gaussian_epsilon(2 * math.sqrt(10 * 50) / 0.95, 1 / 500)  # the expected count, the expected cohort
     assert lower < made.epsilon(100) < math.inf
-    assert plan("004", clients=60, cohort_size=59).mechanism.shares(plan("004", clients=60, cohort_size=59)) == 60  # type: ignore[union-attr]
+    assert plan("004", clients=60, cohort=59).mechanism.shares(plan("004", clients=60, cohort=59)) == 60  # type: ignore[union-attr]
     assert any("realised cohort" in reason for reason in found.reasons(made, 100))
 
 
@@ -159,7 +159,7 @@ def test_delta_near_one_over_m_warns() -> None:
     [
         ({"noise_multiplier": None}, "privacy: found neither; allowed: exactly one"),
         ({"epsilon": 3.0}, "privacy: found both"),
-        ({"cohort_size": 50.5}, "cohort.size: found 50.5"),
+        ({"cohort": 50.5}, "cohort.size: found 50.5"),
         ({"delta": 1.5}, "privacy.delta: found 1.5"),
         ({"rounds": 0}, "rounds: found 0"),
         ({"noise_multiplier": -1}, "privacy.noise_multiplier: found -1"),

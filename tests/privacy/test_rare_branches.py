@@ -35,9 +35,7 @@ def test_a_setting_that_does_not_apply_has_its_reason() -> None:
 
 
 def test_too_little_noise_per_share_amplifies_nothing() -> None:
-    plan = build_plan(
-        clients=100, cohort_size=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed"
-    )
+    plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed")
     account = DDGaussAccount(
         clients=plan.sampler.clients,
         cohort=plan.sampler.size,
@@ -45,7 +43,7 @@ def test_too_little_noise_per_share_amplifies_nothing() -> None:
         clip=1.0,
         granularity=1.0,
         dimension=8,
-        n_min=10,
+        min_cohort=10,
         delta=1e-3,
     )
     assert np.isinf(account.amplified(20)).all()
@@ -53,7 +51,7 @@ def test_too_little_noise_per_share_amplifies_nothing() -> None:
 
 def test_votes_beyond_the_plan_and_without_noise() -> None:
     votes = VotesPlan(labels=1, total=10)
-    plan = build_plan(clients=100, cohort_size=50, sampling="poisson", rounds=5, noise_multiplier=0.0, mechanism=votes)
+    plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=0.0, mechanism=votes)
     assert votes.spent(plan, 5) == 10
     assert votes.spent(plan, 6) == 12
     assert type(votes.event(plan)).__name__ == "NonPrivateDpEvent"

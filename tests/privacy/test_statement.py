@@ -203,10 +203,10 @@ def test_rounds_charged_counts_open_rounds_and_repeated_attempts() -> None:
 
 def test_events_with_less_noise_than_the_plans_are_not_stated_with_the_plans() -> None:
     """Forty-five events, thirty of them drawn with a smaller multiplier: never the ε of fifteen at the larger one."""
-    plan = build_plan(clients=100, cohort_size=10, rounds=15, noise_multiplier=4.0, delta=1e-3)
+    plan = build_plan(clients=100, cohort=10, rounds=15, noise_multiplier=4.0, delta=1e-3)
     lines = [{**plan.record(r, 1.0), "noise_multiplier": s} for s in (1.0, 1.0, 4.0) for r in range(15)]
     found = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines)
-    weaker = build_plan(clients=100, cohort_size=10, rounds=45, noise_multiplier=1.0, delta=1e-3)
+    weaker = build_plan(clients=100, cohort=10, rounds=45, noise_multiplier=1.0, delta=1e-3)
     assert found["rounds_charged"] == 45 and weaker.epsilon(30) < found["epsilon"] < weaker.epsilon(45)
     assert found["epsilon"] < found["epsilon_at_1e-5"] and "σ = 1 to 4 = noise std" in found["mechanism"]
     alike = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines[30:])
@@ -219,15 +219,15 @@ MIXED: dict[str, dict[str, Any]] = {
     "poisson": {},
     "fixed": {"sampling": "fixed"},
     "local": {"trust": "local", "max_participations": 4},
-    "distributed": {"trust": "distributed", "cohort_size": 50},
-    "everyone": {"cohort_size": 100},
+    "distributed": {"trust": "distributed", "cohort": 50},
+    "everyone": {"cohort": 100},
 }
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_rounds_that_differ_in_their_noise_are_composed_as_they_are(name: str) -> None:
     """Against dp-accounting by hand, and the twin that takes the least noise for all; checked and added up the same."""
-    setting: dict[str, Any] = {"clients": 100, "cohort_size": 10, "rounds": 6, "delta": 1e-3, **MIXED[name]}
+    setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 6, "delta": 1e-3, **MIXED[name]}
     plans = {sigma: build_plan(noise_multiplier=sigma, **setting) for sigma in (1.5, 3.0)}
     lines = [plans[1.5 if r < 3 else 3.0].record(r, 1.0) for r in range(6)]
     found = statement(plans[3.0], rounds_run=6, algorithm="a", facts={}, key_source="seed", entries=lines)
@@ -247,7 +247,7 @@ def test_rounds_that_differ_in_their_noise_are_composed_as_they_are(name: str) -
 
 def test_a_mechanism_with_its_own_account_is_bounded_by_the_least_noise() -> None:
     votes = VotesPlan(labels=1, total=10)
-    setting: dict[str, Any] = {"clients": 100, "cohort_size": 10, "rounds": 5, "delta": 1e-3, "mechanism": votes}
+    setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 5, "delta": 1e-3, "mechanism": votes}
     plan, weaker = (build_plan(noise_multiplier=sigma, **setting) for sigma in (4.0, 2.0))
     lines = [line for r in range(5) for line in (plan if r else weaker).records(r, 1.0)]
     found = statement(plan, rounds_run=5, algorithm="a", facts={}, key_source="seed", entries=lines)
@@ -255,7 +255,7 @@ def test_a_mechanism_with_its_own_account_is_bounded_by_the_least_noise() -> Non
 
 
 def test_next_to_no_noise_beside_other_noise_is_bounded_by_the_least() -> None:
-    setting: dict[str, Any] = {"clients": 100, "cohort_size": 10, "rounds": 2, "delta": 1e-3}
+    setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 2, "delta": 1e-3}
     plan, weaker = (build_plan(noise_multiplier=sigma, **setting) for sigma in (1.0, 1e-4))
     lines = [plan.record(0, 1.0), weaker.record(1, 1.0)]
     found = statement(plan, rounds_run=2, algorithm="a", facts={}, key_source="seed", entries=lines)
@@ -364,7 +364,7 @@ def test_the_mechanism_that_ran_is_named() -> None:
 def test_a_real_plan_is_stated_as_it_accounts() -> None:
     from fedflat.privacy.plan import build_plan
 
-    plan = build_plan(clients=500, cohort_size=50, rounds=300, noise_multiplier=0.95, delta=1 / 500)
+    plan = build_plan(clients=500, cohort=50, rounds=300, noise_multiplier=0.95, delta=1 / 500)
     found = statement(plan, rounds_run=300, algorithm="dp-fedsam", facts={"clip": 0.2}, key_source="seed")
     assert found["proven_epsilon"] == pytest.approx(9.37, abs=0.01) and found["epsilon_at_1e-5"] > 12
     assert found["adversaries"][0]["epsilon"] == found["epsilon"] and found["warnings"]

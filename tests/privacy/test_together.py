@@ -28,7 +28,7 @@ DELTA = 2e-3
 
 
 def plan_of(**change: Any) -> Plan:
-    facts = {"clients": 500, "cohort_size": 50, "rounds": 20, "noise_multiplier": 0.95, "delta": DELTA, **change}
+    facts = {"clients": 500, "cohort": 50, "rounds": 20, "noise_multiplier": 0.95, "delta": DELTA, **change}
     return build_plan(**facts)
 
 
@@ -114,7 +114,7 @@ def test_the_settings_of_one_comparison() -> None:
         run_of(plan_of(), "a"),
         run_of(plan_of(), "b", line={"std": plan_of().record(0, 0.2)["std"] * (1 + 1e-15)}),
         run_of(plan_of(adaptive=True), "c"),
-        run_of(plan_of(noise_multiplier=3.0, cohort_size=500), "d"),
+        run_of(plan_of(noise_multiplier=3.0, cohort=500), "d"),
         run_of(plan_of(noise_multiplier=2.0, mechanism=VotesPlan(4, 20)), "e", line={"noise_multiplier": 2.0}),
     ]
     found = total(runs)
@@ -123,10 +123,10 @@ def test_the_settings_of_one_comparison() -> None:
 
 
 def test_truncated_cohorts_compose() -> None:
-    small = {"clients": 60, "cohort_size": 6, "sampling": "truncated", "rounds": 5}
-    one = plan_of(cohort_max=12, **small)
+    small = {"clients": 60, "cohort": 6, "sampling": "truncated", "rounds": 5}
+    one = plan_of(max_cohort=12, **small)
     assert total([run_of(one, "a"), run_of(one, "b")]).epsilon == one.epsilon(10)
-    never = plan_of(cohort_max=60, **small)
+    never = plan_of(max_cohort=60, **small)
     both = total([run_of(one, "a"), run_of(never, "b")]).epsilon
     assert max(one.epsilon(), never.epsilon()) < both < one.epsilon() + never.epsilon()
 
@@ -155,7 +155,7 @@ def test_local_distributed_and_published_runs() -> None:
     assert total([run_of(fixed, "a"), run_of(fixed, "b")]).epsilon == pytest.approx(
         schedule_epsilon(40, 0.1, 0.475, DELTA)
     )
-    facts: dict[str, Any] = {"clients": 500, "cohort_size": 50, "rounds": 20, "noise_multiplier": 0.95, "clip": 0.2}
+    facts: dict[str, Any] = {"clients": 500, "cohort": 50, "rounds": 20, "noise_multiplier": 0.95, "clip": 0.2}
     paper = published_plan("000", delta=DELTA, **facts)
     busiest = paper.sampler.busiest(20)  # type: ignore[attr-defined]
     assert total([run_of(paper, "a"), run_of(paper, "b")]).epsilon == pytest.approx(

@@ -19,7 +19,7 @@ from fedflat.privacy.verify import multiplier, participation, poisson, recompute
 
 
 def plan_of(**change: Any) -> Plan:
-    facts = {"clients": 500, "cohort_size": 50, "rounds": 40, "noise_multiplier": 0.95, "delta": 1 / 500, **change}
+    facts = {"clients": 500, "cohort": 50, "rounds": 40, "noise_multiplier": 0.95, "delta": 1 / 500, **change}
     return build_plan(**facts)
 
 
@@ -36,12 +36,12 @@ def no_prv(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "poisson": ({}, "own integration"),
     "poisson, fft": ({"accountant": "fft"}, "dp-accounting PLD"),
-    "everyone": ({"cohort_size": 500}, "exact Gaussian"),
+    "everyone": ({"cohort": 500}, "exact Gaussian"),
     "adaptive": ({"adaptive": True}, "own integration"),
     "adaptive, fixed": ({"adaptive": True, "sampling": "fixed"}, "schedule revealed"),
     "larger noise cohort": ({"noise_cohort": 100}, "own integration"),
-    "truncated": ({"sampling": "truncated", "cohort_max": 12, "clients": 60, "cohort_size": 6}, "dp-accounting PLD"),
-    "never truncated": ({"sampling": "truncated", "cohort_max": 500}, "own integration"),
+    "truncated": ({"sampling": "truncated", "max_cohort": 12, "clients": 60, "cohort": 6}, "dp-accounting PLD"),
+    "never truncated": ({"sampling": "truncated", "max_cohort": 500}, "own integration"),
     "fixed": ({"sampling": "fixed"}, "schedule revealed"),
     "distributed": ({"trust": "distributed"}, "mixture over participations"),
     "distributed, fixed": ({"trust": "distributed", "sampling": "fixed"}, "mixture over participations"),
@@ -92,7 +92,7 @@ def test_a_tighter_statement_than_rdps_is_no_fault() -> None:
 @pytest.mark.parametrize("paper", ["000", "003", "004"])
 def test_a_published_procedures_messages_are_recomputed(paper: str) -> None:
     """The proven figure, by the direct sum; the paper's own, smaller one is no statement that these lines bear out."""
-    facts = {"clients": 500, "cohort_size": 50, "rounds": 20, "noise_multiplier": 0.95, "delta": 1 / 500, "clip": 0.2}
+    facts = {"clients": 500, "cohort": 50, "rounds": 20, "noise_multiplier": 0.95, "delta": 1 / 500, "clip": 0.2}
     plan = with_tensors(published_plan(paper, epochs=True, **facts), 8)  # type: ignore[arg-type]
     recorded = lines(plan)
     found = verify(recorded, plan.epsilon(), released=range(20))
@@ -105,7 +105,7 @@ def test_a_published_procedures_messages_are_recomputed(paper: str) -> None:
 
 
 def test_a_message_that_nothing_bounds_has_no_finite_figure() -> None:
-    facts = {"clients": 500, "cohort_size": 50, "rounds": 3, "noise_multiplier": 0.95, "delta": 1 / 500}
+    facts = {"clients": 500, "cohort": 50, "rounds": 3, "noise_multiplier": 0.95, "delta": 1 / 500}
     plan = published_plan("002", epochs=True, **facts)  # type: ignore[arg-type]
     assert recompute(lines(plan)).epsilon == math.inf
     assert verify(lines(plan), math.inf).ok and not verify(lines(plan), 100.0).ok
@@ -139,7 +139,7 @@ def test_a_long_mixture_is_rounded_down_by_little(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_noise_no_rounds_and_no_bound() -> None:
-    for change in ({}, {"sampling": "fixed"}, {"sampling": "truncated", "cohort_max": 70}, {"trust": "local"}):
+    for change in ({}, {"sampling": "fixed"}, {"sampling": "truncated", "max_cohort": 70}, {"trust": "local"}):
         silent = plan_of(noise_multiplier=0.0, **change)
         found = verify(lines(silent), None)
         assert found.ok and found.epsilon_recomputed == math.inf == found.epsilon_recorded

@@ -21,7 +21,7 @@ NONE = {"proven_epsilon": None, "claimed_epsilon": None, "epsilon": None}
 
 
 def plan_of(sigma: float = 0.95) -> Plan:
-    return build_plan(clients=500, cohort_size=50, rounds=10, noise_multiplier=sigma, delta=0.002)
+    return build_plan(clients=500, cohort=50, rounds=10, noise_multiplier=sigma, delta=0.002)
 
 
 def ledgered(folder: Path, algorithm: str, seed: int = 0, sigma: float = 0.95, key: str = "", **changes: Any) -> Path:

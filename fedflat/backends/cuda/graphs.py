@@ -23,7 +23,7 @@ from fedflat.core.checks import RunError, wrong
 from fedflat.core.held import Held
 from fedflat.core.personal import Heads
 from fedflat.core.rng import seeded_torch
-from fedflat.core.types import Algorithm, Broadcast, Local
+from fedflat.core.types import Algorithm, Broadcast, Local, PartedSum
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, steps_of, train_client
@@ -106,8 +106,8 @@ class Graphs:
         static = self._receive(broadcast)
         # Blocks are cut from the cohort, so that nobody's place in one depends on who has data.
         placed, done, started = cohort if self._together > 1 else cohort[sizes > 0], 0, deque[_Started]()
-        part = accumulator.part(self.device)
-        into = accumulator if part is None else part
+        whole = accumulator if isinstance(accumulator, PartedSum) else None
+        into = accumulator if whole is None else whole.part(self.device)
         while done < len(placed):
             clients = placed[done : done + self._together]
             if not self.data.sizes[clients].any():
@@ -124,8 +124,8 @@ class Graphs:
         if isinstance(self.problem, ModuleProblem | BlockProblem):
             self.problem.settle(everything=True)
         self._refuse_memory(static, broadcast)
-        if part is not None:
-            accumulator.merge(part)
+        if whole is not None:
+            whole.merge(into)
 
     def _refuse_memory(self, static: Broadcast, broadcast: Broadcast) -> None:
         """Raise InputError where a replay wrote to a piece, or to a vector that all clients read; a replay moves no

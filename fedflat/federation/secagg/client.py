@@ -2,7 +2,7 @@
 
 A step is answered once, in order, in one session; at most one masked vector leaves a client in a round, so that a
 server that starts a round again learns no second sum of it. The client counts for itself: it reveals shares only for
-sums with at least n_min honest vectors in them, and only after enough others signed that they were told the same.
+sums that hold the minimum cohort's honest vectors, and only after enough others signed that they were told the same.
 A step that it cannot answer, or the server's word that the session is over, deletes the secrets at once.
 """
 
@@ -33,8 +33,8 @@ _SECRETS = ("seal", "mask", "seed", "sign")
 
 
 def threshold_of(plan: Plan, clients: int) -> int:
-    """How many clients must be there at every step: a majority of the honest ones that began, and n_min of them."""
-    return max(consistency.enough_for_lies(clients, plan.colluders), (plan.cohort_min or 1) + plan.colluders)
+    """How many clients must be there at every step: a majority of the honest ones, and the minimum cohort."""
+    return max(consistency.enough_for_lies(clients, plan.colluders), (plan.min_cohort or 1) + plan.colluders)
 
 
 def context_of(pin: str, round: int, session: bytes) -> bytes:

@@ -53,16 +53,16 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
     if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
         return None
     rounds = rounds_charged(outcome.state.round, outcome.entries)
-    multiplier = plan.event_multiplier / plan.terms.factor
+    multiplier = plan.event_multiplier / plan.params.factor
     return schedule_epsilon(rounds, plan.sampler.q, multiplier, plan.delta) if rounds else 0.0
 
 
 def cohort_chosen_epsilon(job: Job, outcome: Outcome) -> float | None:
     """ε towards a lying server that asks a client in all T rounds, whatever cohorts it draws and lines it writes.
 
-    distributed (ddgauss): T sums of n_min shares, no amplification; inf where none is proven. local: T answers, if
-    fewer rounds are charged. None elsewhere. T, not the rounds charged: what a client counts is its own answers, T of
-    them; the ledger is the server's.
+    distributed (ddgauss): T sums of the minimum cohort's shares, no amplification; inf where none is proven. local: T
+    answers, if fewer rounds are charged. None elsewhere. T, not the rounds charged: what a client counts is its own
+    answers, T of them; the ledger is the server's.
     """
     from fedflat.methods.ddgauss.plan import DDGaussPlan
     from fedflat.privacy.statement import rounds_charged

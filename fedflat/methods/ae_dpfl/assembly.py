@@ -20,7 +20,7 @@ from fedflat.methods.noise import trust_of
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian
 from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.trust import default_minimum
+from fedflat.privacy.trust import default_min_cohort
 
 MECHANISM = "Gaussian noise on the sum of one-hot votes for the labels of public examples, one event per cohort draw."
 UNUSED_CLIP = "privacy.clip is not used by votes: a message of one-hot votes has the fixed norm √labels_per_draw."
@@ -62,14 +62,14 @@ def votes_plan(recipe: Recipe, method: Algorithm) -> VotesPlan:
     return VotesPlan(ballot.labels, ballot.draws, "replace-one" if replaced else "add-remove")
 
 
-def minimum(recipe: Recipe, method: Algorithm, clients: int) -> int | None:
-    """n_min of trust distributed; by default the largest whose aborts, over all draws, cost at most δ/100."""
+def min_cohort(recipe: Recipe, method: Algorithm, clients: int) -> int | None:
+    """The minimum cohort of trust distributed; by default the largest whose aborts, over all draws, cost ≤ δ/100."""
     cohort, privacy = recipe.cohort, recipe.privacy
     if trust_of(recipe, method) != "distributed" or cohort.min is not None:
         return cohort.min
     sampler = make_sampler(cohort.sampling, clients, cohort.size, cohort.max)
     delta = default_delta(clients) if privacy.delta is None else privacy.delta
-    return default_minimum(sampler, ballot_of(recipe, method).draws, delta, cohort.colluders)
+    return default_min_cohort(sampler, ballot_of(recipe, method).draws, delta, cohort.colluders)
 
 
 def with_draws(plan: Plan, votes: VotesPlan, recipe: Recipe) -> Plan:
@@ -119,7 +119,7 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
     plan, classes, threshold = parts.plan, data.classes, math.sqrt(ballot.labels)
     first, queries = job.first[: parts.layout.dimension], queries.to(job.problem.device)
     student = Student(job.problem, parts.local, queries, first, classes, ballot.epochs, job.seed)
-    added = GaussianNoise(plan.std, plan.trust, float(plan.cohort_min or plan.divisor))
+    added = GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor))
     noise = VoteNoise(
         draws=plan.draws,
         size=ballot.labels * classes,

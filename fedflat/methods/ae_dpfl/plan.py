@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedflat.core.rounding import ROUNDING
-from fedflat.privacy.trust import Guarantee, Terms, guarantees
+from fedflat.privacy.trust import AccountingParams, Guarantee, guarantees
 
 if TYPE_CHECKING:
     from fedflat.privacy.plan import Plan
@@ -48,14 +48,15 @@ class VotesPlan:
         """σ·(1 + s): std of the noise on each class's count."""
         return plan.event_multiplier * (1 + ROUNDING)
 
-    def terms(self, plan: Plan) -> Terms:
-        """The Gaussian account of one draw; its multiplier is scaled so that std / sensitivity is the drawn one."""
-        base = plan.terms
-        return dataclasses.replace(base, multiplier=base.factor * self.std(plan) / self.sensitivity(plan))
+    def params(self, plan: Plan, rounds: int) -> AccountingParams:
+        """The Gaussian account of the draws; its multiplier is scaled so that std / sensitivity is the drawn one."""
+        base = plan.params
+        multiplier = base.factor * self.std(plan) / self.sensitivity(plan)
+        return dataclasses.replace(base, rounds=self.spent(plan, rounds), noise_multiplier=multiplier)
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
         """Towards each adversary after all draws of `rounds` rounds."""
-        return guarantees(self.terms(plan), self.spent(plan, rounds))
+        return guarantees(self.params(plan, rounds))
 
     def event(self, plan: Plan) -> Any:
         """One cohort draw."""

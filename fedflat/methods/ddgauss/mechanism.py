@@ -55,9 +55,9 @@ def hadamard(vector: Floats) -> Floats:
 class DistributedDiscreteGaussian:
     """The mechanism's public numbers; every party holds the same value.
 
-    dimension: d of the update. clip: C > 0, in L2 units of the update. noise_multiplier: σ, so that n_min shares have
-    total std σC in the update's units (before the inflation of Δ₂, which accounting sees). n_min: honest shares that
-    must be in every released sum. messages: the largest number of messages expected in one sum (default n_min; give
+    dimension: d of the update. clip: C > 0, in L2 units of the update. noise_multiplier: σ: min_cohort shares have
+    total std σC in the update's units (before the inflation of Δ₂, which accounting sees). min_cohort: honest shares
+    that must be in every released sum. messages: the most that are expected in one sum (default min_cohort; give
     `n_max` if noise is topped up). bits: modulus 2^bits. granularity: γ, default `default_granularity`.
     beta: of the conditional rounding. Raises InputError, also where a share is too fine for the grid (std < γ/2).
     """
@@ -65,7 +65,7 @@ class DistributedDiscreteGaussian:
     dimension: int
     clip: float
     noise_multiplier: float
-    n_min: int
+    min_cohort: int
     messages: int | None = None
     bits: int = 16
     granularity: float | None = None
@@ -75,11 +75,11 @@ class DistributedDiscreteGaussian:
         whole("dimension", self.dimension, 1)
         in_range("clip", self.clip, 0, open_low=True)
         in_range("noise_multiplier", self.noise_multiplier, 0)
-        whole("cohort.min", self.n_min, 1)
+        whole("cohort.min", self.min_cohort, 1)
         whole("bits", self.bits, 2, 48)
         in_range("beta", self.beta, 0, 1, open_high=True)
         if self.messages is not None:
-            whole("messages", self.messages, self.n_min)
+            whole("messages", self.messages, self.min_cohort)
         if self.granularity is not None:
             in_range("granularity", self.granularity, 0, open_low=True)
         in_range("clip/granularity", self.clip / self.pitch, 2.0**-20, 2.0**48)
@@ -100,8 +100,8 @@ class DistributedDiscreteGaussian:
         """γ, the size of one grid step in the update's units."""
         if self.granularity is not None:
             return self.granularity
-        count = self.messages or self.n_min
-        return default_granularity(self.clip, self.noise_multiplier, self.dimension, self.n_min, count, self.bits)
+        count = self.messages or self.min_cohort
+        return default_granularity(self.clip, self.noise_multiplier, self.dimension, self.min_cohort, count, self.bits)
 
     @property
     def norm_limit(self) -> int:
@@ -111,8 +111,8 @@ class DistributedDiscreteGaussian:
 
     @property
     def share_variance(self) -> Fraction:
-        """Parameter σ² of one client's discrete Gaussian, in grid steps: (σC/γ)²/n_min."""
-        return (Fraction(self.noise_multiplier) * Fraction(self.clip) / Fraction(self.pitch)) ** 2 / self.n_min
+        """Parameter σ² of one client's discrete Gaussian, in grid steps: (σC/γ)²/min_cohort."""
+        return (Fraction(self.noise_multiplier) * Fraction(self.clip) / Fraction(self.pitch)) ** 2 / self.min_cohort
 
     def signs(self, public: np.random.Generator) -> Floats:
         """`(d',)` random signs ±1 of the round's rotation; every party draws them from the same public stream."""
@@ -235,6 +235,11 @@ class SharedDiscreteNoise:
     seed: int
     shares: int | None = None
     secure: bool = False
+
+    @property
+    def longest(self) -> float:
+        """Norm that no encoded message exceeds before its noise: rounding may lengthen one beyond C."""
+        return math.sqrt(self.mechanism.norm_limit) * self.mechanism.pitch
 
     def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> ModularSum:
         """What adds up a round's clipped messages."""

@@ -53,42 +53,48 @@ class DDGaussPlan:
         if self.most is not None:
             return self.most
         found = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
-        return max(min(found, plan.sampler.clients), self._n_min(plan) + plan.colluders)
+        return max(min(found, plan.sampler.clients), self._min_cohort(plan) + plan.colluders)
 
     def pitch(self, plan: Plan) -> float:
         """γ in the update's units."""
         if self.granularity is not None:
             return self.granularity
         sigma = plan.event_multiplier
-        return default_granularity(self.clip, sigma, self.dimension, self._n_min(plan), self.n_max(plan), self.bits)
+        return default_granularity(
+            self.clip, sigma, self.dimension, self._min_cohort(plan), self.n_max(plan), self.bits
+        )
 
     def account(self, plan: Plan) -> DDGaussAccount:
-        """The account of this mechanism in this plan; raises InputError unless cohorts are Poisson and n_min is set."""
+        """The account of this mechanism in this plan; InputError unless it has Poisson cohorts and a min_cohort."""
         return DDGaussAccount(
             plan.sampler.clients, plan.sampler.size, plan.event_multiplier, self.clip, self.pitch(plan), self.dimension,
-            self._n_min(plan), plan.delta, self.beta, self.bits, self.n_max(plan) if self.top_up else None,
+            self._min_cohort(plan), plan.delta, self.beta, self.bits, self.n_max(plan) if self.top_up else None,
             plan.colluders,
         )  # fmt: skip
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards recipients and the server after `rounds` rounds (the last is for a client drawn in every round)."""
+        """Towards recipients and the server after `rounds` rounds."""
         return self.account(plan).guarantees(rounds)[:2]
+
+    def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
+        """Towards the server, for a client drawn in every round."""
+        return self.account(plan).guarantees(rounds)[-1]
 
     def event(self, plan: Plan) -> Any:
         """None: dp-accounting has no such event."""
         return None
 
     def record(self, plan: Plan) -> dict[str, Any]:
-        """All that `DDGaussAccount` needs beside the plan's own fields."""
+        """All that `DDGaussAccount` needs beside the plan's own fields (the minimum cohort is one of these)."""
         return {
             "dimension": self.dimension, "clip": self.clip, "bits": self.bits, "granularity": self.pitch(plan),
-            "beta": self.beta, "n_min": self._n_min(plan), "n_max": self.n_max(plan) if self.top_up else None,
+            "beta": self.beta, "n_max": self.n_max(plan) if self.top_up else None,
         }  # fmt: skip
 
-    def _n_min(self, plan: Plan) -> int:
-        if plan.cohort_min is None:
+    def _min_cohort(self, plan: Plan) -> int:
+        if plan.min_cohort is None:
             raise wrong("privacy.trust", plan.trust, "distributed, with which cohort.min is set, for ddgauss")
-        return plan.cohort_min
+        return plan.min_cohort
 
     def _rate(self, plan: Plan) -> float:
         if plan.sampler.name != "poisson":

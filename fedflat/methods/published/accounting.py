@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
-from fedflat.core.cohorts import FromRound, Poisson, Sampler
+from fedflat.core.cohorts import FromRound, Poisson
+from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.epsilon import EpsilonCurve, calibrate, default_delta
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.plan import Plan
@@ -223,7 +224,7 @@ def published_plan(
     paper: str,
     *,
     clients: int,
-    cohort_size: float,
+    cohort: float,
     rounds: int,
     noise_multiplier: float | None = None,
     epsilon: float | None = None,
@@ -240,7 +241,7 @@ def published_plan(
         InputError: neither or both of noise_multiplier and epsilon; a value out of range.
     """
     items = PAPERS[one_of("privacy.published", paper, PAPERS)]
-    sampler: Sampler = Poisson(clients, cohort_size) if paper == "004" else FromRound(clients, cohort_size)
+    sampler: Sampler = Poisson(clients, cohort) if paper == "004" else FromRound(clients, cohort)
     whole("rounds", rounds, 1)
     spent = 1 / clients if delta is None else in_range("privacy.delta", delta, 0, 1, open_low=True, open_high=True)
     if (noise_multiplier is None) == (epsilon is None):

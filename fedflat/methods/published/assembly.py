@@ -45,7 +45,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     plan = published_plan(
         paper,
         clients=clients,
-        cohort_size=cohort.size,
+        cohort=cohort.size,
         rounds=recipe.rounds,
         noise_multiplier=privacy.noise_multiplier,
         epsilon=privacy.epsilon,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Clip, Local, Mechanism, Transform, UpdateView
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import Accumulator, PlainSum
 
 
 class OwnClip(Clip, Protocol):
@@ -132,7 +132,7 @@ class SharesAccumulator(Accumulator):
         return NoisedAggregate(**plain, noise=self.noise.clone())
 
 
-class RealisedSum(Accumulator):
+class RealisedSum(PlainSum):
     """Divides by the clients that happened to come (004 Alg. 1, line 7); an empty cohort divides by one."""
 
     @property

@@ -12,6 +12,7 @@ from fedflat.core.cohorts import NAMES as SAMPLINGS
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.privacy.accounting.epsilon import (
     ACCOUNTANTS,
+    accounting_params,
     approximate_epsilon,
     clients_for,
     cohort_for,
@@ -20,7 +21,6 @@ from fedflat.privacy.accounting.epsilon import (
     gdp_mu,
     noise_multiplier,
     rounds_for,
-    terms,
 )
 from fedflat.privacy.trust import guarantees
 
@@ -52,22 +52,11 @@ def _own_setting(setting: Row, trust: str, sampling: str, accountant: str) -> Ro
     return {name: value for name, value in found.items() if name not in dropped}
 
 
-def budget_table(
-    *,
-    clients: int,
-    cohort: float,
-    rounds: int,
-    noise_multiplier: float,
-    delta: float | None = None,
-    max_cohort: int | None = None,
-    min_cohort: int | None = None,
-    max_participations: int | None = None,
-    colluders: int = 0,
-    only: Mapping[str, str] = MappingProxyType({}),
-) -> list[Row]:
+def budget_table(*, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:
     """ε for the given noise under every trust model × cohort law × accountant, or ``only`` some of them.
 
-    only: the rows wanted, by ``trust``, ``sampling`` and ``accountant``; nothing else is computed.
+    only: the rows wanted, by ``trust``, ``sampling`` and ``accountant``; nothing else is computed. setting: the other
+    arguments of :func:`fedflat.epsilon`.
 
     Each row has ``trust, sampling, accountant, adversary, relation, epsilon, delta, proven, reason``. ``epsilon`` is
     the largest over the adversaries (inf without noise), None where nothing applies, with the reason; ``proven`` is
@@ -76,12 +65,7 @@ def budget_table(
     Raises:
         InputError: a value out of range.
     """
-    setting: Row = {
-        "clients": clients, "cohort": cohort, "rounds": rounds, "noise_multiplier": noise_multiplier, "delta": delta,
-        "max_cohort": max_cohort, "min_cohort": min_cohort, "max_participations": max_participations,
-        "colluders": colluders,
-    }  # fmt: skip
-    terms(**{name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")})
+    accounting_params(**_approximated(setting))
     return [_budget_row(setting, *combination) for combination in _combinations(only)]
 
 
@@ -92,8 +76,8 @@ def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row
     if approximation and (trust, sampling) != ("central", "poisson"):
         return row | {"reason": f"{accountant} approximates Poisson sampling under trust: central only; use pld"}
     try:
-        made = terms(**_own_setting(setting, trust, sampling, "pld" if approximation else accountant))
-        worst = max(guarantees(made, setting["rounds"]), key=lambda found: found.epsilon)
+        params = accounting_params(**_own_setting(setting, trust, sampling, "pld" if approximation else accountant))
+        worst = max(guarantees(params), key=lambda found: found.epsilon)
     except InputError as error:
         return row | {"reason": str(error)}
     found = {name: getattr(worst, name) for name in ("adversary", "relation", "epsilon", "delta")}
@@ -111,7 +95,8 @@ def mu_of(setting: Row) -> float:
 
 def _approximated(setting: Row) -> Row:
     """What the approximation depends on."""
-    return {name: setting[name] for name in ("clients", "cohort", "rounds", "noise_multiplier", "delta")}
+    names = ("clients", "cohort", "rounds", "noise_multiplier", "delta")
+    return {name: setting[name] for name in names if name in setting}
 
 
 def calibrate_table(
@@ -212,5 +197,6 @@ def approximation_against(axis: str, values: Sequence[float], **setting: Any) ->
     one_of("axis", axis, AXES)
     if (setting.get("trust", "central"), setting.get("sampling", "poisson")) != ("central", "poisson"):
         raise InputError("accountant: gdp approximates Poisson sampling under trust: central only; use pld.")
-    own = {"delta": None, **setting}
-    return [{axis: value, "epsilon": approximate_epsilon(**_approximated({**own, axis: value}))} for value in values]
+    return [
+        {axis: value, "epsilon": approximate_epsilon(**_approximated({**setting, axis: value}))} for value in values
+    ]

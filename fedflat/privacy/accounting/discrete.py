@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, one_of, whole
 from fedflat.core.discrete import MIN_SHARE_STD, inflated_bound
 from fedflat.core.types import Relation
 from fedflat.privacy.trust import Guarantee
@@ -140,14 +140,14 @@ def _smallest(enough: Callable[[float], bool], high: float) -> float:
 class DDGaussAccount:
     """The privacy of `rounds` rounds of the distributed discrete Gaussian mechanism.
 
-    clients, cohort: M and the expected cohort m (Poisson, q = m/M). noise_multiplier: σ = std of n_min shares / C in
-    the update's units, before Δ₂ is inflated by rounding. clip: C. granularity: γ. dimension: d (padded here to d').
-    n_min: honest shares every released sum is known to hold (a smaller one is aborted and stays charged).
+    clients, cohort: M and the expected cohort m (Poisson, q = m/M). noise_multiplier: σ = std of min_cohort shares / C
+    in the update's units, before Δ₂ is inflated by rounding. clip: C. granularity: γ. dimension: d (padded here to d').
+    min_cohort: honest shares every released sum is known to hold (a smaller one is aborted and stays charged).
     n_max: if given, the server tops every sum up to n_max shares and aborts a larger one, so that the released noise
     does not depend on the cohort. Only then are recipients granted amplification by sampling. Otherwise the energy of
     the noise over d coordinates gives the cohort's size away, the two mixtures have different parts without the client,
     and what joint convexity proves for recipients is exactly the server's figure.
-    colluders: clients whose shares do not count; subtracted from n_max, and added to the n_min of the abort rule.
+    colluders: clients whose shares do not count; subtracted from n_max, and added to min_cohort in the abort rule.
     delta, beta, bits: δ of the whole run, β of the rounding, modulus 2^bits (the sum mod 2^bits is post-processing).
     "Remove" means that the slot sends a zero update, still noised (zero-out). replace-one doubles Δ₂ and has no
     amplification theorem here. Raises InputError on impossible values.
@@ -159,7 +159,7 @@ class DDGaussAccount:
     clip: float
     granularity: float
     dimension: int
-    n_min: int
+    min_cohort: int
     delta: float
     beta: float = math.exp(-0.5)
     bits: int = 16
@@ -175,13 +175,13 @@ class DDGaussAccount:
         in_range("granularity", self.granularity, 0, open_low=True)
         whole("dimension", self.dimension, 1)
         whole("colluders", self.colluders, 0)
-        whole("cohort.min", self.n_min, 1, self.clients)
+        whole("cohort.min", self.min_cohort, 1, self.clients)
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         in_range("beta", self.beta, 0, 1, open_high=True)
         whole("bits", self.bits, 2, 48)
         one_of("relation", self.relation, ("add-remove", "replace-one"))
         if self.n_max is not None:
-            whole("cohort.max", self.n_max, self.n_min + self.colluders)
+            whole("cohort.max", self.n_max, self.min_cohort + self.colluders)
 
     @property
     def rate(self) -> float:
@@ -193,8 +193,8 @@ class DDGaussAccount:
 
     @property
     def share_variance(self) -> float:
-        """s² of one client's share on the grid: (σC/γ)²/n_min."""
-        return (self.noise_multiplier * self.clip / self.granularity) ** 2 / self.n_min
+        """s² of one client's share on the grid: (σC/γ)²/min_cohort."""
+        return (self.noise_multiplier * self.clip / self.granularity) ** 2 / self.min_cohort
 
     def curve(self, shares: int) -> Curve:
         """The unsampled Rényi curve of one round whose sum holds that many honest shares."""
@@ -214,7 +214,7 @@ class DDGaussAccount:
     def abort_probability(self, rounds: int) -> float:
         """Chance (union over rounds) that some round is aborted, with or without the client in question."""
         others = stats.binom(self.clients - 1, self.rate)
-        chance = float(others.cdf(self.n_min + self.colluders - 1))
+        chance = float(others.cdf(self.min_cohort + self.colluders - 1))
         if self.n_max is not None:
             chance += float(others.sf(self.n_max - 1))
         return min(1.0, rounds * chance)
@@ -233,7 +233,7 @@ class DDGaussAccount:
         if self.noise_multiplier == 0 or delta <= 0:
             return math.inf
         completed = self.n_max is not None and adversary == "recipients"
-        shares = self.n_max - self.colluders if completed and self.n_max is not None else self.n_min
+        shares = self.n_max - self.colluders if completed and self.n_max is not None else self.min_cohort
         curve = self.curve(shares)
         if not amplification:
             return curve_epsilon(ORDERS, rounds * curve(ORDERS), delta)
@@ -257,73 +257,3 @@ class DDGaussAccount:
             Guarantee(name, text, self.relation, self.epsilon(rounds, who, amplify), self.delta, accountant)
             for name, text, who, amplify, accountant in kinds
         )
-
-
-def ddgauss_epsilon(
-    clients: int,
-    cohort: float,
-    rounds: int,
-    noise_multiplier: float,
-    clip: float,
-    granularity: float,
-    dimension: int,
-    n_min: int,
-    delta: float,
-    beta: float = math.exp(-0.5),
-    bits: int = 16,
-    *,
-    adversary: Adversary = "recipients",
-    amplification: bool = True,
-    n_max: int | None = None,
-    relation: Relation = "add-remove",
-) -> float:
-    """Proven ε of the whole run; see `DDGaussAccount` for every argument, and for why amplification needs `n_max`."""
-    account = DDGaussAccount(
-        clients, cohort, noise_multiplier, clip, granularity, dimension, n_min, delta, beta, bits, n_max, 0, relation
-    )
-    return account.epsilon(rounds, adversary, amplification)
-
-
-def ddgauss_noise_multiplier(
-    epsilon: float,
-    clients: int,
-    cohort: float,
-    rounds: int,
-    clip: float,
-    granularity: float | Callable[[float], float],
-    dimension: int,
-    n_min: int,
-    delta: float,
-    beta: float = math.exp(-0.5),
-    bits: int = 16,
-    *,
-    adversary: Adversary = "recipients",
-    amplification: bool = True,
-    n_max: int | None = None,
-    relation: Relation = "add-remove",
-) -> float:
-    """Smallest σ (to 1e-4, rounded up) whose `ddgauss_epsilon` is at most `epsilon`.
-
-    granularity: γ, or a function σ ↦ γ when γ follows the noise (as the mechanism's default does).
-    Raises InputError where no σ up to 2^20 reaches it, e.g. because δ is below the chance of an aborted round.
-    """
-    in_range("privacy.epsilon", epsilon, 0, open_low=True)
-
-    def enough(sigma: float) -> bool:
-        grid = granularity(sigma) if callable(granularity) else granularity
-        found = ddgauss_epsilon(
-            clients, cohort, rounds, sigma, clip, grid, dimension, n_min, delta, beta, bits,
-            adversary=adversary, amplification=amplification, n_max=n_max, relation=relation,
-        )  # fmt: skip
-        return found <= epsilon
-
-    low, high = 0.0, 1.0
-    while not enough(high):
-        low, high = high, 2 * high
-        if high > 2**20:
-            cause = "δ may be below the chance of an aborted round, or γ too coarse for n_min shares"
-            raise wrong("privacy.epsilon", epsilon, "an ε that some noise multiplier reaches", hint=cause)
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high

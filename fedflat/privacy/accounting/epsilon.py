@@ -15,12 +15,12 @@ from typing import Any
 from fedflat.core.checks import InputError, in_range, whole, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import ACCOUNTANTS, PROVEN, EpsilonCurve, compose_epsilon, gdp_mu, proving
-from fedflat.privacy.trust import Terms, default_minimum, headline
+from fedflat.privacy.trust import AccountingParams, default_min_cohort, headline
 
 __all__ = [
-    "ACCOUNTANTS", "PROVEN", "EpsilonCurve", "approximate_epsilon", "calibrate", "clients_for", "cohort_for",
-    "compose_epsilon", "default_delta", "epsilon", "gdp_mu", "noise_multiplier", "proving", "rounds_for", "split_noise",
-    "terms",
+    "ACCOUNTANTS", "PROVEN", "EpsilonCurve", "accounting_params", "approximate_epsilon", "calibrate", "clients_for",
+    "cohort_for", "compose_epsilon", "default_delta", "epsilon", "gdp_mu", "noise_multiplier", "proving", "rounds_for",
+    "split_noise",
 ]  # fmt: skip
 
 MOST_EPSILON = 1e20
@@ -34,33 +34,28 @@ def default_delta(clients: int) -> float:
     return 0.1 / whole("clients", clients, 1)
 
 
-def terms(
+def accounting_params(
     *,
     clients: int,
     cohort: float,
-    rounds: int,
     noise_multiplier: float,
-    delta: float | None = None,
+    rounds: int,
     sampling: str = "poisson",
-    trust: str = "central",
-    accountant: str = "pld",
     max_cohort: int | None = None,
-    min_cohort: int | None = None,
-    max_participations: int | None = None,
-    colluders: int = 0,
-) -> Terms:
-    """The checked terms of an account; ``min_cohort`` defaults to :func:`default_minimum` under trust distributed.
+    delta: float | None = None,
+    **more: Any,
+) -> AccountingParams:
+    """The checked arguments of :func:`epsilon`; ``more`` are those that it shares with :class:`AccountingParams`.
 
     Raises:
         InputError: any value out of range, or a combination without a bound.
     """
-    whole("rounds", rounds)
     sampler = make_sampler(sampling, clients, cohort, max_cohort)
     spent = default_delta(clients) if delta is None else delta
-    made = Terms(sampler, noise_multiplier, spent, accountant, trust, min_cohort, max_participations, colluders)
-    if trust == "distributed" and min_cohort is None:
-        return replace(made, cohort_min=default_minimum(sampler, rounds, spent, colluders))
-    return made
+    params = AccountingParams(sampler, rounds, noise_multiplier, spent, **more)
+    if params.trust == "distributed" and params.min_cohort is None:
+        return replace(params, min_cohort=default_min_cohort(sampler, rounds, spent, params.colluders))
+    return params
 
 
 def epsilon(
@@ -87,18 +82,13 @@ def epsilon(
         noise_multiplier: noise std / C, whatever the neighbouring relation; at 0 the result is inf.
         delta: δ in (0, 1); default 0.1/M.
         sampling: poisson, truncated (with ``max_cohort``) or fixed.
-        trust: central, distributed (``min_cohort``: n_min, ``colluders``) or local (``max_participations``).
+        trust: central, distributed (``min_cohort``, ``colluders``) or local (``max_participations``).
         accountant: pld, rdp or fft; an approximation is refused (:func:`approximate_epsilon`).
 
     Raises:
         InputError: a value out of range, or a combination for which no bound is known, with the reason.
     """
-    made = terms(
-        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta,
-        sampling=sampling, trust=trust, accountant=accountant, max_cohort=max_cohort, min_cohort=min_cohort,
-        max_participations=max_participations, colluders=colluders,
-    )  # fmt: skip
-    return headline(made, rounds)
+    return headline(accounting_params(**locals()))
 
 
 def approximate_epsilon(
@@ -114,10 +104,12 @@ def approximate_epsilon(
     """
     from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
-    made = terms(clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta)
+    params = accounting_params(
+        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta
+    )
     if rounds == 0:
         return 0.0
-    return gaussian_epsilon(gdp_mu(made.sampler.q, noise_multiplier, rounds), made.delta)
+    return gaussian_epsilon(gdp_mu(params.sampler.q, noise_multiplier, rounds), params.delta)
 
 
 _epsilon = epsilon  # under a name that the arguments called epsilon do not hide
@@ -145,29 +137,26 @@ def noise_multiplier(
     Raises:
         InputError: as for :func:`fedflat.epsilon`; rounds = 0; or no multiplier reaches the target.
     """
+    setting = locals() | {"noise_multiplier": 1.0}
+    del setting["epsilon"]
     whole("rounds", rounds, 1)
-    made = terms(
-        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=1.0, delta=delta,
-        sampling=sampling, trust=trust, accountant=accountant, max_cohort=max_cohort, min_cohort=min_cohort,
-        max_participations=max_participations, colluders=colluders,
-    )  # fmt: skip
-    return calibrate(
-        lambda sigma: headline(replace(made, multiplier=sigma), rounds), epsilon, guess(made, rounds, epsilon)
-    )
+    params = accounting_params(**setting)
+    return calibrate(lambda sigma: headline(replace(params, noise_multiplier=sigma)), epsilon, guess(params, epsilon))
 
 
-def guess(made: Terms, rounds: int, target: float) -> float:
+def guess(params: AccountingParams, target: float) -> float:
     """Where to start: the multiplier that the central-limit approximation, or an unamplified account, suggests."""
     from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
-    amplified = made.trust == "central" and made.sampler.name != "fixed" and target < 1000
-    q = made.sampler.q if amplified else 1.0
-    count = rounds if amplified else max(1.0, rounds * (1.0 if made.trust == "local" else made.sampler.q))
+    amplified = params.trust == "central" and params.sampler.name != "fixed" and target < 1000
+    q = params.sampler.q if amplified else 1.0
+    share = 1.0 if amplified or params.trust == "local" else params.sampler.q
+    count = max(1, round(params.rounds * share))
     low, high = 1e-11, 1e6
     for _ in range(60):
         middle = math.sqrt(low * high)
-        mu = gdp_mu(q, middle / made.factor, max(1, round(count)))
-        low, high = (low, middle) if gaussian_epsilon(min(mu, 1e8), made.delta) <= target else (middle, high)
+        mu = gdp_mu(q, middle / params.factor, count)
+        low, high = (low, middle) if gaussian_epsilon(min(mu, 1e8), params.delta) <= target else (middle, high)
     return high
 
 
