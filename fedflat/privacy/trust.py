@@ -83,7 +83,7 @@ class AccountingParams:
         one_of("privacy.trust", self.trust, TRUSTS)
         reason = inapplicable(self.accountant, self.sampler.name, self.trust)
         if reason:
-            raise InputError(f"accountant: {reason}.")
+            raise InputError(f"privacy.accountant: {reason}.")
         self._check_limits()
 
     def _check_limits(self) -> None:

@@ -211,7 +211,7 @@ def test_defaults_and_warnings() -> None:
         ({"delta": 2}, "privacy.delta: found 2"),
         ({"trust": "centrall"}, "Did you mean central?"),
         ({"protocol": "publish"}, "Did you mean published?"),
-        ({"accountant": "gdp"}, "accountant: found gdp; allowed: pld, rdp, fft"),
+        ({"accountant": "gdp"}, "privacy.accountant: found gdp; allowed: pld, rdp, fft"),
         ({"rounds": -1}, "rounds: found -1"),
         ({"cohort": 101}, "cohort.size: found 101"),
         ({"sampling": "fixed", "accountant": "fft"}, "fft covers Poisson sampling"),

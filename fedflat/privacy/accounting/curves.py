@@ -141,8 +141,8 @@ def proving(accountant: str) -> str:
     if accountant in APPROXIMATIONS:
         place = "fedflat.privacy.accounting.epsilon.approximate_epsilon"
         hint = f"{accountant} is an approximation, no bound: {place} gives it."
-        raise wrong("accountant", accountant, ", ".join(PROVEN), hint=hint)
-    return str(one_of("accountant", accountant, PROVEN))
+        raise wrong("privacy.accountant", accountant, ", ".join(PROVEN), hint=hint)
+    return str(one_of("privacy.accountant", accountant, PROVEN))
 
 
 def _kind(event: Any) -> tuple[str, float, float]:
@@ -249,7 +249,7 @@ def _account(event: Any, accountant: str) -> Account:
     kind, q, multiplier = _kind(event)
     reason = refusal(kind, proving(accountant))
     if reason:
-        raise InputError(f"accountant: {reason}.")
+        raise InputError(f"privacy.accountant: {reason}.")
     if multiplier == 0:
         return _Unbounded()
     if accountant == "rdp":
