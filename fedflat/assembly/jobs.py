@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import check_metrics, objective_of, suited, try_metrics
+from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
@@ -55,7 +55,7 @@ def prepare(
     algorithm: Algorithm | Factory | None = None,
     data: Federated | None = None,
     loss: OwnLoss | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric] | Sequence[str] | None = None,
 ) -> Job:
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
@@ -64,9 +64,9 @@ def prepare(
     """
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
     made = _ingredients(recipe, model, clients, test, algorithm, data, loss)
-    check_metrics(metrics or {}, made.data)
+    wanted = metrics_of(metrics, recipe, made.data)
     job = _placed(recipe, made)
-    job.metrics = dict(metrics or {})
+    job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
         try_metrics(job.metrics, outputs_of(job.problem, job.first, tests, job.evaluation.batch_size), targets.cpu())
@@ -184,7 +184,8 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         seed=recipe.seed,
         key=fresh_key() if what.method is None else noise_key(recipe.seed, *what.facts),
         evaluation=Evaluation(
-            **recipe.evaluation.model_dump(), threads=recipe.engine.processes or torch.get_num_threads()
+            **recipe.evaluation.model_dump(exclude={"metrics"}),
+            threads=recipe.engine.processes or torch.get_num_threads(),
         ),
         identity=what,
         made_for={} if recipe.model.name == GIVEN else _shapes(made.data),

@@ -50,6 +50,10 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
             raise wrong(
                 f"algorithm.{key}", key, f"for {name}: {', '.join(allowed) or 'no key'}", hint=nearest(key, allowed)
             )
+    for one in inspect.signature(factory).parameters.values():
+        named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if named and one.default is one.empty and one.name not in options:
+            raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
     method = factory(**options)
     if not isinstance(method, Algorithm):
         raise wrong(
@@ -106,6 +110,12 @@ def local_of(recipe: Recipe, method: Algorithm, data: Federated) -> Local:
             f"{method.momentum:g} for {method.name}",
             hint=f"Reason: {method.fixed_momentum}.",
         )
+    if local.optimizer != "sgd":
+        if method.fixed_momentum:
+            hint = f"Reason: {method.fixed_momentum}."
+            raise wrong("local.optimizer", local.optimizer, f"sgd for {method.name}", hint=hint)
+        if local.momentum is not None:
+            raise wrong("local.momentum", local.momentum, f"no value with local.optimizer {local.optimizer}")
     steps = local.steps
     if steps is None:
         steps = (local.epochs or 1) * math.ceil(data.examples_per_client / local.batch_size)
@@ -118,6 +128,10 @@ def local_of(recipe: Recipe, method: Algorithm, data: Federated) -> Local:
         weight_decay=local.weight_decay,
         max_grad_norm=local.max_grad_norm,
         epochs=local.epochs if published.applies(recipe, method) else None,
+        optimizer=local.optimizer,
+        schedule=local.schedule,
+        warmup=local.warmup,
+        rounds=recipe.rounds,
     )
 
 

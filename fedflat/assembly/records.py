@@ -51,7 +51,11 @@ def settled(recipe: Recipe, parts: Parts, clients: int) -> dict[str, Any]:
     dump["server"] = server_of(recipe, parts.algorithm).model_dump(mode="json")
     dump["data"]["clients"] = clients
     dump["privacy"]["trust"] = plan.trust
-    dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": local.momentum}
+    dump["local"] |= {
+        "steps": local.steps,
+        "epochs": None,
+        "momentum": local.momentum if local.optimizer == "sgd" else None,
+    }
     if plan.private:
         dump["privacy"] |= {
             "noise_multiplier": plan.noise_multiplier,

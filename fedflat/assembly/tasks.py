@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedflat.assembly.measures import named
 from fedflat.assembly.plans import NOT_HELD
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import wrong
@@ -167,6 +168,21 @@ def _tried(own: OwnLoss, outputs: Tensor, targets: Tensor) -> Tensor:
     if not bool(torch.isfinite(found).all()):
         raise wrong(where, "a loss that is not finite", allowed)
     return found.detach()
+
+
+def metrics_of(
+    given: Mapping[str, Metric] | Sequence[str] | None, recipe: Recipe, data: Federated
+) -> dict[str, Metric]:
+    """The recipe's measures by name, then the user's own.
+
+    Raises InputError for a name that cannot be a key, is not of the task, or metrics without test data.
+    """
+    found: dict[str, Metric] = dict(named("evaluation.metrics", recipe.evaluation.metrics, recipe.task))
+    if given is not None and not isinstance(given, Mapping):
+        given = named("metrics", (given,) if isinstance(given, str) else tuple(given), recipe.task)
+    found |= given or {}
+    check_metrics(found, data)
+    return found
 
 
 def check_metrics(metrics: Mapping[str, Metric], data: Federated) -> None:

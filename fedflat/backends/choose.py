@@ -183,6 +183,8 @@ class _Makers:
             return "a personal part"
         if self.parts.algorithm.client_state or self.parts.algorithm.vectors > 1:
             return "clients' state, or a message of several vectors"
+        if self.parts.local.optimizer != "sgd":
+            return f"local.optimizer: {self.parts.local.optimizer}"
         return "local epochs of each client's own length" if self.parts.local.epochs is not None else ""
 
 

@@ -135,6 +135,14 @@ class LocalSection(Section):
     which need it). Example: 0.5"""
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Round t uses lr·lr_decay^t. Example: 0.998"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """What a local step does with its gradient. adam: Kingma and Ba 2015, with moments of the client's own that start
+    at zero in each round (0.9, 0.999) and lr about a hundredth of what SGD takes; for transformers and adapters."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """The learning rate over the planned rounds, besides lr_decay: constant, or down to zero after the last along half
+    a cosine or a straight line."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """The learning rate grows in equal steps over this many first rounds. Example: 3"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Added to the loss gradient as weight_decay·w, before any mixing. Example: 0.0005"""
     max_grad_norm: Positive | None = None
@@ -266,6 +274,9 @@ class EvaluationSection(Section):
     """Rounds between evaluations of personal accuracy. None: about ten times in a run. Example: 10"""
     batch_size: Annotated[int, Field(ge=1)] = 500
     """Examples evaluated at once. Example: 500"""
+    metrics: tuple[str, ...] = ()
+    """More to measure on the public test data, each as test_NAME: f1, auc, balanced_accuracy, top5 (classification),
+    f1, auc (multilabel), perplexity (next-token), mae, rmse, r2 (regression). Example: [f1, auc]"""
 
 
 class Recipe(Section):

@@ -239,6 +239,7 @@ class Local:
 
     steps: K minibatch steps. lr: η of round 0; round t uses lr·lr_decay^t. momentum: μ, restarting at 0 each round.
     weight_decay and max_grad_norm act on the loss gradient before any mixing.
+    optimizer: sgd or adam. schedule: constant, cosine or linear, over the planned ``rounds``; warmup: rounds.
     epochs: None, but for published procedures, in which each client's own steps follow its data size (item 6).
     """
 
@@ -250,6 +251,10 @@ class Local:
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
     epochs: int | None = None
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup: int = 0
+    rounds: int = 1
 
     def of(self, examples: int) -> Local:
         """Training of a client with so many examples: the same for everybody, unless ``epochs`` is set."""
@@ -260,8 +265,11 @@ class Local:
         return self.steps if self.epochs is None else self.epochs * math.ceil(examples / self.batch_size)
 
     def rate(self, round: int) -> float:
-        """Learning rate factor of a round: lr_decay^t."""
-        return float(self.lr_decay**round)
+        """Learning rate factor of a round: lr_decay^t, times the schedule's and the warm-up's."""
+        share = min(1.0, round / self.rounds)
+        shape = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share}[self.schedule]
+        warm = min(1.0, (round + 1) / (self.warmup + 1))
+        return float(self.lr_decay**round) * shape * warm
 
 
 @dataclass(frozen=True)

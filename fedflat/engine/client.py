@@ -114,12 +114,12 @@ def _run_phase(
     record: _Record,
     own: Own,
 ) -> None:
-    """K steps of momentum SGD with the phase's gradient rule, in place on the phase's part of ``weights``."""
+    """K steps of the local optimiser with the phase's gradient rule, in place on the phase's part of ``weights``."""
     part = weights[..., problem.layout.span(phase.part)]
     start = part.clone()
     shared = phase.part != "personal"
     rule = phase.rule or whole_gradient
-    momentum = local.momentum if phase.momentum is None else phase.momentum
+    direction = _directions(local, phase)
     lr = rate_of(phase, local, broadcast)
     view = LocalView(
         start=start,
@@ -130,17 +130,47 @@ def _run_phase(
         state=own.state if shared else {},
         generator=own.generator,
     )
-    buffer: Tensor | None = None
     for batch in data.batches(index, view.steps):
         gradient = rule(_loss_gradient(problem, phase, local, weights, batch, record), view)(part)
         gradient = _like(gradient, part, f"algorithm.phases[{index}].rule")
-        if momentum:
-            buffer = gradient.clone() if buffer is None else buffer.mul_(momentum).add_(gradient)
-            gradient = buffer
+        along = direction(gradient)
         if isinstance(lr, Tensor):
-            part.addcmul_(gradient, lr, value=-1.0)
+            part.addcmul_(along, lr, value=-1.0)
         else:
-            part.sub_(gradient, alpha=lr)
+            part.sub_(along, alpha=lr)
+
+
+def _directions(local: Local, phase: Phase) -> Callable[[Tensor], Tensor]:
+    """Gradient of a step -> what the step goes along; its memory begins with the phase."""
+    if local.optimizer == "adam":
+        return _adam()
+    momentum = local.momentum if phase.momentum is None else phase.momentum
+    if not momentum:
+        return lambda gradient: gradient
+    kept: list[Tensor] = []
+
+    def heavy_ball(gradient: Tensor) -> Tensor:
+        kept[:] = [kept[0].mul_(momentum).add_(gradient) if kept else gradient.clone()]
+        return kept[0]
+
+    return heavy_ball
+
+
+def _adam(first: float = 0.9, second: float = 0.999, floor: float = 1e-8) -> Callable[[Tensor], Tensor]:
+    """Adam's direction (Kingma and Ba 2015, Algorithm 1): bias-corrected mean over root mean square, per coordinate."""
+    kept: list[Tensor] = []
+    step = 0
+
+    def along(gradient: Tensor) -> Tensor:
+        nonlocal step
+        if not kept:
+            kept.extend([torch.zeros_like(gradient), torch.zeros_like(gradient)])
+        step += 1
+        mean = kept[0].mul_(first).add_(gradient, alpha=1 - first)
+        square = kept[1].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        return mean / (1 - first**step) / ((square / (1 - second**step)).sqrt_().add_(floor))
+
+    return along
 
 
 def _loss_gradient(

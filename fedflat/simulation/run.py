@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def run(
     *,
     task: str | None = None,
     loss: OwnLoss | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric] | Sequence[str] | None = None,
     algorithm: Algorithm | Factory | None = None,
     data: Federated | None = None,
     resume: bool = False,
@@ -60,7 +60,7 @@ def run(
     of the recipe's data. test: a public pair.
     task: classification, multilabel, regression or next-token, instead of the recipe's. loss: (outputs, targets) -> the
     loss of each example ``(b,)``, instead of the task's. metrics: name -> a function (outputs, targets) -> number, or a
-    torchmetrics object, on the whole public test set: ``test_NAME`` in the history.
+    torchmetrics object, on the whole public test set: ``test_NAME`` in the history; or names of ``evaluation.metrics``.
     data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     Raises InputError for anything wrong in what was given, before any work is done.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,13 @@ def test_every_method_on_every_back_end(method: str, engine: Engine) -> None:
         else []
     )
     assert too_far(made, engine, [*cases, *later]) == []
+
+
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[1]], ids=named)
+def test_local_adam(engine: Engine) -> None:
+    made = stage("dp-fedsam")
+    adam = Recipe.of({**made.recipe.dump(), "local": {"steps": 2, "batch_size": 3, "lr": 0.3, "optimizer": "adam"}})
+    assert too_far(replace(made, recipe=adam), engine, FEW) == []
 
 
 @pytest.mark.slow
