@@ -585,7 +585,9 @@ def test_a_gpu_that_fails_is_not_used(gpu: None, monkeypatch: pytest.MonkeyPatch
 
 def test_the_trial_believes_no_sum_that_is_not_the_processors(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What costs nothing is taken, unless its sum is another one; recorded graphs are not even tried."""
-    monkeypatch.setattr(choose, "seconds_per_client", lambda backend, *rest: 0.01 if backend.name == "sequential" else 0)
+    monkeypatch.setattr(
+        choose, "seconds_per_client", lambda backend, *rest: 0.01 if backend.name == "sequential" else 0
+    )
     tried: list[str] = []
     honest = choose._Makers.make
 
