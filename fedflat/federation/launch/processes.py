@@ -55,10 +55,10 @@ def end_with_an_exit() -> None:
         signal.signal(number, leave)
 
 
-def dies_with(parent: int, number: int = signal.SIGTERM) -> None:
-    """Ask the kernel (Linux) for a signal when the parent is gone, however it went; exit if it has gone already."""
+def dies_with(parent: int) -> None:
+    """Ask the kernel (Linux) for SIGTERM when the parent is gone, however it went; exit if it has gone already."""
     if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
