@@ -33,7 +33,7 @@ from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.core.threads import using_threads
 from fedflat.data.clients import Federated
 from fedflat.engine.batches import width_of
-from fedflat.engine.device import CPU, PROCESSES, TOLERANCE, placed
+from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
 from fedflat.engine.mlp import Linear, stack_of
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
@@ -47,6 +47,15 @@ BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
 CACHED_ENTRIES = 1_000_000
 """The same for a block that stays in a core's caches."""
+AT_MOST = 512
+"""Clients of a block at most, however small the model: its batches and messages take memory too."""
+TRIED, TRIED_FACTORS = 64, 256
+"""Clients in a trial of a block, with weights written out and as factors, at most: several times what fills the cores'
+vector units, and still a trial of seconds."""
+PER_WORKER = 1.1
+"""Time of a client in a worker process over that in this one, as reckoned: messages go through shared memory."""
+CLEARLY = 0.9
+"""Share of one core's time below which all cores work on one block by vmap: they may round differently."""
 LONG_ROUND = 0.5
 """Seconds of local training per round above which worker processes pay for their start."""
 UNEVEN = 1.1
@@ -172,7 +181,7 @@ class _Makers:
         per_client = max(self.parts.layout.size, width * math.prod(self.data.input_shape))
         if factors and self.stack is not None:
             per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.stack)
-        return max(1, min(512, entries // max(per_client, 1)))
+        return max(1, min(AT_MOST, entries // max(per_client, 1)))
 
     @property
     def rows(self) -> int:
@@ -193,7 +202,7 @@ class _Makers:
         except Exception:  # a kernel may fail in a way of its own
             return False
         expected = self._expected
-        apart = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp_min(1e-12)
+        apart = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp_min(TINY)
         return bool(apart <= TOLERANCE[self.problem.precision])
 
     @property
@@ -250,7 +259,7 @@ def _measured(makers: _Makers) -> Choice:
     if makers.cores > 1 and alone * cohort > LONG_ROUND:
         sendable = not portable(makers.problem, parts.algorithm)
         if sendable:
-            found[Choice("workers")] = alone * turns * 1.1
+            found[Choice("workers")] = alone * turns * PER_WORKER
         if turns * makers.cores > UNEVEN or not sendable:
             together = makers.make("sequential", None, short, makers.cores)
             found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(
@@ -267,14 +276,16 @@ def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: f
     """Smaller blocks, one for each core at a time, or (by vmap) all cores on one block, if that is clearly faster."""
     whole, cores = best.backend == "lowrank", makers.cores
     parts, factor = (makers.parts, 1.0) if whole else shortened(makers.parts)
-    most = 256 if whole else 64
+    most = TRIED_FACTORS if whole else TRIED
     block, clients = best.block or 1, min(best.block or 1, most)
     if makers.stack is not None:
         block = min(block, most, max(1, math.ceil(makers.parts.plan.sampler.size / cores)))
         clients = cores * block
     backend = makers.make(best.backend, block, parts, cores)
     together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
-    least = 0.9 if makers.stack is None else 1.0  # blocks of their own give the same bits with any number of threads
+    least = (
+        CLEARLY if makers.stack is None else 1.0
+    )  # blocks of their own give the same bits with any number of threads
     return replace(best, block=block, threads=cores) if together < least * seconds else best
 
 
@@ -289,10 +300,12 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
     for name, size in product(("vectorized", "vectorized-fp32") if both else ("vectorized",), sorted(sizes)):
         backend = makers.make(name, size, short)
         if makers.agrees(backend, short):
-            found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
+            found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, TRIED))
     if not makers.no_factors() and makers.rows <= FEW_ROWS:
         sizes = {min(makers.block(True, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES)}
         for size in sorted(sizes):
             backend = makers.make("lowrank", size)
             if makers.agrees(makers.make("lowrank", size, short), short):
-                found[Choice("lowrank", size)] = seconds_per_client(backend, parts, data, first, min(size, 256))
+                found[Choice("lowrank", size)] = seconds_per_client(
+                    backend, parts, data, first, min(size, TRIED_FACTORS)
+                )

@@ -49,6 +49,9 @@ Record = dict[str, Any]
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
 
+PERSONAL_TIMES = 10
+"""Evaluations of clients' own models in a run whose recipe says nothing: each passes over all held-back data."""
+
 
 class Backend(Protocol):
     """Trains a cohort and adds every client's message to the accumulator, in client order."""
@@ -330,7 +333,7 @@ def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record
         how = job.evaluation
         found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
         public |= _tested(job, found, whole)
-    every = job.evaluation.personal_every or max(1, rounds // 10)
+    every = job.evaluation.personal_every or max(1, rounds // PERSONAL_TIMES)
     if job.held and (last or _due(finished, every, rounds)):
         accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), job.held)
         name = "personal_accuracy" if _personal(job.parts.algorithm) else "client_accuracy"

@@ -117,7 +117,6 @@ def _page(lines: Mapping[str, Mapping[str, list[Row]]]) -> bytes:
                 for style, (label, rows) in enumerate(curves.items())
                 if rows
             ),
-            unit="ε",
             x_title=TITLES[axis],
         )
         for axis, curves in lines.items()

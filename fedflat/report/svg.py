@@ -114,21 +114,8 @@ def _x_scale(figure: Figure, axis: str) -> Scale:
 def _path(points: Iterable[tuple[float, float]]) -> str:
     """Relative steps in tenths of a pixel, taken between rounded points so that no error adds up."""
     tenths = [(round(10 * x), round(10 * y)) for x, y in points]
-    steps = (_step(b[0] - a[0]) + _step(b[1] - a[1], after=True) for a, b in pairwise(tenths))
-    return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + "".join(_joined(steps))
-
-
-def _joined(steps: Iterable[str]) -> Iterable[str]:
-    """A minus sign separates two numbers by itself; otherwise a space does."""
-    for place, step in enumerate(steps):
-        yield step if place == 0 or step.startswith("-") else " " + step
-
-
-def _step(tenths: int, *, after: bool = False) -> str:
-    text = f"{tenths / 10:g}"
-    if 0 < abs(tenths) < 10:
-        text = text.replace("0.", ".", 1)
-    return text if not after or text.startswith("-") else "," + text
+    steps = (f"{(b[0] - a[0]) / 10:g},{(b[1] - a[1]) / 10:g}" for a, b in pairwise(tenths))
+    return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + " ".join(steps)
 
 
 def _classes(series: Series) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedflat.backends.resident import shown, stored
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import RunError
 from fedflat.core.types import Algorithm, Local
@@ -52,8 +53,7 @@ class Package:
         parameters = dict(self.problem.args[0].named_parameters())
         for name, values in self.frozen.items():
             parameters[name].data = view_of(values)
-        inputs, targets = view_of(self.arrays["inputs"]), view_of(self.arrays["targets"])
-        inputs = inputs.permute(0, 3, 1, 2) if self.last else inputs
+        inputs, targets = shown(view_of(self.arrays["inputs"]), self.last), view_of(self.arrays["targets"])
         parts = tuple(np.split(self.arrays["rows"], self.arrays["ends"][:-1]))
         data = Federated(inputs, targets, parts, (), None, None, **self.constants)
         return Sequential(self.algorithm, self.problem(), self.local, data, self.seed)
@@ -66,11 +66,14 @@ def packed(inner: Sequential) -> Package:
     for name in [name for name in sys.modules if name.startswith(USER_FILES)]:
         cloudpickle.register_pickle_by_value(sys.modules[name])
     data, own = inner.data, inner.problem
-    inputs = data.inputs  # images that lie channels-last stay so
-    last = inputs.dim() == 4 and not inputs.is_contiguous() and inputs.permute(0, 2, 3, 1).is_contiguous()
+    inputs, last = stored(data.inputs)
     used, rows = np.unique(np.concatenate([*data.parts, np.empty(0, np.int64)]), return_inverse=True)
-    stored = array_of(inputs.permute(0, 2, 3, 1) if last else inputs)
-    arrays = {"inputs": stored, "targets": array_of(data.targets), "rows": rows, "ends": np.cumsum(data.sizes)}
+    arrays = {
+        "inputs": array_of(inputs),
+        "targets": array_of(data.targets),
+        "rows": rows,
+        "ends": np.cumsum(data.sizes),
+    }
     if len(used) < len(inputs):
         arrays |= {name: arrays[name][used] for name in ("inputs", "targets")}
     module, frozen = _emptied(own)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -161,8 +160,7 @@ def train_block(
     except InputError as error:
         return InputError, str(error)
     except Exception as error:
-        text = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-2000:]
-        return RunError, f"Ray task{'' if client is None else f', client {client}'}: {text}"
+        return RunError, f"Ray task{'' if client is None else f', client {client}'}: {told(error)}"
 
 
 def _unpacked(reference: Any) -> Sequential:

@@ -17,6 +17,9 @@ from fedflat.core.checks import wrong
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+"""Linux's numbers, of prctl.h."""
+LOOK = 0.02
+"""Seconds between looks at children that were asked to end: nobody notices them, and they cost nothing."""
 _LIBC = ctypes.CDLL(None)
 """Loaded here and not between fork and exec."""
 
@@ -77,7 +80,7 @@ def end(groups: Iterable[int], seconds: float) -> None:
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:
         left -= {child for child in left if gone(child)}
-        time.sleep(0.02)
+        time.sleep(LOOK)
     for child in left:
         _signal_group(child, signal.SIGKILL)
         os.waitpid(child, 0)
