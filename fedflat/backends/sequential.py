@@ -115,6 +115,6 @@ class Sequential:
         return LocalResult(*(value.to(weights.device) for value in vars(result).values()))
 
 
-def told(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     """What another process says of an error: our own as it is, any other by the end of its traceback."""
     return str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-TRACEBACK:]

@@ -23,7 +23,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from fedflat.backends.resident import keep_freed_memory, shown, stored
-from fedflat.backends.sequential import Sequential, told
+from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Algorithm, Broadcast
@@ -282,4 +282,4 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
         except InputError as error:
             answers.put(_Done(client, slot, error=str(error), refused=True))
         except Exception as error:
-            answers.put(_Done(client, slot, error=f"worker, client {client}: {told(error)}"))
+            answers.put(_Done(client, slot, error=f"worker, client {client}: {words_of(error)}"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
+import numpy as np
 from contourpy import LineType, contour_generator
 from markupsafe import Markup
 
@@ -42,7 +44,7 @@ def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: fl
     # Row (first direction) runs to the right, column (second direction) upwards.
     right, up = ([start + sign * cell * k for k in range(len(values))] for start, sign in ((LEFT, 1), (TOP + SIDE, -1)))
     traced = contour_generator(up, right, values, line_type=LineType.Separate)
-    paths = (("".join(map(_path, traced.lines(level))), level) for level in lines)
+    paths = (("".join(map(_path, cast("list[np.ndarray]", traced.lines(level)))), level) for level in lines)
     return filled(
         "contours.svg",
         title=title,
@@ -54,5 +56,5 @@ def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: fl
     )
 
 
-def _path(line: Sequence[Sequence[float]]) -> str:
+def _path(line: np.ndarray) -> str:
     return "M" + "L".join(f"{x:.1f},{y:.1f}" for y, x in line)

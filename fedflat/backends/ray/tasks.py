@@ -160,7 +160,7 @@ def train_block(
     except InputError as error:
         return InputError, str(error)
     except Exception as error:
-        return RunError, f"Ray task{'' if client is None else f', client {client}'}: {told(error)}"
+        return RunError, f"Ray task{'' if client is None else f', client {client}'}: {words_of(error)}"
 
 
 def _unpacked(reference: Any) -> Sequential:
