@@ -22,7 +22,7 @@ import torch
 from fedflat.backends.ray.package import array_of, packed, view_of
 from fedflat.backends.ray.session import connect, one_line, workers
 from fedflat.backends.resident import keep_freed_memory
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
