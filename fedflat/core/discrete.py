@@ -51,7 +51,7 @@ def inflated_bound(clip: float, granularity: float, padded: int, beta: float) ->
 
 
 DEVIATIONS = 4.0
-"""Standard deviations inside the modulus: one coordinate in 16,000 wraps: an error of the estimate that does not show."""
+"""Standard deviations inside the modulus; one coordinate in 16,000 wraps, an error that does not show."""
 
 
 def default_granularity(
