@@ -197,24 +197,22 @@ METHODS = {"published 000": "dp-fedsam"}
 """The method a defect is planted in; the others in dp-fedavg."""
 
 
-def audit_defects(
-    names: Sequence[str] | None = None, *, runs: int = RUNS, confidence: float = CONFIDENCE
-) -> list[AuditResult]:
+def audit_defects(names: Sequence[str] | None = None, *, runs: int = RUNS) -> list[AuditResult]:
     """One audit per planted defect (default: all of ``DEFECTS``); each lower bound should exceed the claimed ε."""
     chosen = list(names or DEFECTS)
     for name in chosen:
         one_of("audit defect", name, DEFECTS)
-    return [_audit_defect(name, runs, confidence) for name in chosen]
+    return [_audit_defect(name, runs) for name in chosen]
 
 
-def _audit_defect(name: str, runs: int, confidence: float) -> AuditResult:
+def _audit_defect(name: str, runs: int) -> AuditResult:
     began = time.perf_counter()
     bench = bench_of(METHODS.get(name, "dp-fedavg"))
     if name == "unclipped buffer":
-        bound, canary, statistic, faults = _buffer_bound(runs, confidence)
+        bound, canary, statistic, faults = _buffer_bound(runs)
     else:
         bench = plant(name, bench)
-        best = audit_bench(bench, runs, confidence, [CANARIES[i] for i in DEFECTS[name]])
+        best = audit_bench(bench, runs, CONFIDENCE, [CANARIES[i] for i in DEFECTS[name]])
         bound, canary, statistic, faults = best.bound, best.canary, best.statistic, contract_violations(bench)
     tensors = len(bench.parts.layout.tensors("shared"))
     proven = gaussian_epsilon(math.sqrt(tensors) / SIGMA, DELTA) if "per-tensor" in name or "000" in name else math.inf
@@ -224,7 +222,7 @@ def _audit_defect(name: str, runs: int, confidence: float) -> AuditResult:
         claimed=bench.parts.plan.epsilon(1),
         proven=proven,
         lower_bound=bound,
-        confidence=confidence,
+        confidence=CONFIDENCE,
         canary=canary,
         statistic=statistic,
         runs=runs,
@@ -234,7 +232,7 @@ def _audit_defect(name: str, runs: int, confidence: float) -> AuditResult:
     )
 
 
-def _buffer_bound(runs: int, confidence: float) -> tuple[float, str, str, tuple[str, ...]]:
+def _buffer_bound(runs: int) -> tuple[float, str, str, tuple[str, ...]]:
     """The buffer after real rounds with and without inputs of 10⁶; no noise touches it, so the bound is the cap."""
     from fedflat.engine.train import final_module, train
 
@@ -247,5 +245,5 @@ def _buffer_bound(runs: int, confidence: float) -> tuple[float, str, str, tuple[
         seen.append(values)
     constant = seen[0][0] == seen[0][1] and seen[1][0] == seen[1][1]
     separated = constant and abs(seen[1][0] - seen[0][0]) > 0
-    bound = largest_bound(runs, DELTA, 1 - confidence) if separated else 0.0
+    bound = largest_bound(runs, DELTA, 1 - CONFIDENCE) if separated else 0.0
     return bound, "inputs × 10⁶", "the buffer itself", tuple(outside_faults(leaky_job))

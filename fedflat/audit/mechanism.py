@@ -28,6 +28,8 @@ from fedflat.privacy.plan import Claiming, Plan, Unsampled
 
 Floats = NDArray[np.float64]
 
+AT_ONCE = 2
+"""Methods audited at a time: NumPy and torch share the other cores."""
 RUNS = 20_000
 LOOPED_RUNS = 300
 """Runs per world where each must be a call of its own (adaptive clip, clients that draw noise themselves)."""
@@ -115,22 +117,18 @@ def _way(best: Finding) -> tuple[str, ...]:
     return ("Runs are copies side by side in one call of the real path; single calls agree, exactly and in law.",)
 
 
-def audit_all(
-    names: Iterable[str] | None = None, *, runs: int = RUNS, confidence: float = CONFIDENCE, threads: int = 2
-) -> list[AuditResult]:
-    """The mechanism audit of every named method (default: all), ``threads`` at a time, in the order of the names."""
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda n: audit_method(n, runs=runs, confidence=confidence), list(names or ALGORITHMS)))
+def audit_all(names: Iterable[str] | None = None, *, runs: int = RUNS) -> list[AuditResult]:
+    """The mechanism audit of every named method (default: all), ``AT_ONCE`` at a time, in the order of the names."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda n: audit_method(n, runs=runs), list(names or ALGORITHMS)))
 
 
-def audit_recipe(recipe: Recipe, *, runs: int = RUNS, confidence: float = CONFIDENCE) -> AuditResult:
+def audit_recipe(recipe: Recipe, *, runs: int = RUNS) -> AuditResult:
     """The mechanism audit of a recipe's method, with its options, clip kind and server optimiser."""
     privacy = recipe.privacy.model_dump(mode="json")
     kept = {name: privacy[name] for name in ("clip", "trust", "protocol", "published", "secure_rng")}
     sections = {"privacy": kept, "server": recipe.server.model_dump(mode="json")}
-    return audit_method(
-        recipe.algorithm.name, options=recipe.algorithm.options, sections=sections, runs=runs, confidence=confidence
-    )
+    return audit_method(recipe.algorithm.name, options=recipe.algorithm.options, sections=sections, runs=runs)
 
 
 def audit_bench(bench: Bench, runs: int, confidence: float, canaries: Iterable[Canary] | None = None) -> Finding:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 import torch
 
-from fedflat.backends.cuda.choose import STREAMS, VMAPPED, fastest_on_gpu
 from fedflat.backends.cuda.graphs import Graphs
 from fedflat.backends.mlp.dense import DenseProblem
 from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.backends.ray.session import require_ray
 from fedflat.backends.ray.tasks import RayTasks
 from fedflat.backends.sequential import Sequential
-from fedflat.backends.trial import Choice, remember, remembered, seconds_per_client, shortened, situation
+from fedflat.backends.trial import (
+    Choice,
+    remember,
+    remembered,
+    seconds_per_client,
+    shortened,
+    situation,
+    sum_of,
+)
 from fedflat.backends.vectorized import Vectorized
 from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.core.threads import using_threads
 from fedflat.data.clients import Federated
 from fedflat.engine.batches import width_of
-from fedflat.engine.device import PROCESSES
+from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
 from fedflat.engine.mlp import Linear, stack_of
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
@@ -35,18 +45,28 @@ FLOAT32 = ("vectorized-fp32", "lowrank")
 """Back ends that compute in float32 whatever the precision: where a product has few rows, bf16 is slower in blocks."""
 BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
-GPU_ENTRIES = 250_000_000
-"""The same on a GPU (1 GB)."""
 CACHED_ENTRIES = 1_000_000
 """The same for a block that stays in a core's caches."""
+AT_MOST = 512
+"""Clients of a block at most, however small the model: its batches and messages take memory too."""
+TRIED, TRIED_FACTORS = 64, 256
+"""Clients in a trial of a block, with weights written out and as factors, at most: several times what fills the cores'
+vector units, and still a trial of seconds."""
+PER_WORKER = 1.1
+"""Time of a client in a worker process over that in this one, as reckoned: messages go through shared memory."""
+CLEARLY = 0.9
+"""Share of one core's time below which all cores work on one block by vmap: they may round differently."""
 LONG_ROUND = 0.5
 """Seconds of local training per round above which worker processes pay for their start."""
 UNEVEN = 1.1
 """A round by worker processes, over one that fills the cores evenly, above which all cores on one client are tried."""
 FEW_ROWS = 1_000
 """Rows per client (steps · batch · passes) above which the low-rank form is not even tried."""
-FEW_STEPS = 4
-"""Different numbers of local steps up to which they are recorded on a GPU (only published procedures have several)."""
+STREAMS = 4
+"""Streams of ``graphs`` when the recipe names no number: a guess, for nobody has measured them."""
+CHECKED_CLIENTS = 3
+"""Clients whose sum on a GPU is compared with the processor's: few, for the processor trains them one by one."""
+EXPERIMENTAL = "engine.backend: graphs is experimental: never run on a real GPU by us"
 SMALL_STEP = 0.02
 """Seconds of one client's training below which a block by ``torch.func.vmap`` is tried."""
 
@@ -68,18 +88,14 @@ def backend_for(
         raise wrong("engine.backend", f"{name} on {problem.device}", _allowed(gpu))
     if compiled and name not in ("auto", "sequential", "graphs"):
         raise wrong("engine.compile", f"true with engine.backend {name}", "sequential, graphs or auto")
-    makers = _Makers(parts, problem, data, seed, processes or torch.get_num_threads(), compiled)
+    makers = _Makers(parts, problem, data, seed, 1 if gpu else processes or torch.get_num_threads())
     if problem.objective.own is not None:  # what it does to the rows of a block, no trial can show
         if name not in ("auto", "sequential"):
             raise wrong("engine.backend", f"{name} with a loss of one's own", "sequential or auto")
         return makers.make("sequential", None)
-    if name == "auto" and compiled and not gpu:
-        name = "sequential"  # the only one on the processor that runs compiled models
     if name == "auto":
-        choice = _fastest(makers)
-        problem.compiled = compiled if compiled is not None else choice.compiled
-        threads = processes or choice.threads if choice.backend == "graphs" else choice.threads
-        return makers.make(choice.backend, block or choice.block, threads=threads)
+        choice = Choice("sequential") if compiled else _fastest(makers)
+        return makers.make(choice.backend, block or choice.block, threads=choice.threads)
     if name == "ray":
         require_ray()
     unsent = portable(problem, parts.algorithm) if name in PROCESSES else ""
@@ -88,9 +104,11 @@ def backend_for(
             f"engine.backend: found {name} with {unsent} that cannot be sent to another process; allowed: one whose "
             "classes and functions are defined at the top of a module, or engine.backend=sequential."
         )
-    if name == "graphs" and parts.algorithm.client_state:
-        found = f"graphs with {parts.algorithm.name}, whose clients keep a state"
-        raise wrong("engine.backend", found, "sequential, vectorized or auto")
+    if name == "graphs":
+        if parts.algorithm.client_state:
+            found = f"graphs with {parts.algorithm.name}, whose clients keep a state"
+            raise wrong("engine.backend", found, "sequential, vectorized or auto")
+        warnings.warn(EXPERIMENTAL, stacklevel=2)
     if name == "lowrank":
         reason = makers.no_factors()
         if reason:
@@ -103,7 +121,7 @@ def backend_for(
 def _threads(name: str, processes: int | None, makers: _Makers) -> int:
     """Cores of a back end asked for by name, or a GPU's streams."""
     if makers.problem.device.type != "cpu":
-        return processes or STREAMS[1] if name == "graphs" else 1
+        return processes or STREAMS if name == "graphs" else 1
     return makers.cores if makers.stack is not None else processes or 1
 
 
@@ -113,13 +131,10 @@ def _allowed(gpu: bool) -> str:
 
 
 class _Makers:
-    """Builds back ends for one run. compiled: as the recipe says, or None where a trial may find it faster."""
+    """Builds back ends for one run."""
 
-    def __init__(
-        self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int, compiled: bool | None = None
-    ) -> None:
+    def __init__(self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int) -> None:
         self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
-        self.compiled = compiled
         plain = data.targets.dim() == 1 and data.inputs.is_floating_point() and problem.objective.cross_entropy
         self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
 
@@ -166,12 +181,42 @@ class _Makers:
         per_client = max(self.parts.layout.size, width * math.prod(self.data.input_shape))
         if factors and self.stack is not None:
             per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.stack)
-        return max(1, min(512, entries // max(per_client, 1)))
+        return max(1, min(AT_MOST, entries // max(per_client, 1)))
 
     @property
     def rows(self) -> int:
         """Examples a client looks at in one round, about: two passes for every step."""
         return 2 * self.parts.local.steps * width_of(self.data, self.parts.local.batch_size)
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """w^0 ``(D,)`` on the processor."""
+        return torch.cat([p.detach().reshape(-1) for p in self.problem.parameters]).cpu()
+
+    def agrees(self, backend: Backend, short: Parts) -> bool:
+        """On a GPU: whether a back end runs, and its sum is the processor's plain loop's up to rounding."""
+        if self.problem.device.type == "cpu":
+            return True
+        try:
+            found = sum_of(backend, short, self.first, self._checked)
+        except Exception:  # a kernel may fail in a way of its own
+            return False
+        expected = self._expected
+        apart = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp_min(TINY)
+        return bool(apart <= TOLERANCE[self.problem.precision])
+
+    @property
+    def _checked(self) -> np.ndarray:
+        return np.sort(np.argsort(-self.data.sizes, kind="stable")[:CHECKED_CLIENTS])
+
+    @cached_property
+    def _expected(self) -> torch.Tensor:
+        """The checked clients' sum ``(d,)``, computed on the processor."""
+        mine, (short, _) = self.problem, shortened(self.parts)
+        module = copy.deepcopy(mine.module).to(CPU)
+        problem = ModuleProblem(module, self.parts.layout, mine.precision, objective=mine.objective)
+        plain = Sequential(short.algorithm, problem, short.local, placed(self.data, CPU), self.seed)
+        return sum_of(plain, short, self.first, self._checked)
 
     def no_factors(self) -> str:
         """Why the low-rank form does not apply; empty if it does."""
@@ -193,22 +238,22 @@ def _fastest(makers: _Makers) -> Choice:
     sizes = makers.data.sizes
     if not sizes.any():
         return Choice("sequential")
-    key = situation(makers.parts, makers.problem, makers.data, makers.cores, makers.compiled)
+    key = situation(makers.parts, makers.problem, makers.data, makers.cores)
     known = remembered(key)
     if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
         return known
     with using_threads(1):  # as in the run
-        found = _measured(makers) if makers.problem.device.type == "cpu" else _measured_on_gpu(makers)
+        found = _measured(makers)
     remember(key, found)
     return found
 
 
 def _measured(makers: _Makers) -> Choice:
     """Try what applies on a few clients and keep the least seconds per client, workers' start included."""
-    parts, data, first = makers.parts, makers.data, _weights(makers.problem)
+    parts, data, first = makers.parts, makers.data, makers.first
     short, factor = shortened(parts)
     alone = factor * seconds_per_client(makers.make("sequential", None, short), short, data, first, 1)
-    makers.problem.bind(first)
+    makers.problem.bind(first.to(makers.problem.device))
     found = {Choice("sequential"): alone}
     cohort = max(1, math.ceil(parts.plan.sampler.size))
     # A worker's share of the cohort: its last turn may not fill the cores.
@@ -216,7 +261,7 @@ def _measured(makers: _Makers) -> Choice:
     if makers.cores > 1 and alone * cohort > LONG_ROUND:
         sendable = not portable(makers.problem, parts.algorithm)
         if sendable:
-            found[Choice("workers")] = alone * turns * 1.1
+            found[Choice("workers")] = alone * turns * PER_WORKER
         if turns * makers.cores > UNEVEN or not sendable:
             together = makers.make("sequential", None, short, makers.cores)
             found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(
@@ -224,44 +269,25 @@ def _measured(makers: _Makers) -> Choice:
             )
     if parts.local.epochs is None and not makers.problem.random:
         _measure_blocks(makers, first, min(found.values()), found)
-    makers.problem.bind(first)
+    makers.problem.bind(first.to(makers.problem.device))
     best = min(found, key=lambda choice: found[choice])
     return _with_threads(makers, first, best, found[best]) if best.block is not None and makers.cores > 1 else best
-
-
-def _measured_on_gpu(makers: _Makers) -> Choice:
-    """As ``_measured``, with the choices that a GPU has."""
-    parts, problem, data, first = makers.parts, makers.problem, makers.data, _weights(makers.problem).cpu()
-    blocks: list[Choice] = []
-    cohort = max(1, math.ceil(parts.plan.sampler.size))
-    sizes = np.unique(data.sizes[data.sizes > 0])
-    if len({parts.local.steps_for(size) for size in sizes.tolist()}) > FEW_STEPS or parts.algorithm.client_state:
-        return Choice("sequential")  # each number of steps would be recorded on its own; graphs keep no states
-    if parts.local.epochs is None and not problem.random and not makers.compiled:
-        many = makers.block(False, GPU_ENTRIES) if makers.stack is not None else VMAPPED
-        blocks = [Choice("graphs", size) for size in {min(size, cohort) for size in (VMAPPED, many)} if size > 1]
-
-    def make(choice: Choice, some: Parts) -> Backend:
-        problem.compiled = bool(makers.compiled) or choice.compiled
-        return makers.make(choice.backend, choice.block, some, choice.threads)
-
-    found = fastest_on_gpu(make, parts, problem, data, first, tuple(blocks), makers.compiled is None)
-    problem.bind(first.to(problem.device))
-    return found
 
 
 def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: float) -> Choice:
     """Smaller blocks, one for each core at a time, or (by vmap) all cores on one block, if that is clearly faster."""
     whole, cores = best.backend == "lowrank", makers.cores
     parts, factor = (makers.parts, 1.0) if whole else shortened(makers.parts)
-    most = 256 if whole else 64
+    most = TRIED_FACTORS if whole else TRIED
     block, clients = best.block or 1, min(best.block or 1, most)
     if makers.stack is not None:
         block = min(block, most, max(1, math.ceil(makers.parts.plan.sampler.size / cores)))
         clients = cores * block
     backend = makers.make(best.backend, block, parts, cores)
     together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
-    least = 0.9 if makers.stack is None else 1.0  # blocks of their own give the same bits with any number of threads
+    least = (
+        CLEARLY if makers.stack is None else 1.0
+    )  # blocks of their own give the same bits with any number of threads
     return replace(best, block=block, threads=cores) if together < least * seconds else best
 
 
@@ -275,13 +301,13 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
     both = makers.stack is not None and makers.problem.precision == "bf16"
     for name, size in product(("vectorized", "vectorized-fp32") if both else ("vectorized",), sorted(sizes)):
         backend = makers.make(name, size, short)
-        found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, 64))
+        if makers.agrees(backend, short):
+            found[Choice(name, size)] = factor * seconds_per_client(backend, short, data, first, min(size, TRIED))
     if not makers.no_factors() and makers.rows <= FEW_ROWS:
         sizes = {min(makers.block(True, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES)}
         for size in sorted(sizes):
             backend = makers.make("lowrank", size)
-            found[Choice("lowrank", size)] = seconds_per_client(backend, parts, data, first, min(size, 256))
-
-
-def _weights(problem: ModuleProblem) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in problem.parameters])
+            if makers.agrees(makers.make("lowrank", size, short), short):
+                found[Choice("lowrank", size)] = seconds_per_client(
+                    backend, parts, data, first, min(size, TRIED_FACTORS)
+                )

@@ -11,6 +11,7 @@ from fedflat.core.rng import seeded_torch, stream
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 
 TRIES, EXAMPLES = 3, LEAST
+"""Batches that are tried, odd so that one is in the middle, and examples in each: the fewest that go by oneDNN."""
 TOLERANCE = 1e-4
 """Largest distance of two gradients, relative to their length, in the middle one of the tries: in one of them a pooling
 or a ReLU may decide otherwise between two nearly equal numbers, as it also may against exact arithmetic."""

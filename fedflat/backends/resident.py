@@ -13,6 +13,7 @@ from fedflat.data.clients import Federated
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _LARGE = -3, -1, 1 << 30
 _ARENA_MAX = -8
+"""Numbers of ``mallopt``'s parameters in glibc's malloc.h; 1 GiB is more than any block that training takes."""
 
 
 def resident(data: Federated, module: nn.Module) -> Federated:
@@ -25,6 +26,17 @@ def resident(data: Federated, module: nn.Module) -> Federated:
 
 def _channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last) if images.numel() else images
+
+
+def stored(inputs: Tensor) -> tuple[Tensor, bool]:
+    """Inputs in the order in which they lie in memory, and whether that is ``(N, H, W, C)`` for ``(N, C, H, W)``."""
+    last = inputs.dim() == 4 and not inputs.is_contiguous() and inputs.permute(0, 2, 3, 1).is_contiguous()
+    return (inputs.permute(0, 2, 3, 1) if last else inputs), last
+
+
+def shown(inputs: Tensor, last: bool) -> Tensor:
+    """The inverse of ``stored``, on the same memory."""
+    return inputs.permute(0, 3, 1, 2) if last else inputs
 
 
 def keep_freed_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,6 +24,9 @@ from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import sent
 from fedflat.engine.kept import add_trained, states_of
 from fedflat.engine.problem import ModuleProblem, refuse_change
+
+TRACEBACK = 2000
+"""Characters of a traceback that another process sends back: its last calls and the error, which stand at the end."""
 
 
 @dataclass
@@ -109,3 +113,8 @@ class Sequential:
             return result
         weights.copy_(there)
         return LocalResult(*(value.to(weights.device) for value in vars(result).values()))
+
+
+def words_of(error: Exception) -> str:
+    """What another process says of an error: our own as it is, any other by the end of its traceback."""
+    return str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-TRACEBACK:]

@@ -26,7 +26,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.train import Backend
 
-VERSION = 4
+VERSION = 5
 """Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
 TRIES, SHORT = 6, 0.5
 """Tries of a back end, as long as they took fewer seconds together; two in any case."""
@@ -36,13 +36,11 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """A back end by name, its block size where it has one, the cores (or a GPU's streams) it works with (not for
-    workers), and whether the model is compiled."""
+    """A back end by name, its block size where it has one, and the cores it works with (not for workers)."""
 
     backend: str
     block: int | None = None
     threads: int = 1
-    compiled: bool = False
 
 
 def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: torch.Tensor, clients: int) -> float:
@@ -86,7 +84,7 @@ def shortened(parts: Parts) -> tuple[Parts, float]:
     return short, whole / max(done, 1)
 
 
-def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int, compiled: bool | None = None) -> str:
+def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int) -> str:
     """What a trial's outcome depends on, as a short hash: machine, versions, model, method and shapes."""
     facts = (
         VERSION,
@@ -100,7 +98,6 @@ def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int,
         problem.onednn,
         problem.objective.task,
         problem.objective.own is None,
-        compiled,
         str(problem.device) if problem.device.type == "cpu" else torch.cuda.get_device_name(problem.device),
         str(parts.layout.shapes),
         repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),
@@ -124,7 +121,7 @@ def remembered(key: str) -> Choice | None:
     found: Any = _read().get(key)
     try:
         block = None if found["block"] is None else int(found["block"])
-        return Choice(str(found["backend"]), block, int(found["threads"]), found.get("compiled") is True)
+        return Choice(str(found["backend"]), block, int(found["threads"]))
     except (TypeError, KeyError, ValueError):
         return None
 

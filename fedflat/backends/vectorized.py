@@ -34,6 +34,8 @@ from fedflat.engine.factored import Declined, Factored
 from fedflat.engine.kept import add_trained, states_of
 from fedflat.engine.problem import BlockProblem, Problem
 
+SWITCH_SECONDS = 2e-4
+"""Well below the time a small block takes, and long beside the switch itself (microseconds)."""
 AT_ONCE = 16
 """Messages added together where some clients of a block have no data."""
 
@@ -272,9 +274,9 @@ def _in_order(
 
 @contextmanager
 def _often_switching() -> Iterator[None]:
-    """Let a thread that comes back from arithmetic wait 0.2 ms for the interpreter, not 5 ms."""
+    """Let a thread that comes back from arithmetic wait ``SWITCH_SECONDS`` for the interpreter, not 5 ms."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(2e-4)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
     finally:

@@ -14,7 +14,6 @@ import os
 import pickle
 import queue
 import sys
-import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from fedflat.backends.resident import keep_freed_memory
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.resident import keep_freed_memory, shown, stored
+from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Algorithm, Broadcast
@@ -35,6 +34,8 @@ from fedflat.engine.kept import states_of
 from fedflat.engine.problem import ModuleProblem, refuse_change
 
 WAIT = 5.0
+"""Seconds after which a process that hears nothing looks whether the other is still alive: it costs nothing, and a
+worker that was left behind ends soon."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,9 @@ class _Pool:
 
 def _share(data: Federated) -> Federated:
     """The federation with its training tensors in shared memory (layout kept) and without test data."""
-    inputs, targets = data.inputs, data.targets.clone().share_memory_()
-    last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
-    stored = inputs.permute(0, 2, 3, 1).clone().share_memory_() if last else inputs.clone().share_memory_()
-    shown = stored.permute(0, 3, 1, 2) if last else stored
-    return replace(data, inputs=shown, targets=targets, test_inputs=None, test_targets=None)
+    (inputs, last), targets = stored(data.inputs), data.targets.clone().share_memory_()
+    inputs = shown(inputs.clone().share_memory_(), last)
+    return replace(data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
 
 
 def _portable(problem: ModuleProblem) -> ModuleProblem:
@@ -283,5 +282,4 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
         except InputError as error:
             answers.put(_Done(client, slot, error=str(error), refused=True))
         except Exception as error:
-            text = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-2000:]
-            answers.put(_Done(client, slot, error=f"worker, client {client}: {text}"))
+            answers.put(_Done(client, slot, error=f"worker, client {client}: {words_of(error)}"))

@@ -252,8 +252,8 @@ class EngineSection(Section):
     device: str = "auto"
     """auto, cpu, cuda or cuda:1. auto takes a GPU where there is one that agrees with the processor. Example: cpu"""
     backend: str = "auto"
-    """auto measures what is fastest here: sequential, workers, vectorized, vectorized-fp32, lowrank, ray; graphs on a
-    GPU. Example: workers"""
+    """auto measures what is fastest here: sequential, workers, vectorized, vectorized-fp32, lowrank, ray. graphs, on
+    a GPU, is experimental: never run on a real one by us. Example: workers"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the layers' arithmetic: auto is fp32. bf16 keeps float32 weights; lowrank and vectorized-fp32 compute in
     float32 all the same. Example: bf16"""
@@ -262,7 +262,7 @@ class EngineSection(Section):
     processes: Annotated[int, Field(ge=1)] | None = None
     """Worker processes, threads, or streams of a GPU. None: one for each core. Example: 2"""
     compile: bool | None = None
-    """Train the model compiled by torch.compile. None: on a GPU, in long runs, if it is measured faster."""
+    """Train the model compiled by torch.compile. None: no."""
 
 
 class EvaluationSection(Section):

@@ -1,8 +1,7 @@
 """How a round's cohort is drawn: the public law, the neighbouring relation it earns, and the draw itself.
 
 Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to
-``select``. The laws live here rather than in ``pieces`` because the privacy accounts need them too;
-``fedflat.pieces.samplers`` offers them beside the other pieces.
+``select``. The laws live here rather than in ``pieces`` because the privacy accounts need them too.
 """
 
 from __future__ import annotations

@@ -50,20 +50,23 @@ def inflated_bound(clip: float, granularity: float, padded: int, beta: float) ->
     return min(math.sqrt(clip**2 + granularity**2 * padded / 4 + spread), worst)
 
 
+DEVIATIONS = 4.0
+"""Standard deviations inside the modulus; one coordinate in 16,000 wraps, an error that does not show."""
+
+
 def default_granularity(
-    clip: float, noise_multiplier: float, dimension: int, min_cohort: int, messages: int, bits: int,
-    deviations: float = 4.0,
-) -> float:  # fmt: skip
-    """The finest γ for which the sum stays inside ±2^(b−1)·γ up to `deviations` standard deviations per coordinate.
+    clip: float, noise_multiplier: float, dimension: int, min_cohort: int, messages: int, bits: int
+) -> float:
+    """The finest γ for which the sum stays inside ±2^(b−1)·γ up to `DEVIATIONS` standard deviations per coordinate.
 
     Per coordinate the rotated sum of n updates has variance at most (nC)²/d' (all equal), rounding adds nγ²/4 and noise
     n·(σC)²/min_cohort. Setting 2^b·γ = 2k·√(their sum) and solving for γ gives (KLS section 5, with the worst-case ρ):
     γ² = ((nC)²/d' + n(σC)²/min_cohort) / (4^b/(4k²) − n/4). A wrap is an error of the estimate, never of the privacy.
     """
     padded = 1 << (dimension - 1).bit_length()
-    room = 4.0**bits / (4 * deviations**2) - messages / 4
+    room = 4.0**bits / (4 * DEVIATIONS**2) - messages / 4
     if room <= 0:
-        need = math.ceil(math.log2(deviations * math.sqrt(messages))) + 1
+        need = math.ceil(math.log2(DEVIATIONS * math.sqrt(messages))) + 1
         raise wrong("bits", bits, f"at least {need} for sums of {messages} messages")
     signal = (messages * clip) ** 2 / padded
     noise = messages * (noise_multiplier * clip) ** 2 / min_cohort

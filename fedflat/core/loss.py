@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORE = -100
-TASKS = ("classification", "multilabel", "regression", "next-token")
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
 """Outputs and targets of a minibatch -> the loss of each example ``(b,)``."""
 

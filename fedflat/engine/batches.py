@@ -15,6 +15,7 @@ from fedflat.data.clients import Federated, batch_indices
 from fedflat.engine.problem import Batch
 
 WHOLE_CHUNK = 512
+"""Examples of all of a client's data looked at together, at most: large products, and small memory."""
 BLOCK_CHUNK = 64
 """Examples of all of a client's data that a block looks at together, at least; never by how many somebody has."""
 

@@ -26,6 +26,10 @@ class LocalData(Protocol):
         """All of the client's data in pieces, each with the share ``(…, 1)`` it has of the whole."""
 
 
+TINY = 1e-12
+"""Least norm that a clipped gradient is divided by: a zero gradient stays zero instead of becoming NaN."""
+
+
 @dataclass(frozen=True)
 class LocalResult:
     """What a client has after local training. ``message`` ``(…, d)`` is sent (after the clip), the rest stays."""
@@ -206,7 +210,7 @@ def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
     vector = found.vector
     if local.max_grad_norm is not None:
         norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-        vector = vector * (local.max_grad_norm / norm.clamp_min(1e-12)).clamp(max=1.0)
+        vector = vector * (local.max_grad_norm / norm.clamp_min(TINY)).clamp(max=1.0)
     return vector.add(at, alpha=local.weight_decay) if local.weight_decay else vector
 
 

@@ -25,6 +25,9 @@ CPU = torch.device("cpu")
 PROCESSES = ("workers", "ray")
 """Back ends whose processes compute on the processor only."""
 CHECKED_ROWS = 16
+"""Examples whose gradient is compared: a batch as small recipes have it, so that every layer sees several."""
+TINY = 1e-12
+"""Least norm that a difference is divided by: where the gradient is zero, so must the other be."""
 TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
 """By how much, relative to its norm, a GPU's sum may differ from another order of adding up."""
 COARSER = 3.0
@@ -102,7 +105,7 @@ def difference(
             found = gradient(device, precision)
     except Exception as error:  # a layer may fail there in a way of its own
         return f"training fails: {(str(error) or type(error).__name__).splitlines()[0]}"
-    whole = expected.norm().clamp_min(1e-12)
+    whole = expected.norm().clamp_min(TINY)
     apart, allowed = float((found - expected).norm() / whole), TOLERANCE["fp32"]
     if precision != "fp32":
         allowed = max(TOLERANCE[precision], COARSER * float((gradient(CPU, precision) - expected).norm() / whole))

@@ -20,6 +20,11 @@ Metric = Any
 MOST = 8
 """Batches evaluated at once, at most: each holds its layers' outputs."""
 
+BATCH = 500
+"""Examples of a test pass where the recipe says nothing: a test set of 10,000 in twenty passes."""
+QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
+"""What is shown of a distribution over clients: its ends, its middle, and the bands that the report draws."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -34,7 +39,7 @@ class Scores:
 
 
 def scores(
-    problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = 500, threads: int = 1
+    problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = BATCH, threads: int = 1
 ) -> Scores:
     """Loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient.
 
@@ -83,7 +88,7 @@ def _on_gpu(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Te
     return Scores(torch.cat(losses).cpu(), torch.cat(right).cpu())
 
 
-def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: int = 500) -> Tensor:
+def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: int = BATCH) -> Tensor:
     """The module's outputs ``(N, ...)`` on the processor at ``weights`` ``(D,)``, eval mode: what metrics are given."""
     device = problem.device
     problem.bind(weights.to(device))
@@ -126,5 +131,4 @@ def client_accuracies(
 
 def spread(accuracies: np.ndarray) -> dict[str, float]:
     """Quantiles of the clients' accuracies: who is served worst."""
-    points = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
-    return {name: float(np.quantile(accuracies, q)) for name, q in points.items()}
+    return {name: float(np.quantile(accuracies, q)) for name, q in QUANTILES.items()}

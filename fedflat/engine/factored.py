@@ -25,6 +25,7 @@ CANCELLED = 0.05
 """Below this share of the squared sum of the parts' norms, float32 Gram matrices no longer carry a norm: it is taken
 from the vector written out instead."""
 LARGEST = 1e30
+"""Entry of a Gram matrix from which a norm counts as infinite: products and sums of such leave float32 (3e38)."""
 
 
 class Declined(Exception):

@@ -27,6 +27,10 @@ from fedflat.engine.mlp import Linear
 
 Scale = Callable[[Tensor], Tensor]
 """Norms ``(n,)`` -> the clip's factors ``(n,)``, 0 where a norm is not finite."""
+ALIGNED = 8
+"""Columns of a room are a multiple of it: eight doubles fill a vector register and a line of the cache."""
+SPARE = 8
+"""Roundings added to each count: more than the scalings, sums and roots that are not counted one by one."""
 TOGETHER, TOGETHER_ON_GPU = 32, 256
 """Clients in one product at most, on a processor and on a GPU."""
 ROOM = 1 << 21
@@ -77,7 +81,9 @@ class _Rows:
         self.trace, self.absent, stack = vectors.trace, vectors.absent, vectors.trace.stack
         self.mixed = [list(self.trace.mixed(index, vectors.steps).items()) for index in range(len(stack))]
         lengths = [sum(u.shape[1] for _, u in mixed) for mixed in self.mixed]
-        columns = [-(-(layer.inputs + 1) // 8) * 8 for layer in stack]  # products of aligned rows are faster
+        columns = [
+            -(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in stack
+        ]  # products of aligned rows are faster
         limit = TOGETHER if self.trace.device.type == "cpu" else TOGETHER_ON_GPU
         largest = 1 + max(rows * width for rows, width in zip(lengths, columns))
         self.together = max(1, min(limit, TERMS // (1 + max(lengths)), ROOM // largest))
@@ -90,9 +96,9 @@ class _Rows:
             self.deltas.append(empty.new_zeros(self.together, rows, layer.outputs))
         self._bases(vectors)
         widest, pairs = max(layer.inputs + layer.outputs for layer in stack), sum(rows**2 for rows in lengths)
-        self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + 8)
+        self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + SPARE)
         dense = self.trace.size if len(self.bases) else 0
-        self.norm_error = gamma(max(PRODUCTS, widest + pairs) + dense + 16)
+        self.norm_error = gamma(max(PRODUCTS, widest + pairs) + dense + 2 * SPARE)
 
     def _bases(self, vectors: Factored) -> None:
         """The dense parts ``(K, D)``, and every client's coefficients ``(n, K)``."""

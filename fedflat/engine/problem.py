@@ -228,11 +228,8 @@ class ModuleProblem:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Eval mode inside the block (LUS's gradient)."""
-        self.module.eval()
-        try:
+        with _in_eval_mode(self.module):
             yield
-        finally:
-            self.module.train()
         self.settle()
 
 
@@ -282,14 +279,18 @@ class BlockProblem:
         losses, right = self.objective(logits if self.precision == "fp32" else logits.float(), targets)
         return weighted_mean(losses, weights), weighted_mean(right, weights)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Eval mode inside the block (LUS's gradient)."""
-        self.module.eval()
-        try:
-            yield
-        finally:
-            self.module.train()
+        return _in_eval_mode(self.module)
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
 
 
 def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:

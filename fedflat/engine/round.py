@@ -33,11 +33,11 @@ from fedflat.core.types import (
 )
 from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.client import rate_of, steps_of
+from fedflat.engine.evaluate import QUANTILES
 from fedflat.engine.parts import Parts
 
 MALFORMED = "malformed"
 """Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
-QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
 
 def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:

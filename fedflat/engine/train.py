@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
 from fedflat.data.clients import Federated
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.ahead import Ahead
+from fedflat.engine.ahead import ahead
 from fedflat.engine.batches import Order, SingleFeed
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
@@ -49,6 +48,9 @@ from fedflat.records.opening import Identity, Opening
 Record = dict[str, Any]
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
+
+PERSONAL_TIMES = 10
+"""Evaluations of clients' own models in a run whose recipe says nothing: each passes over all held-back data."""
 
 
 class Backend(Protocol):
@@ -282,7 +284,7 @@ def _save(
 
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
         save()
-    written = _nothing if folder.deployment else Ahead(save)  # type: ignore[union-attr]
+    written = _nothing if folder.deployment else ahead(save)  # type: ignore[union-attr]
     clock("metrics and checkpoint")
     return written
 
@@ -295,11 +297,11 @@ def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
     """ε after a round; it depends on the plan and the round only."""
     if not plan.private:
         return lambda: math.inf
-    ahead = Ahead(lambda: plan.epsilon(rounds))
+    begun = ahead(lambda: plan.epsilon(rounds))
 
     def found() -> float:
         try:
-            return ahead()
+            return begun()
         except Exception:  # tried again where nothing else takes memory
             return plan.epsilon(rounds)
 
@@ -312,7 +314,7 @@ def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
     mechanism, size = job.parts.mechanism, job.parts.message_length
     if not isinstance(mechanism, ScaledMechanism) or not job.parts.plan.private or size < LARGE:
         return None
-    return Ahead(lambda: mechanism.unit(job.key, round, size))
+    return ahead(lambda: mechanism.unit(job.key, round, size))
 
 
 def _due(round: int, every: int, rounds: int) -> bool:
@@ -330,7 +332,7 @@ def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record
         how = job.evaluation
         found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
         public |= _tested(job, found, whole)
-    every = job.evaluation.personal_every or max(1, rounds // 10)
+    every = job.evaluation.personal_every or max(1, rounds // PERSONAL_TIMES)
     if job.held and (last or _due(finished, every, rounds)):
         accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), job.held)
         name = "personal_accuracy" if _personal(job.parts.algorithm) else "client_accuracy"
@@ -386,8 +388,3 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
     """w^0's module with the final shared weights, on the processor; nothing else of it has met a client's data."""
     return job.problem.released(torch.cat([outcome.state.shared, outcome.heads.first]))
-
-
-def folder_of(path: str | Path | None) -> Path | None:
-    """A path, or None when nothing is to be written."""
-    return None if path is None else Path(path)

@@ -39,6 +39,10 @@ from fedflat.federation.rejoin import sign_off
 from fedflat.federation.task import Task
 
 PATIENCE, GRACE = 120.0, 8.0
+"""Seconds that programs may take to start (they import torch and flwr, on a loaded machine all at once), and to end
+before they are killed: longer than a worker's own."""
+LOOK = 0.2
+"""Seconds between looks whether the SuperLink listens: it takes several to start."""
 
 
 @dataclass
@@ -87,7 +91,7 @@ class Federation:
             self.check_alive()
             with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
                 return
-            time.sleep(0.2)
+            time.sleep(LOOK)
         raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
 
     def check_alive(self) -> None:

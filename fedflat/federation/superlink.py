@@ -31,7 +31,10 @@ from fedflat.federation.roster import Roster
 from fedflat.federation.task import ROSTER
 from fedflat.federation.worker import Runtime, server_work, start_worker
 
-SHUTDOWN = 3  # seconds for open connections
+SHUTDOWN = 3
+"""Seconds that open connections have to end: SuperNodes come back by themselves, so little is lost."""
+LOOK = 0.05
+"""Seconds between looks whether the control door is open, before the network's is."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _run(app: Any, outside: Any, doors: Doors, own: Path, public: Path) -> None:
 
     def open_to_the_network() -> None:
         while not (control.started or control.should_exit):
-            time.sleep(0.05)
+            time.sleep(LOOK)
         try:
             network.run()
         finally:

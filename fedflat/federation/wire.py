@@ -156,12 +156,12 @@ def write_answer(answer: Answer) -> Any:
     return _records({"update": answer.update}, facts)
 
 
-def read_answer(content: Any, dimension: int, dtype: str = "float32") -> Answer:
+def read_answer(content: Any, dimension: int) -> Answer:
     """A checked reply: type, shape and finite values, or ``Malformed``."""
     arrays, facts = parts_of(content)
     if set(arrays) != {"update"}:
         raise Malformed("form")
-    update = unpack(arrays["update"], dtype, (dimension,))
+    update = unpack(arrays["update"], "float32", (dimension,))
     answer = Answer(number(facts, "round"), nonce_of(facts), update, number(facts, "examples"))
     if not np.isfinite(update).all():
         raise Malformed("not finite")

@@ -27,6 +27,8 @@ from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit
 log = logging.getLogger("fedflat.worker")
 
 POLL, GRACE = 0.5, 3.0
+"""Seconds between looks for work (a round takes many), and for tasks to end before they are killed: less than what
+``local`` gives this process itself."""
 Work = Callable[["Runtime", Any, str], None]
 
 

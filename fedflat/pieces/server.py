@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range, one_of
-from fedflat.core.types import MeanView, Optimizer, ServerStep, ServerView
+from fedflat.core.types import MeanView, Optimizer, ServerView
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,3 @@ def laplacian_smoothing(smoothing: float = 0.01, scope: str = "tensor") -> Lapla
     return LaplacianSmoothing(
         in_range("algorithm.smoothing", smoothing, 0), one_of("algorithm.scope", scope, ("tensor", "vector"))
     )
-
-
-def initial_slots(steps: tuple[ServerStep, ...], shared: Tensor) -> dict[str, Tensor]:
-    """All slots of a server pipeline before round 0."""
-    slots: dict[str, Tensor] = {}
-    for step in steps:
-        slots.update(step.initial(shared))
-    return slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from html import escape
+from typing import Any
 
 from fedflat.report import tables
 from fedflat.report.metrics import Record, Run, number
@@ -159,21 +159,17 @@ def cells(audit: Record) -> list[str]:
 HEADS = ("Audit", "ε claimed", "ε proven", "audited", "confidence", "verdict")
 
 
-def notes_html(audits: Sequence[Record]) -> str:
-    """What each kind looked at and rests on, as lists; a broken contract comes first."""
-    parts = [f'<p class="rule">{escape(RULE)}</p>']
+def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
+    """What each kind looked at and rests on: head, about, lines; a broken contract comes first."""
+    found = []
     for audit in audits:
         kind = str(audit.get("kind"))
         facts = [ABOUT.get(kind, ""), f"canary: {audit.get('canary')}", f"statistic: {audit.get('statistic')}"]
         broken = "" if "movement" in _details(audit) else "Contract 2b broken: "
         lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
-        listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        head = f"{kind}, {audit.get('method')}: what it rests on"
-        about = escape("; ".join(fact for fact in facts if fact and not fact.endswith(": None")))
-        parts.append(
-            f'<details class="fold"><summary>{escape(head)}</summary><p>{about}.</p><ul>{listed}</ul></details>'
-        )
-    return "".join(parts)
+        about = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))
+        found.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": about, "lines": lines})
+    return found
 
 
 def _texts(audit: Record, key: str) -> list[str]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, one_of
 from fedflat.privacy.accounting.budget import Row, approximation_against, epsilon_against
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
+from fedflat.report.figures import Figure, Series
+from fedflat.report.html import cards
+from fedflat.report.pages import Section, page
 
 SUFFIXES = (".html", ".svg", ".png")
 POINTS = 24
+"""Places a curve is read at: each costs one accounting, and it is smooth."""
+MOST = 1e4
+"""ε beyond which a curve ends: it says nothing there, and would flatten the rest."""
 TITLES = {"rounds": "rounds", "noise_multiplier": "noise multiplier σ"}
 
 
@@ -35,15 +40,15 @@ def write_plot(path: Path, systems: Mapping[str, Mapping[str, Any]], accountants
     """
     check_plot(path)
     lines = {axis: series(axis, systems, accountants) for axis in TITLES}
-    image = _draw(lines, "png" if path.suffix == ".png" else "svg")
+    content = _page(lines) if path.suffix == ".html" else _draw(lines, path.suffix[1:])
     try:
-        path.write_bytes(image if path.suffix != ".html" else page(image.decode(), lines).encode())
+        path.write_bytes(content)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def series(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> dict[str, list[Row]]:
-    """Label -> ``[{axis: value, "epsilon": ε}, …]`` around each system's own value; ε beyond 10⁴ are left out."""
+    """Label -> ``[{axis: value, "epsilon": ε}, …]`` around each system's own value; ε beyond ``MOST`` are left out."""
     found: dict[str, list[Row]] = {}
     refused: InputError | None = None
     for name, setting in systems.items():
@@ -59,7 +64,7 @@ def series(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Seq
                 refused = error
                 continue
             label = f"{name}, {accountant}" if name else accountant
-            kept = [row for row in rows if math.isfinite(row["epsilon"]) and row["epsilon"] < 1e4]
+            kept = [row for row in rows if math.isfinite(row["epsilon"]) and row["epsilon"] < MOST]
             found[label + (" (approximation, not proven)" if approximation else "")] = kept
     if not found and refused is not None:
         raise refused
@@ -77,10 +82,10 @@ def values(axis: str, own: float) -> list[float]:
 
 def _draw(lines: Mapping[str, Mapping[str, list[Row]]], kind: str) -> bytes:
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError as error:
         raise RunError("--plot needs matplotlib, which is not installed: pip install matplotlib.") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     for place, (axis, curves) in zip(figure.subplots(1, 2), lines.items()):
         for label, rows in curves.items():
             style = "--" if "approximation" in label else "-"
@@ -91,23 +96,30 @@ def _draw(lines: Mapping[str, Mapping[str, list[Row]]], kind: str) -> bytes:
         place.grid(alpha=0.3)
         place.legend(fontsize="small")
     target = io.BytesIO()
-    figure.savefig(target, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    with matplotlib.rc_context({"svg.hashsalt": "fedflat"}):  # otherwise names in the file are drawn at random
+        figure.savefig(target, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return target.getvalue()
 
 
-def page(svg: str, lines: Mapping[str, Mapping[str, list[Row]]]) -> str:
-    """One self-contained page: the picture, and the numbers behind it."""
-    tables = "".join(
-        f"<h2>{escape(label)}, by {escape(TITLES[axis])}</h2><table><tr><th>{escape(TITLES[axis])}</th><th>ε</th></tr>"
-        + "".join(f"<tr><td>{row[axis]:.5g}</td><td>{row['epsilon']:.4g}</td></tr>" for row in rows)
-        + "</table>"
+def _page(lines: Mapping[str, Mapping[str, list[Row]]]) -> bytes:
+    """One self-contained page: the curves, and the numbers behind them."""
+    figures = [
+        Figure(
+            axis.replace("_", "-"),
+            f"ε by {TITLES[axis]}",
+            tuple(
+                Series(
+                    label,
+                    {"round": tuple(float(row[axis]) for row in rows)},
+                    tuple(row["epsilon"] for row in rows),
+                    style=style,
+                )
+                for style, (label, rows) in enumerate(curves.items())
+                if rows
+            ),
+            x_title=TITLES[axis],
+        )
         for axis, curves in lines.items()
-        for label, rows in curves.items()
-    )
-    style = "body{font:15px system-ui;max-width:70rem;margin:2rem auto;padding:0 1rem}svg{max-width:100%;height:auto}"
-    style += "td,th{text-align:right;padding:.1rem 1rem}details{margin-top:1rem}"
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Privacy budget</title>'
-        f"<style>{style}</style><h1>Privacy budget</h1>{svg[svg.index('<svg') :]}"
-        f"<details><summary>Numbers</summary>{tables}</details></html>\n"
-    )
+    ]
+    sections = [Section("curves", "", "cards", cards([figure for figure in figures if figure.series]))]
+    return page("Privacy budget", "What is planned, and what more or less of it costs", sections, "fedflat").encode()

@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib import metadata
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from fedflat.report import contours, html
+from fedflat.report import contours, html, pages, svg
 from fedflat.report.figures import Figure, Series
+from fedflat.report.pages import Section, Table
 
 Record = Mapping[str, Any]
-PRIVATE = html.PRIVATE
 
 
 def write_page(found: Record, target: Path) -> Path:
     """Write the page of what ``analysis.flatness.measure`` found to the file ``target``, replaced in one step."""
-    draft = target.with_name(f".{target.name}.part")
-    draft.write_text(render(found), encoding="utf-8")
-    draft.replace(target)
-    return target
+    return pages.write(render(found), target)
 
 
 def render(found: Record) -> str:
     """The page as text."""
     groups = found["groups"]
     models = list(dict.fromkeys(group["model"] for group in groups))
-    sections = [("summary", "", _numbers(found)), ("reading", "How to read this", _reading(found))]
+    sections = [
+        Section("summary", "", "noted_table", _numbers(found)),
+        Section("reading", "How to read this", "prose", _reading(found)),
+    ]
     for place, model in enumerate(models):
         own = [group for group in groups if group["model"] == model]
         title = "Global model" if model == "global" else f"Local model of {model}"
-        sections.append((f"model-{place}", title, _model(own, place, found)))
+        sections.append(Section(f"model-{place}", title, "cards", _model(own, place)))
     drawn = [group for group in groups if group["surface"]]
     if drawn:
-        sections.insert(2, ("surface", "Surfaces", _surfaces(drawn)))
+        sections.insert(2, Section("surface", "Surfaces", "surfaces", _surfaces(drawn)))
     labels = list(dict.fromkeys(group["label"] for group in groups))
     title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
-    links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in sections if heading)
-    script = html._asset("page.js") + html._asset("flatness.js")
-    return Template(html._asset("page.html")).substitute(
-        title=escape(title),
-        lead=escape(_lead(found)),
-        links=links,
-        body="".join(html._section(*each) for each in sections),
-        style=html._asset("page.css") + html._asset("flatness.css"),
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        version=escape(f"fedflat {metadata.version('fedflat')}" if _installed() else "fedflat"),
-    )
+    version = f"fedflat {metadata.version('fedflat')}" if _installed() else "fedflat"
+    return pages.page(title, _lead(found), sections, version, "flatness")
 
 
 def _installed() -> bool:
@@ -110,7 +95,7 @@ def number_text(value: float, percent: bool = False) -> str:
     return f"{value:.2f}" if percent else f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def _numbers(found: Record) -> str:
+def _numbers(found: Record) -> dict[str, Any]:
     shown = columns(found["settings"])
     several = len({group["model"] for group in found["groups"]}) > 1
     heads = ["Method", *(["Model"] if several else []), "seeds", "ε proven", *(heading for _, heading, _ in shown)]
@@ -120,8 +105,7 @@ def _numbers(found: Record) -> str:
         cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], percent) for key, _, percent in shown])
     notes = [*difference_notes(found), *found["notes"], cost_text(found["cost"])]
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return html._table("Flatness", heads, rows, left=2 if several else 1) + f'<ul class="notes">{listed}</ul>'
+    return {"table": Table("Flatness", heads, rows, left=2 if several else 1), "notes": notes}
 
 
 def difference_notes(found: Record) -> list[str]:
@@ -162,9 +146,9 @@ def cost_text(cost: Record) -> str:
     )
 
 
-def _reading(found: Record) -> str:
+def _reading(found: Record) -> list[str]:
     settings, curved = found["settings"], max(each["curvature_examples"] for each in found["models"])
-    points = [
+    return [
         "Directions are random and filter-normalised: each filter (output channel or row) of the direction has the norm"
         " of the same filter of the weights; biases and norm layers do not move. At a distance of 1 every filter has"
         " moved by its own norm. All methods share the same random draw.",
@@ -176,21 +160,19 @@ def _reading(found: Record) -> str:
         "Absolute numbers (eigenvalues, trace, ρ) change when a ReLU network's layers are rescaled although the"
         " function does not; the curves along normalised directions mostly do not.",
     ]
-    return '<ul class="prose">' + "".join(f"<li>{escape(point)}</li>" for point in points) + "</ul>"
 
 
 # --------------------------------------------------------------------------------------------------------- curves
 
 
-def _model(groups: Sequence[Record], place: int, found: Record) -> str:
-    note = f'<p class="private-note">{PRIVATE}.</p>' if groups[0]["private"] else ""
+def _model(groups: Sequence[Record], place: int) -> dict[str, Any] | None:
     figures = [
         _figure(groups, "line", "loss", f"line-loss-{place}", "Loss along a direction"),
         _figure(groups, "line", "accuracy", f"line-accuracy-{place}", "Accuracy along a direction"),
         _figure(groups, "noise", "loss", f"noise-loss-{place}", "Loss under weight noise"),
         _figure(groups, "noise", "accuracy", f"noise-accuracy-{place}", "Accuracy under weight noise"),
     ]
-    return note + html._cards(figures)
+    return html.cards(figures, html.PRIVATE if groups[0]["private"] else "")
 
 
 def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str) -> Figure:
@@ -220,52 +202,39 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 # ------------------------------------------------------------------------------------------------------- surfaces
 
 
-def _surfaces(groups: Sequence[Record]) -> str:
+def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     low, high = min(every), max(every)
     low = max(low, 1e-9)
     lines = contours.levels(low, high)
-    cards = "".join(_relief(group, place, lines, low, high) for place, group in enumerate(groups))
-    content = {
-        "low": low,
-        "high": high,
-        "ramp": contours.RAMP,
-        "surfaces": [
-            {"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups
-        ],
+    surfaces = [{"side": len(each["surface"]["steps"]), "loss": _short(each["surface"]["loss"])} for each in groups]
+    return {
+        "hint": "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together.",
+        "reliefs": [_relief(group, lines, low, high) for group in groups],
+        "about_private": html.PRIVATE,
+        "levels": [(f"{level:g}", contours.colour(level, low, high)) for level in lines],
+        "data": {"low": low, "high": high, "ramp": contours.RAMP, "surfaces": surfaces},
     }
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    choice = (
-        '<fieldset class="axis"><legend>Height</legend>'
-        '<label><input type="radio" name="height" value="log" checked><span>logarithmic</span></label>'
-        '<label><input type="radio" name="height" value="linear"><span>linear</span></label></fieldset>'
-    )
-    hint = "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together."
-    return (
-        f'<div class="controls">{choice}<p>{hint}</p></div><div class="reliefs">{cards}</div>'
-        f'{contours.scale(lines, low, high)}<script type="application/json" id="surfaces">{text}</script>'
-    )
 
 
 def _short(rows: Sequence[Sequence[float]]) -> list[float]:
     return [float(f"{value:.5g}") for row in rows for value in row]
 
 
-def _relief(group: Record, place: int, lines: Sequence[float], low: float, high: float) -> str:
+def _relief(group: Record, lines: Sequence[float], low: float, high: float) -> dict[str, Any]:
     surface = group["surface"]
     values, middle = surface["loss"], len(surface["steps"]) // 2
     edge = max(max(row) for row in values)
     name = group["label"] + ("" if group["model"] == "global" else f", {group['model']}")
-    words = f"Loss {values[middle][middle]:.3g} in the middle, at most {edge:.3g} on the square."
-    badge = f'<span class="badge" title="{PRIVATE}">private</span>' if group["private"] else ""
     how = surface["precision"]
     if surface["deviation"] is not None:
         how += f", within {surface['deviation']:.2g} of float32 at nine points"
-    seed = group["seeds"][0]
-    label = f"{name}: loss surface. {words} Arrow keys turn it."
-    return (
-        f'<div class="card relief"><h4><i class="c{group["style"] % 7}"></i>{escape(name)}{badge}</h4>'
-        f"<p>{escape(words)} Seed {seed}; {escape(how)}.</p>"
-        f'<canvas data-surface="{place}" tabindex="0" role="img" aria-label="{escape(label)}"></canvas>'
-        f"{contours.draw(values, surface['steps'], lines, low, high, f'{name}: contours of the loss')}</div>"
-    )
+    return {
+        "name": name,
+        "colour": f"c{group['style'] % svg.COLOURS}",
+        "private": group["private"],
+        "words": f"Loss {values[middle][middle]:.3g} in the middle, at most {edge:.3g} on the square.",
+        "seed": group["seeds"][0],
+        "how": how,
+        "contours": contours.draw(values, surface["steps"], lines, low, high, f"{name}: contours of the loss"),
+    }

@@ -32,7 +32,6 @@ class Run:
         metrics: one record per round of what was released or is public, ordered as written.
         private: one record per round of what is private to the simulation; empty for a deployment.
         privacy: the privacy statement; empty where there is none.
-        ledger_lines: complete lines in ``ledger.jsonl``.
         audits: what ``fedflat audit`` found, from ``audit.json``; empty where nobody audited the run.
     """
 
@@ -42,7 +41,6 @@ class Run:
     metrics: list[Record]
     private: list[Record]
     privacy: Record
-    ledger_lines: int
     audits: list[Record] = field(default_factory=list)
 
     @property
@@ -144,7 +142,6 @@ def read_run(folder: Path | str) -> Run:
         metrics=_by_round(read_records(path / "metrics.jsonl")),
         private=_by_round(read_records(path / "private" / "private.jsonl")),
         privacy=_read_json(path / "privacy.json"),
-        ledger_lines=len(read_records(path / "ledger.jsonl")),
         audits=_audits(path / "audit.json"),
     )
 

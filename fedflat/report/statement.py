@@ -1,13 +1,15 @@
-"""The privacy statement of a run as readable HTML. Keys it does not know are shown as they are."""
+"""The privacy statement of a run as a page shows it. Keys it does not know are shown as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
-from typing import Any
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from fedflat.report import metrics, tables
 from fedflat.report.metrics import Run
+from fedflat.report.pages import Facts
 
 TITLES = {
     "proven_epsilon": "Proven ε",
@@ -38,19 +40,21 @@ TITLES = {
 FOLDED = {"checklist": "Reporting checklist", "facts": "Facts the statement was made from"}
 
 
-def statement_html(run: Run) -> str:
-    """The statement as a definition list, the keys of the contract first, in reading order."""
+class Statement(NamedTuple):
+    """What stands open, and what is folded in, by its title."""
+
+    facts: Facts
+    folds: list[tuple[str, Facts]]
+
+
+def statement_of(run: Run) -> Statement | str:
+    """The statement with the keys of the contract first, in reading order; a sentence where there is none."""
     if not run.privacy:
-        return f"<p>{escape(metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:])}: nothing is proven.</p>"
+        return f"{metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:]}: nothing is proven."
     known = {key: run.privacy[key] for key in TITLES if key in run.privacy}
     rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
     folded = [(name, rest.pop(key)) for key, name in FOLDED.items() if isinstance(rest.get(key), Mapping)]
-    more = "".join(
-        f'<details class="fold"><summary>{name}</summary>{definition_list(tree)}</details>'
-        for name, tree in folded
-        if tree
-    )
-    return definition_list(_without_repeats(known) | rest) + (f'<div class="folds">{more}</div>' if more else "")
+    return Statement(facts(_without_repeats(known) | rest), [(name, facts(tree)) for name, tree in folded if tree])
 
 
 def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +70,9 @@ def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in known.items() if key not in drop}
 
 
-def definition_list(tree: Mapping[str, Any], *, verbatim: bool = False) -> str:
-    """A mapping as ``<dl>``; nested mappings nest, lists become ``<ul>``; ``verbatim`` leaves the keys as written."""
-    named = [(str(key) if verbatim else title(key), _value(key, value)) for key, value in tree.items()]
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in named)
-    return f'<dl class="facts">{items}</dl>'
+def facts(tree: Mapping[str, Any], *, verbatim: bool = False) -> Facts:
+    """A mapping as names and values; nested mappings nest. verbatim: the keys as they are written."""
+    return Facts(tuple((str(key) if verbatim else title(key), _value(key, value)) for key, value in tree.items()))
 
 
 def title(key: str) -> str:
@@ -79,37 +81,39 @@ def title(key: str) -> str:
     return TITLES.get(str(key), plain[:1].upper() + plain[1:])
 
 
-def _value(key: str, value: Any) -> str:
+def _value(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and value:
-        return definition_list(value)
+        return facts(value)
     if isinstance(value, list) and value:
-        return "<ul>" + "".join(f"<li>{_item(key, item)}</li>" for item in value) + "</ul>"
+        return [_item(key, item) for item in value]
+    return _text(key, value)
+
+
+def _text(key: str, value: Any) -> str:
     if value is None and "epsilon" in str(key):
         return tables.NO_EPSILON
     if "epsilon" in str(key) and metrics.number(value) is not None:
         return tables.epsilon_text(metrics.number(value))
-    return escape(readable(value))
+    return readable(value)
 
 
-def _item(key: str, value: Any) -> str:
+def _item(key: str, value: Any) -> Any:
     """A list's item; a flat mapping is one line, so that a list of adversaries reads as a list."""
     if isinstance(value, Mapping) and "adversary" in value:
         return _adversary(value)
     if isinstance(value, Mapping) and set(value) == {"item", "text"}:
-        return f"{escape(str(value['text']))} (item {escape(str(value['item']))})"
+        return f"{value['text']} (item {value['item']})"
     if isinstance(value, Mapping) and not any(isinstance(part, (Mapping, list)) for part in value.values()):
-        return " · ".join(f"{escape(title(name))}: {_value(name, part)}" for name, part in value.items())
+        return " · ".join(f"{title(name)}: {_text(name, part)}" for name, part in value.items())
     return _value(key, value)
 
 
-def _adversary(value: Mapping[str, Any]) -> str:
+def _adversary(value: Mapping[str, Any]) -> Markup:
     """Who is protected from whom as a sentence, with whatever else the entry says behind it."""
-    delta = f" at δ = {readable(value['delta'])}" if "delta" in value else ""
-    lead = (
-        f"<strong>{escape(readable(value['adversary']))}</strong>: ε = {_value('epsilon', value.get('epsilon'))}{delta}"
-    )
+    said = f"ε = {_text('epsilon', value.get('epsilon'))}"
+    said += f" at δ = {readable(value['delta'])}" if "delta" in value else ""
     rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
-    return "; ".join([lead, *map(escape, rest)])
+    return Markup("<strong>{}</strong>: {}").format(readable(value["adversary"]), "; ".join([said, *rest]))
 
 
 def readable(value: Any) -> str:

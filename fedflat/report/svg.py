@@ -1,20 +1,26 @@
-"""Draw a figure as inline SVG with the data behind it: no library, no network, readable without a script."""
+"""Draw a figure as inline SVG with the data behind it: no network, and readable without a script."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from fedflat.report.figures import Figure, Series, thin
+from fedflat.report.pages import filled
 
-WIDTH, HEIGHT = 480.0, 260.0
+WIDTH, HEIGHT = 480, 260
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 468.0, 14.0, 218.0
 COLOURS, DASHES = 7, 4
-BAND_POINTS = 150  # a band's edge needs no more
+"""Kinds of lines that the style sheet has; coprime, so that 28 series look different."""
+BAND_POINTS = 150
+"""Points of a band's edge at most: about one for every three pixels."""
+FEW_POINTS = 25
+"""Points up to which each has a dot: with more, dots would touch."""
 AXIS_TITLES = {"round": "round", "epsilon": "ε spent"}
 
 
@@ -108,21 +114,8 @@ def _x_scale(figure: Figure, axis: str) -> Scale:
 def _path(points: Iterable[tuple[float, float]]) -> str:
     """Relative steps in tenths of a pixel, taken between rounded points so that no error adds up."""
     tenths = [(round(10 * x), round(10 * y)) for x, y in points]
-    steps = (_step(b[0] - a[0]) + _step(b[1] - a[1], after=True) for a, b in pairwise(tenths))
-    return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + "".join(_joined(steps))
-
-
-def _joined(steps: Iterable[str]) -> Iterable[str]:
-    """A minus sign separates two numbers by itself; otherwise a space does."""
-    for place, step in enumerate(steps):
-        yield step if place == 0 or step.startswith("-") else " " + step
-
-
-def _step(tenths: int, *, after: bool = False) -> str:
-    text = f"{tenths / 10:g}"
-    if 0 < abs(tenths) < 10:
-        text = text.replace("0.", ".", 1)
-    return text if not after or text.startswith("-") else "," + text
+    steps = (f"{(b[0] - a[0]) / 10:g},{(b[1] - a[1]) / 10:g}" for a, b in pairwise(tenths))
+    return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + " ".join(steps)
 
 
 def _classes(series: Series) -> str:
@@ -131,64 +124,52 @@ def _classes(series: Series) -> str:
     return f"c{series.style % COLOURS} d{series.style % DASHES} g{series.style}"
 
 
-def _line(series: Series, axis: str, x: Scale, y: Scale) -> str:
-    across = [x(value) for value in series.x[axis]]
-    marks = []
+class Mark(NamedTuple):
+    """An element of the drawing: its name, its classes, its other attributes."""
+
+    tag: str
+    kind: str
+    places: dict[str, str]
+
+
+def _line(series: Series, axis: str, x: Scale, y: Scale) -> Iterable[Mark]:
+    across, classes = [x(value) for value in series.x[axis]], _classes(series)
     if series.low:
         places = thin(len(across), BAND_POINTS)
         edge = [(across[place], y(series.low[place])) for place in places]
         back = [(across[place], y(series.high[place])) for place in reversed(places)]
-        band = "sd" if series.y else "q5" if series.label.startswith("5") else "q25"
-        marks.append(f'<path class="band {band} {_classes(series)}" d="{_path(edge + back)}Z"/>')
-    if series.y:
-        points = list(zip(across, map(y, series.y), strict=True))
-        if len(points) > 1:
-            marks.append(f'<path class="line {_classes(series)}" d="{_path(points)}"/>')
-        if len(points) <= 25:
-            marks += [f'<circle class="dot {_classes(series)}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in points]
-    return "".join(marks)
+        band = "sd" if series.y else _band(series)
+        yield Mark("path", f"band {band} {classes}", {"d": f"{_path(edge + back)}Z"})
+    points = list(zip(across, map(y, series.y))) if series.y else []
+    if len(points) > 1:
+        yield Mark("path", f"line {classes}", {"d": _path(points)})
+    if len(points) <= FEW_POINTS:
+        yield from (_dot(classes, a, b) for a, b in points)
 
 
-def _bars(figure: Figure, x: Scale, y: Scale) -> str:
-    count = len(figure.series)
-    slot = (x(1) - x(0)) * 0.8
-    marks = []
+def _band(series: Series) -> str:
+    return "q5" if series.label.startswith("5") else "q25"
+
+
+def _dot(classes: str, x: float, y: float) -> Mark:
+    return Mark("circle", f"dot {classes}", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
+
+
+def _bars(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
+    count, slot = len(figure.series), (x(1) - x(0)) * 0.8
     for place, series in enumerate(figure.series):
+        classes = _classes(series)
         for index, value in zip(series.x["round"], series.y, strict=True):
-            if count <= 3:
-                left = x(index) - slot / 2 + place * slot / count
-                shape = f'x="{left:.1f}" y="{y(value):.1f}" width="{max(1.0, slot / count - 0.8):.1f}"'
-                marks.append(
-                    f'<rect class="bar {_classes(series)}" {shape} height="{max(0.0, BOTTOM - y(value)):.1f}"/>'
-                )
-            else:
-                centre = x(index) + slot * 0.8 * ((place + 0.5) / count - 0.5)
-                marks.append(f'<circle class="dot {_classes(series)}" cx="{centre:.1f}" cy="{y(value):.1f}" r="2.6"/>')
-    return "".join(marks)
-
-
-def _frame(figure: Figure, axis: str, x: Scale, y: Scale) -> str:
-    parts = []
-    for tick in y.ticks:
-        at = y(tick)
-        parts.append(f'<path class="grid" d="M{LEFT:g},{at:.1f}H{RIGHT:g}"/>')
-        parts.append(f'<text class="ty" x="{LEFT - 7:g}" y="{at + 4:.1f}">{tick_text(tick, figure.percent)}</text>')
-    parts.append(f'<path class="axis" d="M{LEFT:g},{BOTTOM:g}H{RIGHT:g}"/>')
-    for tick in x.ticks:
-        parts.append(f'<text class="tx" x="{x(tick):.1f}" y="{BOTTOM + 18:g}">{tick_text(tick, False)}</text>')
-    title = figure.x_title if axis == "round" else AXIS_TITLES[axis]
-    parts.append(f'<text class="tt" x="{(LEFT + RIGHT) / 2:g}" y="{HEIGHT - 5:g}">{escape(title)}</text>')
-    return "".join(parts)
-
-
-def _reference(figure: Figure, y: Scale) -> str:
-    parts = []
-    for label, value in figure.lines:
-        at = y(value)
-        below = at < TOP + 16
-        parts.append(f'<path class="ref" d="M{LEFT:g},{at:.1f}H{RIGHT:g}"/>')
-        parts.append(f'<text class="rl" x="{RIGHT:g}" y="{at + (14 if below else -5):.1f}">{escape(label)}</text>')
-    return "".join(parts)
+            if count > 3:
+                yield _dot(classes, x(index) + slot * 0.8 * ((place + 0.5) / count - 0.5), y(value))
+                continue
+            sides = {
+                "x": x(index) - slot / 2 + place * slot / count,
+                "y": y(value),
+                "width": max(1.0, slot / count - 0.8),
+                "height": max(0.0, BOTTOM - y(value)),
+            }
+            yield Mark("rect", f"bar {classes}", {name: f"{side:.1f}" for name, side in sides.items()})
 
 
 def describe(figure: Figure) -> str:
@@ -215,27 +196,28 @@ def _value(figure: Figure, value: float) -> str:
     return f"{100 * value:.2f} %" if figure.percent else f"{value:.4g}"
 
 
-def draw(figure: Figure, axis: str) -> str:
+def draw(figure: Figure, axis: str) -> Markup:
     """The figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
     x, y = _x_scale(figure, axis), _y_scale(figure)
-    name = f"{figure.key}-{axis}"
-    marks = _bars(figure, x, y) if figure.kind == "bars" else "".join(_line(s, axis, x, y) for s in figure.over(axis))
-    unit = f", {figure.unit}" if figure.unit else ""
-    by = figure.x_title if axis == "round" else AXIS_TITLES[axis]
-    limits = (
-        f'data-x0="{_digits(x.low)}" data-x1="{_digits(x.high)}" data-y0="{_digits(y.low)}" data-y1="{_digits(y.high)}"'
+    lines = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
+    limits = {"data-x0": x.low, "data-x1": x.high, "data-y0": y.low, "data-y1": y.high}
+    return filled(
+        "drawing.svg",
+        axis=axis,
+        x=x,
+        y=y,
+        width=WIDTH,
+        height=HEIGHT,
+        name=f"{figure.key}-{axis}",
+        title=figure.title + (f", {figure.unit}" if figure.unit else ""),
+        by=figure.x_title if axis == "round" else AXIS_TITLES[axis],
+        words=describe(figure),
+        percent=figure.percent,
+        limits={name: f"{value:.7g}" for name, value in limits.items()},
+        tick_text=tick_text,
+        marks=_bars(figure, x, y) if figure.kind == "bars" else lines,
+        lines=figure.lines,
     )
-    return (
-        f'<svg class="by-{axis}" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" data-axis="{axis}" {limits}'
-        f' data-log="{int(y.log)}" aria-labelledby="t-{name}" aria-describedby="d-{name}">'
-        f'<title id="t-{name}">{escape(figure.title + unit)} by {escape(by)}</title>'
-        f'<desc id="d-{name}">{escape(describe(figure))}</desc>'
-        f"{_frame(figure, axis, x, y)}{marks}{_reference(figure, y)}</svg>"
-    )
-
-
-def _digits(value: float) -> str:
-    return f"{value:.7g}"
 
 
 def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:
@@ -244,8 +226,8 @@ def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:
     return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in rounded]
 
 
-def data(figure: Figure) -> str:
-    """The figure's numbers as JSON for the page's script; an abscissa equal to the first series' is left out."""
+def data(figure: Figure) -> dict[str, Any]:
+    """The figure's numbers for the page's script; an abscissa equal to the first series' is left out."""
     first = figure.series[0].x
     listed = []
     for series in figure.series:
@@ -259,7 +241,7 @@ def data(figure: Figure) -> str:
         elif series.low:
             item |= {"low": _numbers(series.low, 5), "high": _numbers(series.high, 5)}
         listed.append(item)
-    content = {
+    return {
         "title": figure.title,
         "unit": figure.unit,
         "percent": figure.percent,
@@ -267,15 +249,14 @@ def data(figure: Figure) -> str:
         "lines": [[label, value] for label, value in figure.lines],
         "series": listed,
     }
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("&", "\\u0026")  # so that no label can close the script element
 
 
-def swatch(series: Series) -> str:
+SWATCH = Markup('<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><{} class="{} {}" {}/></svg>')
+
+
+def swatch(series: Series) -> Markup:
     """A small sample of the series' line or band for a legend."""
     if series.low and not series.y:
-        band = "q5" if series.label.startswith("5") else "q25"
-        sample = f'<rect class="band {band} {_classes(series)}" y="1" width="26" height="8"/>'
-    else:
-        sample = f'<path class="line {_classes(series)}" d="M0,5H26"/>'
-    return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">{sample}</svg>'
+        band = Markup('y="1" width="26" height="8"')
+        return SWATCH.format("rect", f"band {_band(series)}", _classes(series), band)
+    return SWATCH.format("path", "line", _classes(series), Markup('d="M0,5H26"'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,10 +93,6 @@ class Result:
         return f"<fedflat run: {', '.join(said)}>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(label)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for label, text in summary_rows(self)
-        )
-        listed = "".join(f"<li>{html.escape(text)}</li>" for text in self.warnings)
-        return f"<table>{rows}</table>" + (f"<p>Warnings</p><ul>{listed}</ul>" if listed else "")
+        from fedflat.report.pages import filled
+
+        return filled("result.html", rows=summary_rows(self), warnings=self.warnings)

@@ -16,7 +16,7 @@ from fedflat.core.checks import RunError
 from fedflat.core.params import layout_of
 from fedflat.core.rng import stream
 from fedflat.engine import train
-from fedflat.engine.ahead import Ahead
+from fedflat.engine.ahead import ahead
 from fedflat.engine.evaluate import scores
 from fedflat.engine.problem import ModuleProblem
 from fedflat.pieces.mechanisms import GaussianNoise
@@ -49,14 +49,14 @@ def model() -> nn.Module:
 
 def test_what_was_found_or_raised_comes_back_when_asked_for() -> None:
     began = time.perf_counter()
-    slow = Ahead(lambda: time.sleep(0.1) or 7)
+    slow = ahead(lambda: time.sleep(0.1) or 7)
     assert time.perf_counter() - began < 0.09
     assert slow() == slow() == 7
 
     def fails() -> None:
         raise OSError("disk full")
 
-    broken = Ahead(fails)
+    broken = ahead(fails)
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             broken()

@@ -112,4 +112,4 @@ def test_the_quick_start_on_a_gpu() -> None:
 
 def test_auto_takes_the_gpu_and_says_so() -> None:
     job = prepare(Recipe.of(recipe("dp-fedavg", device="auto")), module("convolution"), clients(shape=(2, 4, 4)))
-    assert job.problem.device.type == "cuda" and job.backend.name in ("graphs", "sequential", "vectorized")
+    assert job.problem.device.type == "cuda" and job.backend.name in ("sequential", "vectorized")

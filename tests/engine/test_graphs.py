@@ -18,11 +18,10 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.cuda import choose as choose_gpu
+from fedflat.backends import choose
 from fedflat.backends.cuda import graphs
 from fedflat.backends.cuda.graphs import Graphs
 from fedflat.backends.cuda.streams import CudaLane
-from fedflat.backends.trial import Choice
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Broadcast, Phase
@@ -584,51 +583,40 @@ def test_a_gpu_that_fails_is_not_used(gpu: None, monkeypatch: pytest.MonkeyPatch
         trained("dp-fedavg", device="cuda")
 
 
-def test_the_trial_believes_no_sum_that_differs(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare(Recipe.of(recipe("dp-fedavg", backend="sequential", device="cuda")), module(), clients())
-    first = job.first
-    tried: list[Choice] = []
+def test_the_trial_believes_no_sum_that_is_not_the_processors(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs nothing is taken, unless its sum is another one; recorded graphs are not even tried."""
+    monkeypatch.setattr(
+        choose, "seconds_per_client", lambda backend, *rest: 0.01 if backend.name == "sequential" else 0
+    )
+    tried: list[str] = []
+    honest = choose._Makers.make
 
-    def make(choice: Choice, parts: Any) -> Any:
-        tried.append(choice)
-        where: dict[str, Any] = {"backend": choice.backend, "processes": choice.threads}
-        asked = Recipe.of(recipe("dp-fedavg", device="cuda", **where, block=choice.block))
-        backend: Any = prepare(asked, module(), clients()).backend
-        if choice.backend == "graphs":
-            honest = backend.train
+    def make(self: Any, name: str, *args: Any, **changes: Any) -> Any:
+        tried.append(name)
+        return honest(self, name, *args, **changes)
 
-            def train_twice(*args: Any) -> None:
-                honest(*args)
-                honest(*args)
+    monkeypatch.setattr(choose._Makers, "make", make)
 
-            backend.train = train_twice
-        return backend
+    def chosen() -> str:
+        return prepare(Recipe.of(recipe("dp-fedavg", device="cuda")), module(), clients()).backend.name
 
-    found = choose_gpu.fastest_on_gpu(make, job.parts, job.problem, job.data, first, (Choice("graphs", 2),), True)
-    assert found == Choice("sequential") and Choice("graphs", 1, 1) in tried and Choice("graphs", 2) in tried
+    assert chosen() in ("vectorized", "lowrank") and "graphs" not in tried
+    monkeypatch.setattr(choose, "remembered", lambda key: None)
+    train_block = choose.Vectorized.train
+
+    def twice(self: Any, *args: Any) -> None:
+        train_block(self, *args)
+        train_block(self, *args)
+
+    monkeypatch.setattr(choose.Vectorized, "train", twice)
+    assert chosen() == "sequential"
+    monkeypatch.setattr(choose.Vectorized, "train", lambda self, *args: 1 / 0)
+    assert chosen() == "sequential"
 
 
-def test_a_long_run_tries_the_compiled_model_and_a_remembered_choice_is_taken(
-    gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choose_gpu, "LONG_RUN", 0.0)
-    seen: list[Choice] = []
-
-    def seconds(backend: Any, parts: Any, data: Any, first: Any, count: int) -> float:
-        compiled = getattr(getattr(backend, "problem", None), "compiled", False)
-        seen.append(Choice(backend.name, getattr(backend, "block", None), getattr(backend, "threads", 1), compiled))
-        return {"sequential": 1.0}.get(backend.name, 0.1 if compiled else 0.5)
-
-    monkeypatch.setattr(choose_gpu, "seconds_per_client", seconds)
-    monkeypatch.setattr(choose_gpu, "_agrees", lambda *args: True)
-    job = prepare(Recipe.of(recipe("dp-fedavg", device="cuda")), module("convolution"), clients(shape=(2, 4, 4)))
-    assert job.backend.name == "graphs" and job.problem.compiled
-    assert Choice("graphs", 1, 1, True) in seen or Choice("graphs", 1, 4, True) in seen
-    seen.clear()
-    again = prepare(Recipe.of(recipe("dp-fedavg", device="cuda")), module("convolution"), clients(shape=(2, 4, 4)))
-    assert not seen and again.problem.compiled and again.backend.name == "graphs"
-    told = recipe("dp-fedavg", device="cuda", compile=False)
-    assert not prepare(Recipe.of(told), module("convolution"), clients(shape=(2, 4, 4))).problem.compiled
+def test_recorded_graphs_say_that_they_are_experimental(gpu: None) -> None:
+    with pytest.warns(UserWarning, match="graphs is experimental: never run on a real GPU by us"):
+        _backend()
 
 
 def test_compiled_models_agree_on_the_processor() -> None:
@@ -674,13 +662,6 @@ def test_a_resumed_run_stays_on_its_device_unless_another_is_asked_for(gpu: None
     ) or engine().backend != "auto"
     assert engine(backend="sequential").device == "cpu"
     assert engine(device="cuda").device == "cuda" and engine(device="cuda").backend == "auto"
-
-
-def test_many_numbers_of_steps_are_not_recorded_one_by_one(gpu: None) -> None:
-    sizes = (4, 8, 12, 16, 20, 24, 28)
-    changes = {"privacy.protocol": "published", "local": {"epochs": 2, "batch_size": 4, "lr": 0.3}}
-    asked = Recipe.of(recipe("dp-fedsam", changes, device="cuda"))
-    assert prepare(asked, module(), clients(sizes)).backend.name == "sequential"
 
 
 def test_runs_that_may_take_the_gpu_follow_each_other(gpu: None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.backends.ray import session as ray_session
-from fedflat.backends.ray.package import Rows, array_of, packed, view_of
+from fedflat.backends.ray.package import array_of, packed, view_of
 from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
@@ -70,9 +70,9 @@ def test_no_test_data_and_no_held_back_examples_travel() -> None:
     run = inner(nn.Linear(6, 3), held_back=0.4)
     assert run.data.test_inputs is not None and any(map(len, run.data.held_back))
     package = packed(run)
-    kept = {row.tobytes() for row in package.inputs}
+    kept = {row.tobytes() for row in package.arrays["inputs"]}
     trained_on = {run.data.inputs[i].numpy().tobytes() for part in run.data.parts for i in part}
-    assert kept == trained_on and len(package.inputs) == sum(map(len, run.data.parts))
+    assert kept == trained_on and len(package.arrays["inputs"]) == sum(map(len, run.data.parts))
     opened = package.open().data
     assert opened.test_inputs is None and opened.test_targets is None and opened.held_back == ()
 
@@ -87,7 +87,7 @@ def test_parameters_travel_as_arrays_or_not_at_all() -> None:
 
     run = replace(run, problem=ModuleProblem(network, layout_of(network)))
     package = packed(run)
-    assert [p.numel() for p in package.module.parameters()] == [0, 0, 20, 4, 0, 0]
+    assert [p.numel() for p in package.problem.args[0].parameters()] == [0, 0, 20, 4, 0, 0]
     assert sorted(package.frozen) == ["0.bias", "0.weight"]
     opened = package.open().problem.module
     assert torch.equal(opened[0].weight, network[0].weight) and torch.equal(opened[1].bias, network[1].bias)
@@ -99,14 +99,12 @@ def test_other_versions_are_refused() -> None:
         replace(package, versions=package.versions | {"torch": "0.0"}).open()
 
 
-def test_rows_and_arrays() -> None:
-    rows = Rows(np.arange(6), np.array([0, 2, 2, 6]))
-    assert [part.tolist() for part in rows] == [[0, 1], [], [2, 3, 4, 5]] and len(rows) == 3
-    with pytest.raises(IndexError):
-        rows[3]
+def test_arrays() -> None:
+    assert [len(part) for part in packed(inner(nn.Linear(6, 3))).open().data.parts] == list(SIZES)
     for value in torch.tensor(2.5), torch.tensor([True, False]), torch.arange(6.0).view(2, 3).T:
         assert torch.equal(view_of(array_of(value)), value)
     assert array_of(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
+    assert view_of(array_of({"a": torch.ones(2), "b": 3}))["b"] == 3
     assert array_of(None) is None and array_of(3) == 3
 
 

@@ -126,17 +126,6 @@ def test_the_noise_has_the_stated_std_and_not_two_thirds_or_three_halves_of_it(e
     assert stats.kstest(error / std / 1.5, "norm").pvalue < 1e-4
 
 
-def test_a_simulated_round_has_the_law_of_the_separate_messages():
-    mech = mechanism(dimension=2000, min_cohort=5, messages=8)
-    rows = updates(8, 2000)
-    signs = mech.signs(stream(0, "rotation"))
-    total = mech.simulate(rows, signs, stream(0, "rounding"), stream(0, "noise"), 8)
-    quick = (mech.decode(total, signs) - rows.sum(0)).numpy()
-    slow = (run(mech, rows) - rows.sum(0)).numpy()
-    assert stats.ks_2samp(quick, slow).pvalue > 1e-3
-    assert stats.kstest(quick / math.sqrt(8 / 5), "norm").pvalue > 1e-4
-
-
 def test_noise_is_on_every_rotated_coordinate_when_nobody_has_data():
     mech = mechanism(dimension=100)
     shares = np.stack([mech.shares(1, stream(0, "noise", i)) for i in range(400)])

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from fedflat.core.checks import InputError
+from fedflat.core.cohorts import Fixed, Poisson, Sampler, Truncated, make_sampler
 from fedflat.core.rng import stream
-from fedflat.pieces.samplers import Fixed, Poisson, Sampler, Truncated, make_sampler
 
 DRAWS = 4000
 

@@ -15,7 +15,6 @@ from fedflat.pieces.server import (
     KeepInitial,
     PgnDirection,
     corrected_adam,
-    initial_slots,
     laplacian_smoothing,
     optimizer,
     velocity,
@@ -85,9 +84,9 @@ def test_pgn_takes_the_direction_out_again(smoothing: float | None) -> None:
 
 def test_the_first_weights_are_remembered() -> None:
     first = vector()
-    slots = initial_slots((KeepInitial(), PgnDirection(0.3), laplacian_smoothing()), first)
-    assert sorted(slots) == ["direction", "initial"]
+    slots = KeepInitial().initial(first)
     assert torch.equal(slots["initial"], first) and slots["initial"] is not first
+    assert list(PgnDirection(0.3).initial(first)) == ["direction"] and not laplacian_smoothing().initial(first)
     mean = vector(1)
     assert KeepInitial()(mean, view()) == (mean, {})
 

@@ -80,14 +80,11 @@ def _name(ray: Any) -> str:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM over when it starts; what the caller had set is put back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Ray takes signals over when it starts; what the caller had set is put back."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:
+            if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler)

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import traceback
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedflat.backends.ray.package import Package, array_of, packed, view_of
+from fedflat.backends.ray.package import array_of, packed, view_of
 from fedflat.backends.ray.session import connect, one_line, workers
 from fedflat.backends.resident import keep_freed_memory
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import Heads
 from fedflat.core.types import Broadcast
@@ -43,16 +41,6 @@ LARGEST = 64
 """Clients in a block, at most, when the recipe names no block size."""
 ENTRIES = 2_500_000
 """Entries of a block's messages, at most, when the recipe names no block size (10 MB in float32)."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A trained client: its message ``(d,)``, its head ``(D − d,)`` and two numbers."""
-
-    message: np.ndarray
-    personal: np.ndarray
-    loss: float
-    accuracy: float
 
 
 @dataclass
@@ -79,10 +67,7 @@ class RayTasks:
             if size == 0:
                 accumulator.add(torch.zeros(1, self.inner.algorithm.vectors * broadcast.shared.numel()), [0])
                 continue
-            done = next(results)
-            loss, accuracy = torch.tensor([done.loss, done.accuracy], dtype=torch.float64)
-            result = LocalResult(view_of(done.message), view_of(done.personal), loss, accuracy)
-            self.inner.keep(accumulator, heads, broadcast, client, result)
+            self.inner.keep(accumulator, heads, broadcast, client, LocalResult(**view_of(next(results))))
         refuse_change(self.inner._pieces, "algorithm", everything=True)
 
     def _start(self, broadcast: Broadcast, heads: Heads) -> None:
@@ -110,38 +95,32 @@ class RayTasks:
         size = self.block or max(1, min(LARGEST, ENTRIES // max(per_client, 1), even))
         return [clients[start : start + size] for start in range(0, len(clients), size)]
 
-    def _results(self, clients: list[int], broadcast: Broadcast, heads: Heads) -> Iterator[Done]:
+    def _results(self, clients: list[int], broadcast: Broadcast, heads: Heads) -> Iterator[dict[str, Any]]:
         """Trained clients in client order; a block is handed out for each one taken back."""
         import ray
 
-        count = workers()
-        facts = {f.name: array_of(getattr(broadcast, f.name)) for f in fields(broadcast)}
-        told = ray.put(facts | {"vectors": {name: array_of(vector) for name, vector in broadcast.vectors.items()}})
+        count, told = workers(), ray.put(array_of(vars(broadcast)))
         waiting = iter(self.blocks(clients, count))
         pending: deque[tuple[list[int], Any]] = deque()
+
+        def send(most: int) -> None:
+            for block in itertools.islice(waiting, most):
+                states = (states_of(self.inner.algorithm, heads, client, broadcast.shared) for client in block)
+                own = [array_of({"": heads.of(client), **each}) for client, each in zip(block, states)]
+                # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
+                pending.append((block, self._task.remote([self._run], told, block, own)))
+
         try:
-            for block in itertools.islice(waiting, IN_FLIGHT * count):
-                pending.append((block, self._send(block, told, broadcast, heads)))
+            send(IN_FLIGHT * count)
             while pending:
                 found = self._fetch(pending, broadcast.round)
-                for block in itertools.islice(waiting, 1):
-                    pending.append((block, self._send(block, told, broadcast, heads)))
+                send(1)
                 yield from found
         finally:
             for _, lost in pending:
                 ray.cancel(lost)
 
-    def _send(self, block: list[int], told: Any, broadcast: Broadcast, heads: Heads) -> Any:
-        own = [self._own(client, broadcast, heads) for client in block]
-        # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
-        return self._task.remote([self._run], told, block, own)
-
-    def _own(self, client: int, broadcast: Broadcast, heads: Heads) -> dict[str, np.ndarray]:
-        """What a client keeps, by name; its head's is empty."""
-        states = states_of(self.inner.algorithm, heads, client, broadcast.shared)
-        return {name: array_of(value) for name, value in {"": heads.of(client), **states}.items()}
-
-    def _fetch(self, pending: deque[tuple[list[int], Any]], round: int) -> list[Done]:
+    def _fetch(self, pending: deque[tuple[list[int], Any]], round: int) -> list[dict[str, Any]]:
         """The oldest block's answer. Blocks that are ready on other machines are brought here meanwhile."""
         import ray
 
@@ -154,14 +133,11 @@ class RayTasks:
                 f"round {round}, clients {block[0]} to {block[-1]}: a Ray task was lost, {RETRIES} retries included; "
                 f"resume the run, with engine.block=1 if memory is short ({one_line(error)})"
             ) from error
-        if isinstance(found, str):
-            raise (InputError if isinstance(found, Refused) else RunError)(str(found))
+        if isinstance(found, tuple):
+            kind, text = found
+            raise kind(text)
         pending.popleft()
         return found  # type: ignore[no-any-return]
-
-
-class Refused(str):
-    """What a task says of a model or method that is refused."""
 
 
 _UNPACKED: dict[str, Sequential] = {}
@@ -170,42 +146,30 @@ _UNPACKED: dict[str, Sequential] = {}
 
 def train_block(
     run: list[Any], told: dict[str, Any], clients: list[int], own: list[dict[str, np.ndarray]]
-) -> list[Done] | str:
-    """A task: train clients one after the other on one thread; a string says what went wrong."""
+) -> list[dict[str, Any]] | tuple[type[Exception], str]:
+    """A task: train clients one after the other on one thread, each with what is its own by name (its head's is
+    empty). Gives their results as arrays, or what to raise."""
     client: int | None = None
     try:
-        inner = _unpacked(run[0])
-        facts: dict[str, Any] = {k: view_of(v) if isinstance(v, np.ndarray) else v for k, v in told.items()}
-        vectors = {name: view_of(vector) for name, vector in facts.pop("vectors").items()}
-        broadcast = Broadcast(**facts, vectors=vectors)
-        found = []
-        for index, client in enumerate(clients):
-            found.append(_train(inner, client, broadcast, {name: view_of(v) for name, v in own[index].items()}))
+        inner, broadcast, found = _unpacked(run[0]), Broadcast(**view_of(told)), []
+        for client, states in zip(clients, map(view_of, own)):
+            result = inner.one(client, broadcast, torch.cat([broadcast.shared, states.pop("")]), states)
+            found.append(array_of(vars(result)))
         inner.problem.settle(everything=True)
         return found
     except InputError as error:
-        return Refused(error)
+        return InputError, str(error)
     except Exception as error:
-        text = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-2000:]
-        return f"Ray task{'' if client is None else f', client {client}'}: {text}"
-
-
-def _train(inner: Sequential, client: int, broadcast: Broadcast, own: dict[str, Tensor]) -> Done:
-    weights = torch.cat([broadcast.shared, own.pop("")])
-    result = inner.one(client, broadcast, weights, own)
-    message, personal = array_of(result.message), array_of(result.personal)
-    return Done(message, personal, float(result.loss), float(result.accuracy))
+        return RunError, f"Ray task{'' if client is None else f', client {client}'}: {words_of(error)}"
 
 
 def _unpacked(reference: Any) -> Sequential:
     """The run behind a reference; kept until this worker is asked to work for another."""
     import ray
 
-    name = reference.hex()
-    if name not in _UNPACKED:
+    if reference.hex() not in _UNPACKED:
         torch.set_num_threads(1)
         keep_freed_memory()
         _UNPACKED.clear()
-        package: Package = ray.get(reference)
-        _UNPACKED[name] = package.open()
-    return _UNPACKED[name]
+        _UNPACKED[reference.hex()] = ray.get(reference).open()
+    return _UNPACKED[reference.hex()]

@@ -15,6 +15,7 @@ from typing import Any
 from fedflat.core.checks import wrong
 
 DAYS = 90
+"""A certificate's life: longer than most runs, short enough that a lost key is of no use for long."""
 
 
 def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = True) -> None:

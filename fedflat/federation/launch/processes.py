@@ -17,6 +17,9 @@ from fedflat.core.checks import wrong
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+"""Linux's numbers, of prctl.h."""
+LOOK = 0.02
+"""Seconds between looks at children that were asked to end: nobody notices them, and they cost nothing."""
 _LIBC = ctypes.CDLL(None)
 """Loaded here and not between fork and exec."""
 
@@ -55,10 +58,10 @@ def end_with_an_exit() -> None:
         signal.signal(number, leave)
 
 
-def dies_with(parent: int, number: int = signal.SIGTERM) -> None:
-    """Ask the kernel (Linux) for a signal when the parent is gone, however it went; exit if it has gone already."""
+def dies_with(parent: int) -> None:
+    """Ask the kernel (Linux) for SIGTERM when the parent is gone, however it went; exit if it has gone already."""
     if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -77,7 +80,7 @@ def end(groups: Iterable[int], seconds: float) -> None:
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:
         left -= {child for child in left if gone(child)}
-        time.sleep(0.02)
+        time.sleep(LOOK)
     for child in left:
         _signal_group(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -50,6 +50,9 @@ log = logging.getLogger("fedflat.server")
 ENDED = "ended.json"
 """In the folder of a run that ``fedflat.federation.close`` ended."""
 
+WAIT_SECONDS = 600.0
+"""How long a run that says nothing waits for its first nodes, and for answers in a round: ten minutes of training."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -81,9 +84,9 @@ class Settings:
         return cls(
             Path(str(config["out"])).expanduser(),
             Path(test).expanduser() if test else None,
-            float(config.get("answer-seconds", 600.0)),
+            float(config.get("answer-seconds", WAIT_SECONDS)),
             int(config.get("wait-for-nodes", 1)),
-            float(config.get("start-seconds", 600.0)),
+            float(config.get("start-seconds", WAIT_SECONDS)),
             abort_limit=config.get("abort-limit", 3),
             exclusion_limit=config.get("exclusion-limit", 3),
             metrics=str(config.get("metrics", "")),

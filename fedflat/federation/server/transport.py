@@ -38,6 +38,7 @@ log = logging.getLogger("fedflat.server")
 
 TRAIN = "train"
 POLL_SECONDS = 0.3
+"""Seconds between looks for answers: short beside local training, and few calls while it goes on."""
 AT_ONCE = 16
 """Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
 
@@ -55,6 +56,7 @@ def return_large_blocks() -> None:
 
 
 _MMAP_THRESHOLD, _LARGE = -3, 1 << 16
+"""The parameter's number in glibc's malloc.h, and 64 KiB: above the small facts, below every model's update."""
 
 
 @dataclass

@@ -241,11 +241,11 @@ def winners(votes: Tensor) -> Tensor:
     return torch.where((votes != 0).any(-1), votes.argmax(-1), torch.full((len(votes),), NO_LABEL))
 
 
-def labelled(inputs: Tensor, targets: Tensor, classes: int, name: str = "student") -> Federated:
+def labelled(inputs: Tensor, targets: Tensor, classes: int) -> Federated:
     """Inputs ``(n, …)`` and targets ``(n,)`` as the data of one party."""
     rows: Sequence[np.ndarray] = (np.arange(len(targets), dtype=np.int64),)
     empty = (np.empty(0, dtype=np.int64),)
-    return Federated(inputs, targets, tuple(rows), empty, None, None, classes, name)
+    return Federated(inputs, targets, tuple(rows), empty, None, None, classes, "student")
 
 
 def take(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

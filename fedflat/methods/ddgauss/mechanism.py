@@ -180,11 +180,6 @@ class DistributedDiscreteGaussian:
         """Server: add `shares` further noise shares, so that every release carries n_max of them (see the account)."""
         return self.wrap(total + self.shares(shares, noise))
 
-    def simulate(self, updates: Tensor, signs: Floats, rounding: Source, noise: Source, shares: int) -> Integers:
-        """The total `(d',)` that n clients' messages and a top-up would give: updates `(n, d)`, `shares` ≥ n in all."""
-        grids = (self.round_to_grid(update, signs, rounding) for update in updates)
-        return self.top_up(self.aggregate(grids), shares, noise)
-
     def decode(self, total: Integers, signs: Floats) -> Tensor:
         """Server: sum modulo 2^bits `(d',)` -> float32 `(d,)`, the noisy sum of clipped updates in their units."""
         half = 1 << (self.bits - 1)
