@@ -12,7 +12,7 @@ from scipy import stats
 from fedflat.assembly.jobs import prepare
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, PartedSum
-from fedflat.engine.accumulate import GridAccumulator
+from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.parts import Parts
 from fedflat.engine.round import accumulator_of, broadcast_of, noisy_sum
 from fedflat.engine.train import Job
@@ -189,6 +189,22 @@ def test_no_back_end_may_form_sums_for_a_grid():
     accumulator = accumulator_of(made.parts, broadcast, KEY)
     assert isinstance(accumulator, GridAccumulator)
     assert not isinstance(accumulator, PartedSum)
+
+
+def in_its_own_way(kind: type[PlainSum]) -> bool:
+    """Whether a sum that back ends may form in parts adds otherwise than its parts, which are plain."""
+    return any(getattr(kind, name) is not getattr(PlainSum, name) for name in ("add", "_sum", "_add_factored", "part"))
+
+
+def test_sums_formed_in_parts_add_as_their_parts_do():
+    """Every one of the package's; a twin that adds twice what the plain sum adds is found out."""
+    from fedflat.audit import defects
+    from fedflat.methods.published import shares
+
+    assert {shares.RealisedSum, defects._Realised} <= set(PlainSum.__subclasses__())
+    assert not any(in_its_own_way(kind) for kind in PlainSum.__subclasses__())
+    twice = {"_sum": lambda self, messages, factors: PlainSum._sum(self, messages, 2 * factors)}
+    assert in_its_own_way(type("Twice", (shares.RealisedSum,), twice))
 
 
 @dataclass(frozen=True)
