@@ -24,8 +24,8 @@ Activation = Literal["relu", "tanh", "none"]
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {nn.ReLU: "relu", nn.Tanh: "tanh"}
 
 LOSS, GRADIENT = 1e-4, 1e-3
-"""How far, relatively, a module's own loss and gradient may be from the written-out ones: float32 sums in another order
-differ by less, and a hook or another ``forward`` by far more."""
+"""Relative distance at which a module's own loss and gradient still are the written-out ones: float32 sums in another
+order differ by less, and a hook or another ``forward`` by far more."""
 
 
 @dataclass(frozen=True)
