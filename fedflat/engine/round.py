@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fedflat.core import wide
 from fedflat.core.rng import stream
+from fedflat.core.schedules import NEVER, Scheduled, separated
 from fedflat.core.types import (
     Aggregate,
     Broadcast,
+    Correlated,
     GridMechanism,
     MaskView,
     MeanView,
@@ -35,11 +37,15 @@ from fedflat.engine.parts import Parts
 
 MALFORMED = "malformed"
 """Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
+LAST_ROUND = "last_round"
+"""Name of the server's slot with the round in which each client last took part, where rounds must lie apart."""
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 
 
 def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
-    """The secret cohort of a draw (usually the round's number): sorted client ids, from the noise key."""
+    """The cohort of a draw (usually the round's number): sorted client ids, secret ones from the noise key."""
+    if isinstance(parts.plan.sampler, Scheduled):
+        return parts.plan.sampler.select_at(draw, stream(key, "cohort", draw))
     public = getattr(parts.plan.sampler, "public_generator", None)  # published procedures: algorithms.md, item 5
     return parts.plan.sampler.select(stream(key, "cohort", draw) if public is None else public(draw))
 
@@ -75,10 +81,14 @@ def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
 
 
 def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.ndarray, RoundState]:
-    """The cohort without clients that took part ``max_participations`` times (trust: local), and the new counts.
+    """The cohort without clients that took part ``max_participations`` times (trust: local) or come back too early.
 
-    The server of a local run sees who takes part, so the counts are no secret; a client left out counts as zero.
+    Also the new counts, or each client's last round. The server of a local run sees who takes part, and a schedule is
+    public, so neither is secret; a client left out counts as zero.
     """
+    separation = getattr(parts.plan.sampler, "separation", 1)
+    if parts.plan.private and separation > 1:
+        return _apart(parts, state, cohort, separation)
     cap = parts.plan.max_participations
     if cap is None:
         return cohort, state
@@ -87,6 +97,19 @@ def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.
     allowed = cohort[counts.numpy()[cohort] < cap]
     counts[torch.from_numpy(allowed)] += 1
     return allowed, dataclasses.replace(state, slots={**state.slots, "participations": counts})
+
+
+def _apart(parts: Parts, state: RoundState, cohort: np.ndarray, separation: int) -> tuple[np.ndarray, RoundState]:
+    last = last_rounds(state, parts.plan.sampler.clients)
+    allowed = separated(last.numpy(), cohort, state.round, separation)
+    last[torch.from_numpy(allowed)] = state.round
+    return allowed, dataclasses.replace(state, slots={**state.slots, LAST_ROUND: last})
+
+
+def last_rounds(state: RoundState, clients: int) -> Tensor:
+    """The round in which each client last took part, int64 ``(M,)``, ``NEVER`` at first; a copy."""
+    found = state.slots.get(LAST_ROUND)
+    return torch.full((clients,), NEVER, dtype=torch.int64) if found is None else found.clone()
 
 
 def finish_round(
@@ -124,7 +147,7 @@ def finish_round(
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)
-    shared, changed = parts.optimizer(mean_view(parts, bound, constant))(state.shared, mean, slots)
+    shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
@@ -149,10 +172,11 @@ def noisy_sum(
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 
 
-def mean_view(parts: Parts, bound: float, divisor: float) -> MeanView:
+def mean_view(parts: Parts, bound: float, divisor: float, round: int) -> MeanView:
     """What is public of the noise in a mean of messages with L2 norm ≤ ``bound``: that of the expected cohort."""
     total = getattr(parts.mechanism, "total_std", None)
     std = parts.plan.std(bound) if total is None else total(bound, parts.plan.divisor)
+    std *= parts.mechanism.row_norm(round) if isinstance(parts.mechanism, Correlated) else 1.0
     return MeanView(std / divisor, bound, divisor)
 
 

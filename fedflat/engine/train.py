@@ -40,7 +40,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
-from fedflat.privacy.ledger import Ledger, extra_rounds
+from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, RunFolder
@@ -149,7 +149,9 @@ def train(
         stack.enter_context(exact(job.problem.device))
         ledger, start = stack.enter_context(_opened(job))
         state, heads, history, private = start.state, start.heads, start.history, start.private
-        job.charged_again = extra_rounds(ledger.entries)
+        plan = plan.standing(ledger.entries, ledger.key_id, state.round)
+        job.parts = job.parts if plan is job.parts.plan else replace(job.parts, plan=plan)
+        job.charged_again = plan.again(ledger.entries)
         vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
         stopped = ""
         saved: Callable[[], object] = _nothing
@@ -196,6 +198,8 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
 class MemoryLedger:
     """A ledger for runs without a folder: the same lines, kept in memory."""
 
+    key_id = None
+
     def __init__(self) -> None:
         self.entries: list[Record] = []
 
@@ -216,8 +220,11 @@ def _one_round(
     accumulator = accumulator_of(parts, broadcast, job.key)
     spent = _epsilon_after(parts.plan, state.round + 1 + job.charged_again)
     unit = _noise_ahead(job, state.round)
+    early = 0
     for draw in parts.plan.draws(state.round):
-        cohort, state = within_cap(parts, state, select_cohort(parts, job.key, draw))
+        chosen = select_cohort(parts, job.key, draw)
+        cohort, state = within_cap(parts, state, chosen)
+        early += len(chosen) - len(cohort)
         clock("cohort and broadcast")
         job.backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
         clock("local training, clip and sum")
@@ -228,6 +235,7 @@ def _one_round(
     )
     clock("noise, ledger and server")
     released, hidden = dict(info.released), {"round": state.round, **info.private}
+    hidden |= {"left_out": early} if early else {}
     plan = parts.plan
     released["epsilon"] = spent()
     claimed = getattr(plan.mechanism, "claimed", None)  # published procedures: never without the proven ε beside it

@@ -37,7 +37,6 @@ from fedflat.federation.server.transport import POLL_SECONDS, ClientNoise, Flowe
 from fedflat.federation.task import Task, check_deployable
 from fedflat.methods.ddgauss.mechanism import SharedDiscreteNoise
 from fedflat.pieces.clipping import ByNorm, whole_vector
-from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
@@ -229,8 +228,8 @@ def standing(job: Job, out: Path) -> Outcome:
     size = job.parts.layout.dimension
     state = job.parts.first_state(job.first[:size], job.threshold) if found is None else found[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
-    plan, again = job.parts.plan, extra_rounds(entries)
-    last = min(plan.rounds, plan.rounds_within_budget(again))
+    plan = job.parts.plan.standing(entries)
+    last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
     return Outcome(state, Heads(job.first[size:]), [], [], entries, complete=state.round >= last)
 
 
