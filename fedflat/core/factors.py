@@ -22,7 +22,7 @@ from fedflat.core.checks import wrong
 Floats = NDArray[np.float64]
 
 PLACES = 16
-"""Entries of C are multiples of 2^−16, so that products with whole numbers are exact (``pieces.correlated``)."""
+"""Entries of C are multiples of 2^−16, so that products with whole numbers are exact (``methods.correlated``)."""
 MOST_ROUNDS = 2048
 UP = 1 + 1e-9
 """More than the float64 arithmetic here can be off by."""

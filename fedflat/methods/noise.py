@@ -8,9 +8,9 @@ from typing import Any
 from fedflat.config.recipe import ClipSection, Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.types import Algorithm, Mechanism
+from fedflat.methods.correlated import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.ddgauss.plan import DDGaussPlan
-from fedflat.pieces.correlated import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.secure import GridNoise
 from fedflat.privacy.correlated import ScheduledPlan

@@ -11,7 +11,7 @@ from fedflat.core.discrete import SecureBits, rounded_gaussian
 from fedflat.core.factors import PLACES
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Correlated, GridMechanism, ScaledMechanism
-from fedflat.pieces.correlated import CHUNK, MOST_BITS, CorrelatedGridNoise, CorrelatedNoise
+from fedflat.methods.correlated import CHUNK, MOST_BITS, CorrelatedGridNoise, CorrelatedNoise
 from fedflat.privacy.accounting.factorisation import factor_for
 
 KEY, SIZE, ROUNDS = bytes(range(32)), 70_000, 9
