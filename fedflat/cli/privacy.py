@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.cli.settings import Setting, setting_of
+from fedflat.cli.settings import Setting, scheduled_plan_of, setting_of
 from fedflat.core.checks import InputError, in_range, one_of, wrong
 
 Row = dict[str, Any]
@@ -65,6 +65,10 @@ def budget(
     }  # fmt: skip
     only = _only(trust, sampling, accountant)
     _check_plot(plot)
+    scheduled = scheduled_plan_of(recipe, override or [], given, only)
+    if scheduled is not None:
+        _show_scheduled(scheduled, only, None, plot, as_json)
+        return
     setting = setting_of(recipe, override or [], given, only)
     needed = setting.needs("clients", "cohort", "rounds", "noise_multiplier")
     run, larger = needed.of_this_run(), needed.deployed()
@@ -121,6 +125,12 @@ def calibrate(
     from fedflat.privacy.accounting.curves import proving
 
     only = _only(trust, sampling, None if accountant is None else proving(accountant))
+    scheduled = scheduled_plan_of(recipe, override or [], given, only, epsilon)
+    if scheduled is not None:
+        if find not in (None, "noise-multiplier") or noise_multiplier is not None:
+            raise wrong("--find", find or "what σ buys", "noise-multiplier for a recipe whose rounds follow a schedule")
+        _show_scheduled(scheduled, only, epsilon, plot, as_json)
+        return
     setting = setting_of(recipe, override or [], given, only, target=epsilon)
     wanted = _wanted(find, setting)
     others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
@@ -192,6 +202,38 @@ def _budget_rows(setting: Setting, only: dict[str, str]) -> list[Row]:
 
 def _larger(setting: Setting) -> Setting:
     return setting.deployed() or setting
+
+
+def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, plot: Path | None, as_json: bool) -> None:
+    """ε, or the σ for a target, of a plan whose account is one of the whole run, by every accountant."""
+    from dataclasses import replace
+
+    from fedflat.privacy.accounting.curves import PROVEN
+    from fedflat.privacy.accounting.epsilon import calibrate
+
+    if plot is not None:
+        raise wrong("--plot", str(plot), "nothing for a recipe whose rounds follow a schedule")
+    rows: list[Row] = []
+    for name in PROVEN if only.get("accountant") is None else (only["accountant"],):
+        one = replace(plan, accountant=str(one_of("accountant", name, PROVEN)))
+        if target is not None:
+            found = calibrate(lambda s, at=one: at.at(s).epsilon(), target, one.noise_multiplier)  # type: ignore[misc]
+            one = one.at(found)
+        worst = max(one.guarantees(), key=lambda guarantee: guarantee.epsilon)
+        rows.append(
+            {"trust": one.trust, "sampling": one.sampler.name, "accountant": name, "adversary": worst.adversary,
+             "relation": worst.relation, "epsilon": worst.epsilon, "delta": one.delta, "proven": True, "reason": "",
+             "noise_multiplier": one.noise_multiplier}
+        )  # fmt: skip
+    setting = Setting(
+        plan.sampler.clients, plan.sampler.size, plan.rounds, None if target else plan.noise_multiplier, plan.delta
+    )
+    about = {"setting": setting.as_dict() | plan.mechanism.record(plan), "rows": rows}
+    if as_json:
+        _print_json(about if target is None else {"epsilon": target, "find": "noise_multiplier", **about})
+        return
+    _heading(setting, plan.mechanism.sentence if plan.mechanism.kind != "independent" else "", leave="noise_multiplier")
+    _print_rows(rows, EPSILON if target is None else ("noise_multiplier", *EPSILON))
 
 
 def _calibrated(setting: Setting, target: float, only: dict[str, str]) -> list[Row]:

@@ -20,7 +20,9 @@ from fedflat.core.rng import stream
 from fedflat.core.schedules import CyclicPoisson, Full, MinSeparation
 
 Ids = NDArray[np.int64]
-NAMES = ("poisson", "truncated", "fixed", "full", "min-separation", "cyclic-poisson")
+SECRET = ("poisson", "truncated", "fixed")
+"""Laws whose cohorts nobody knows."""
+NAMES = (*SECRET, "full", "min-separation", "cyclic-poisson")
 
 
 @runtime_checkable

@@ -170,6 +170,8 @@ def inapplicable(accountant: str, sampling: str, trust: str) -> str:
     """Why this accountant gives no figure for this cohort law and trust model; empty if it does."""
     if trust == "local":
         return ""
+    if trust == "distributed" and sampling in ("min-separation", "cyclic-poisson"):
+        return "sampling whose rounds keep apart has a proof under trust: central only"
     return refusal({"fixed": "without replacement"}.get(sampling, sampling), accountant)
 
 
@@ -212,6 +214,10 @@ def _steps(terms: Terms, multipliers: Mapping[float, int]) -> Counter[Step]:
         elif terms.trust == "distributed":
             found[Step("known", sampler.q, sigma)] += rounds
         else:
+            if hasattr(sampler, "separation"):  # as if every round were the client's turn
+                chance = float(getattr(sampler, "chance", 1.0))
+                found[step("poisson", chance, sigma, sampler.clients, 0)] += rounds
+                continue
             limit = {"truncated": _most(sampler), "fixed": sampler.size}.get(sampler.name, 0)
             found[step(sampler.name, sampler.q, sigma, sampler.clients, int(limit))] += rounds
     return found
@@ -224,7 +230,8 @@ def headline(terms: Terms, rounds: int) -> float:
 
 def _amplified(terms: Terms, rounds: int) -> float:
     event = terms.sampler.event(terms.multiplier / terms.factor)
-    return EpsilonCurve(event, terms.delta, terms.accountant).at(rounds, terms.remaining_delta(rounds))
+    turns = -(-rounds // getattr(terms.sampler, "separation", 1))  # rounds that concern one client
+    return EpsilonCurve(event, terms.delta, terms.accountant).at(turns, terms.remaining_delta(rounds))
 
 
 def _central(terms: Terms, rounds: int) -> tuple[Guarantee, ...]:
