@@ -132,8 +132,10 @@ class MinSeparation:
 
         last: int64 ``(M,)``, the round in which each last took part, ``NEVER`` at first. Nobody comes too early.
         """
+        spots, m = np.arange(self.clients), int(self.size)
+        turns = np.lexsort((spots // self.separation, spots % self.separation, spots // self.separation // m))
         place = np.empty(self.clients, dtype=np.int64)
-        place[self._order] = np.arange(self.clients)
+        place[self._order[turns]] = spots  # the order of the first turns when everybody is there
         able = present[round - last[present] >= self.separation]
         able = able[np.lexsort((place[able], last[able]))]
         return np.sort(able[: int(self.size)])

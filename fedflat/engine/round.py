@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedflat.core import wide
 from fedflat.core.rng import stream
-from fedflat.core.schedules import NEVER, Scheduled, separated
+from fedflat.core.schedules import NEVER, MinSeparation, Scheduled, separated
 from fedflat.core.types import (
     Aggregate,
     Broadcast,
@@ -86,9 +86,8 @@ def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.
     Also the new counts, or each client's last round. The server of a local run sees who takes part, and a schedule is
     public, so neither is secret; a client left out counts as zero.
     """
-    separation = getattr(parts.plan.sampler, "separation", 1)
-    if parts.plan.private and separation > 1:
-        return _apart(parts, state, cohort, separation)
+    if parts.plan.private and isinstance(parts.plan.sampler, MinSeparation):
+        return _apart(state, cohort, parts.plan.sampler)
     cap = parts.plan.max_participations
     if cap is None:
         return cohort, state
@@ -99,9 +98,9 @@ def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.
     return allowed, dataclasses.replace(state, slots={**state.slots, "participations": counts})
 
 
-def _apart(parts: Parts, state: RoundState, cohort: np.ndarray, separation: int) -> tuple[np.ndarray, RoundState]:
-    last = last_rounds(state, parts.plan.sampler.clients)
-    allowed = separated(last.numpy(), cohort, state.round, separation)
+def _apart(state: RoundState, cohort: np.ndarray, sampler: MinSeparation) -> tuple[np.ndarray, RoundState]:
+    last = last_rounds(state, sampler.clients)
+    allowed = separated(last.numpy(), cohort, state.round, sampler.separation)
     last[torch.from_numpy(allowed)] = state.round
     return allowed, dataclasses.replace(state, slots={**state.slots, LAST_ROUND: last})
 

@@ -76,8 +76,8 @@ class Job:
 
     identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
     file outside the folder. tell: is given each note at once. made_for: the shapes the module was built for. metrics:
-    the user's own, on public test data. A run without a folder is drawn with ``key`` as it is, so a test that needs a
-    key of its own sets it.
+    the user's own, on public test data. check_ins: chooses the cohort from who is there, in a deployment. A run without
+    a folder is drawn with ``key`` as it is, so a test that needs a key of its own sets it.
     """
 
     parts: Parts
@@ -100,6 +100,7 @@ class Job:
     charged_again: int = 0
     made_for: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    check_ins: Callable[[RoundState], np.ndarray] | None = None
 
     @cached_property
     def last_round(self) -> int:
@@ -222,7 +223,7 @@ def _one_round(
     unit = _noise_ahead(job, state.round)
     early = 0
     for draw in parts.plan.draws(state.round):
-        chosen = select_cohort(parts, job.key, draw)
+        chosen = select_cohort(parts, job.key, draw) if job.check_ins is None else job.check_ins(state)
         cohort, state = within_cap(parts, state, chosen)
         early += len(chosen) - len(cohort)
         clock("cohort and broadcast")

@@ -18,6 +18,7 @@ from fedflat.core.factors import Factor
 from fedflat.core.schedules import CyclicPoisson, MinSeparation
 from fedflat.privacy.accounting.curves import EpsilonCurve
 from fedflat.privacy.accounting.factorisation import factor_for
+from fedflat.privacy.accounting.gaussian import schedule_epsilon
 from fedflat.privacy.trust import Guarantee
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ class ScheduledPlan:
         how = COINS if self.chance is not None else PUBLIC
         found = self.epsilon(plan, rounds)
         return (Guarantee("recipients", how, self.relation, found, plan.delta, plan.accountant),)
+
+    def known_epsilon(self, plan: Plan, rounds: int) -> float:
+        """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
+        turns = sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
+        return schedule_epsilon(turns, self.chance or 1.0, plan.event_multiplier, plan.delta) if turns else 0.0
 
     def epsilon(self, plan: Plan, rounds: int, *, moved: float = 1.0) -> float:
         """ε at the plan's δ after ``rounds``. moved: 2 for replace-one neighbours of a public schedule."""

@@ -49,9 +49,10 @@ def test_groups_take_turns_and_coins_are_secret() -> None:
     assert np.mean(sizes) == pytest.approx(100, rel=0.1)
     same = [sampler.select_at(0, stream(key, "cohort", 0)).tolist() for key in (b"a" * 32, b"b" * 32)]
     assert same[0] != same[1]
-    assert CyclicPoisson(50, 5, 5).groups.tolist() == CyclicPoisson(40, 5, 5).groups.tolist() + CyclicPoisson(
-        50, 5, 5
-    ).groups.tolist()[40:]  # whoever else there is
+    assert (
+        CyclicPoisson(50, 5, 5).groups.tolist()
+        == CyclicPoisson(40, 5, 5).groups.tolist() + CyclicPoisson(50, 5, 5).groups.tolist()[40:]
+    )  # whoever else there is
     assert sampler.select(SECRET) is not None
     assert sampler.q == 0.025
 
