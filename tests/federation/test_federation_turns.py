@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def asks(grid: Any) -> list[tuple[int, int]]:
 
 def gaps(asked: list[tuple[int, int]]) -> list[int]:
     turns = {client: [r for r, c in asked if c == client] for _, client in asked}
-    return [b - a for mine in turns.values() for a, b in zip(mine, mine[1:])]
+    return [b - a for mine in turns.values() for a, b in pairwise(mine)]
 
 
 def test_a_deployment_takes_turns(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "asks"
     first = check_ins(path, set())
     taken = [first.cohort(state(t)).tolist() for t in range(3)]
-    assert sorted(sum(taken, [])) == list(range(6))
+    assert sorted(c for cohort in taken for c in cohort) == list(range(6))
     assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [0, 1, 2]
     with path.open("a") as file:
         file.write('{"round": 3, "cli')  # torn: nobody was asked
@@ -151,5 +152,5 @@ def test_where_secret_coins_stay(changes: dict[str, Any], said: str) -> None:
 
 
 def test_turns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cohort.separation"):
+    with pytest.raises(InputError, match=r"cohort\.separation"):
         write_project(small(**{**TURNS, "cohort": {**TURNS["cohort"], "separation": 9}}), tmp_path / "fed")

@@ -9,7 +9,8 @@ from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 WHY = (
     "No cohort.sampling is named: a deployment's cohorts are seen by who runs the SuperLink or watches the network, "
     "and ε by secret coins does not hold towards them. So clients take turns by a public schedule (min-separation, "
-    "{apart} rounds apart) with correlated noise ({kind}), whose ε hides nobody. Secret coins: -o cohort.sampling=poisson."
+    "{apart} rounds apart) with correlated noise ({kind}), whose ε hides nobody. For secret coins: "
+    "-o cohort.sampling=poisson."
 )
 KEPT = "No cohort.sampling is named: secret coins (poisson) are kept, since {why}."
 

@@ -18,8 +18,8 @@ CHECK_INS = (
 TURNS = (
     "Clients take turns as they come: of those who are connected and whose last turn is far enough back, the server "
     "asks those that have waited longest, and keeps each one's last turn on disk. A client that does not answer counts "
-    "as a zero vector. Nobody's participation is secret, so this holds towards those who see it too. It counts on when a "
-    "client connects not depending on its data."
+    "as a zero vector. Nobody's participation is secret, so this holds towards those who see it too. It counts on "
+    "clients connecting whatever their data."
 )
 
 
