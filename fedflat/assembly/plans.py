@@ -90,6 +90,10 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         adaptive=adaptive and votes is None,
         private=method.private,
         mechanism=votes or noising.account_of(recipe, method, dimension),
+        separation=cohort.separation,
+        noise=privacy.noise.kind,
+        bands=privacy.noise.bands,
+        momentum=recipe.server.momentum if method.optimizer is None else 0.0,
     )
     plan = noising.settle(plan)
     if votes is not None:

@@ -146,9 +146,12 @@ def _larger(plan: Plan, clients: int) -> Plan:
     maximum = sampler.maximum
     if sampler.name == "fixed":
         size = max(1, round(size))
+    separation = getattr(sampler, "separation", None) if sampler.name != "full" else None
+    if separation is not None:  # as many turns as before
+        size = max(1, int(size))
     if maximum is not None:
         maximum = max(math.ceil(size), round(maximum * clients / sampler.clients))
-    larger = make_sampler(sampler.name, clients, size, maximum)
+    larger = make_sampler(sampler.name, clients, size, maximum, separation)
     noise_cohort = None if plan.noise_cohort is None else plan.noise_cohort * larger.size / sampler.size
     return replace(plan, sampler=larger, noise_cohort=noise_cohort)
 

@@ -238,7 +238,9 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
         cohort["min"] = clients - 1
     if trust == "local":
         cohort["max_participations"] = rounds
-    nothing = {"epsilon": None, "budget": None, "noise_cohort": None, "protocol": "sound", "published": None}
+    nothing: dict[str, Any] = dict.fromkeys(("epsilon", "budget", "noise_cohort", "published")) | {"protocol": "sound"}
+    if (kind := dump["privacy"]["noise"]["kind"]) != "independent":
+        cohort["sampling"], nothing["noise"] = "full", {"kind": kind}
     local = dump["local"]
     steps, batch = min(local["steps"] or STEPS, STEPS), min(local["batch_size"], BATCH)
     if case.start == "even":

@@ -37,10 +37,13 @@ def deploy(
     made = write_project(Recipe.load(recipe, override or []), out, nodes, port, host)
     if as_json:
         facts = {"folder": str(made.folder), "clients": made.clients, "epsilon": made.epsilon, "delta": made.delta}
+        facts |= {"note": made.note} if made.note else {}
         print(json.dumps(facts))
         return
     shown = "no finite ε" if made.epsilon is None else f"proven ε = {made.epsilon:.4g} at δ = {made.delta:g}"
     print(f"{made.folder}: a Flower project for {made.clients} clients, {shown} for the whole run.")
+    if made.note:
+        print(made.note)
     print(f"Try it here: python -m fedflat.federation.local {made.folder}")
     print(f"Every command: {made.folder / 'README.md'}")
     print(f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer import Argument, Option
 
-from fedflat.cli.settings import KEYS, Setting, setting_of
+from fedflat.cli.settings import KEYS, Setting, scheduled_plan_of, setting_of
 from fedflat.core.checks import InputError, in_range, one_of, wrong
 
 Row = dict[str, Any]
@@ -50,8 +50,15 @@ class Options:
             from fedflat.report.budget import check_plot
 
             check_plot(self.plot)
-        given = {name: getattr(self, name) for name in KEYS if name not in ("trust", "sampling", "accountant")}
-        return setting_of(self.recipe, self.override or [], given, only, target)
+        return setting_of(self.recipe, self.override or [], self._given, only, target)
+
+    def scheduled(self, only: dict[str, str], target: float | None = None) -> Any:
+        """The plan of a recipe whose account is one of the whole run, or None."""
+        return scheduled_plan_of(self.recipe, self.override or [], self._given, only, target)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in KEYS if name not in ("trust", "sampling", "accountant")}
 
 
 def taking_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,6 +86,10 @@ def budget(options: Options) -> None:
     Example: fedflat budget quick-start --rounds 100 --plot budget.html
     """
     only = _only(options, options.accountant)
+    scheduled = options.scheduled(only)
+    if scheduled is not None:
+        _show_scheduled(scheduled, only, None, options)
+        return
     needed = options.setting(only).needs("clients", "cohort", "rounds", "noise_multiplier")
     run, larger = needed.of_this_run(), needed.deployed()
     found: Row = {"setting": run.as_dict(), "rows": _answered(_budget_rows(run, only), only)}
@@ -114,6 +125,12 @@ def calibrate(
 
     in_range("--epsilon", epsilon, 0, 1000, open_low=True)  # a larger one promises nothing
     only = _only(options, None if options.accountant is None else proving(options.accountant))
+    scheduled = options.scheduled(only, epsilon)
+    if scheduled is not None:
+        if find not in (None, "noise-multiplier") or options.noise_multiplier is not None:
+            raise wrong("--find", find or "what σ buys", "noise-multiplier for a recipe whose rounds follow a schedule")
+        _show_scheduled(scheduled, only, epsilon, options)
+        return
     setting = options.setting(only, target=epsilon)
     wanted = _wanted(find, setting)
     others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
@@ -177,6 +194,38 @@ def _budget_rows(setting: Setting, only: dict[str, str]) -> list[Row]:
 
 def _larger(setting: Setting) -> Setting:
     return setting.deployed() or setting
+
+
+def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, options: Options) -> None:
+    """ε, or the σ for a target, of a plan whose account is one of the whole run, by every accountant."""
+    from dataclasses import replace
+
+    from fedflat.privacy.accounting.curves import PROVEN
+    from fedflat.privacy.accounting.epsilon import calibrate
+
+    if options.plot is not None:
+        raise wrong("--plot", str(options.plot), "nothing for a recipe whose rounds follow a schedule")
+    rows: list[Row] = []
+    for name in PROVEN if only.get("accountant") is None else (only["accountant"],):
+        one = replace(plan, accountant=str(one_of("accountant", name, PROVEN)))
+        if target is not None:
+            found = calibrate(lambda s, at=one: at.at(s).epsilon(), target, one.noise_multiplier)  # type: ignore[misc]
+            one = one.at(found)
+        worst = max(one.guarantees(), key=lambda guarantee: guarantee.epsilon)
+        rows.append(
+            {"trust": one.trust, "sampling": one.sampler.name, "accountant": name, "adversary": worst.adversary,
+             "relation": worst.relation, "epsilon": worst.epsilon, "delta": one.delta, "proven": True, "reason": "",
+             "noise_multiplier": one.noise_multiplier}
+        )  # fmt: skip
+    setting = Setting(
+        plan.sampler.clients, plan.sampler.size, plan.rounds, None if target else plan.noise_multiplier, plan.delta
+    )
+    about = {"setting": setting.as_dict() | plan.mechanism.record(plan), "rows": rows}
+    if options.as_json:
+        _print_json(about if target is None else {"epsilon": target, "find": "noise_multiplier", **about})
+        return
+    _heading(setting, plan.mechanism.sentence if plan.mechanism.kind != "independent" else "", leave="noise_multiplier")
+    _print_rows(rows, EPSILON if target is None else ("noise_multiplier", *EPSILON))
 
 
 def _calibrated(setting: Setting, target: float, only: dict[str, str]) -> list[Row]:

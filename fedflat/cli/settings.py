@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import in_range, whole, wrong
+
+if TYPE_CHECKING:
+    from fedflat.privacy.plan import Plan
 
 KEYS = {
     "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
@@ -120,6 +123,37 @@ def setting_of(
         if overrides:
             raise wrong("-o", overrides[0], "only with a recipe", hint="Use --clients, --cohort, --rounds and so on.")
         return Setting(**given)
+    texts = _texts(overrides, given, only, target)
+    return _of_recipe(recipe, texts, target is not None and given.get("noise_multiplier") is None)
+
+
+def scheduled_plan_of(
+    recipe: str | None,
+    overrides: list[str],
+    given: Mapping[str, Any],
+    only: Mapping[str, str],
+    target: float | None = None,
+) -> Plan | None:
+    """The plan of a recipe whose account follows a schedule or correlated noise; None for any other, and for none.
+
+    Raises:
+        InputError: whatever is wrong in the recipe.
+    """
+    from fedflat.assembly.plans import algorithm_of, plan_of
+    from fedflat.config.recipe import Recipe
+    from fedflat.privacy.correlated import ScheduledPlan
+
+    if recipe is None:
+        return None
+    loaded = Recipe.load(recipe, _texts(overrides, given, only, target))
+    if loaded.data.clients is None or loaded.cohort.sampling not in ("full", "min-separation", "cyclic-poisson"):
+        return None
+    plan = plan_of(loaded, algorithm_of(loaded), loaded.data.clients)
+    return plan if isinstance(plan.mechanism, ScheduledPlan) else None
+
+
+def _texts(overrides: list[str], given: Mapping[str, Any], only: Mapping[str, str], target: float | None) -> list[str]:
+    """What changes a recipe, as ``key=value``: overrides, then options, then the target."""
     changes = {**given, **only}
     texts = [f"{KEYS[name]}={value}" for name, value in changes.items() if value is not None and name in KEYS]
     if only.get("accountant") == "gdp":  # shows, but proves nothing: no recipe may name it
@@ -128,7 +162,7 @@ def setting_of(
         texts.append("privacy.epsilon=null")
     elif target is not None:
         texts += ["privacy.noise_multiplier=null", f"privacy.epsilon={target!r}"]
-    return _of_recipe(recipe, [*overrides, *texts], target is not None and given.get("noise_multiplier") is None)
+    return [*overrides, *texts]
 
 
 def _of_recipe(name: str, overrides: list[str], noise_open: bool) -> Setting:

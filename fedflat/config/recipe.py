@@ -155,9 +155,13 @@ class CohortSection(Section):
     size: Annotated[float, Field(gt=0)]
     """m, the expected number of clients in a round, and the public constant that every sum is divided by. Larger
     cohorts drown less in noise; everybody in every round (size = clients) is often best. Example: 50"""
-    sampling: Literal["poisson", "truncated", "fixed"] = "poisson"
-    """poisson: each client by its own secret coin, the tightest ε. truncated: poisson with a largest cohort. fixed:
-    exactly size clients, a much larger ε."""
+    sampling: Literal["poisson", "truncated", "fixed", "full", "min-separation", "cyclic-poisson"] = "poisson"
+    """poisson: each client by its own secret coin. truncated: poisson with a largest cohort. fixed: exactly size
+    clients, a much larger ε. Without a secret draw, best with correlated noise (privacy.noise): full: everybody in
+    every round; min-separation: a public round-robin. cyclic-poisson: coins within groups that take turns."""
+    separation: Annotated[int, Field(ge=1)] | None = None
+    """b: rounds of one client are at least so many apart (min-separation), or so many groups take turns
+    (cyclic-poisson). None: as many as clients/size allows. Example: 10"""
     max: Annotated[int, Field(ge=1)] | None = None
     """Largest cohort of sampling truncated. Example: 70"""
     min: Annotated[int, Field(ge=1)] | None = None
@@ -187,6 +191,24 @@ class ClipSection(Section):
     """Thresholds of kind per-tensor: one number, or one for each shared tensor. Example: 0.1"""
 
 
+class NoiseSection(Section):
+    """How the noise of different rounds is related."""
+
+    kind: Literal["independent", "tree", "banded", "toeplitz"] = "independent"
+    """independent: every round has its own. The others take most of a round's noise back in later rounds, and need
+    cohort.sampling min-separation, cyclic-poisson or full: banded (the least noise, up to 512 rounds), toeplitz (nearly
+    as little, up to 2048), tree (the classic, for comparison)."""
+    bands: Annotated[int, Field(ge=1)] | None = None
+    """Rounds over which noise is related, of kinds banded and toeplitz. None (auto): those with the least error of the
+    released models under the server's momentum. Example: 10"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _automatic(cls, given: Any) -> Any:
+        """``bands: auto`` is None."""
+        return {**given, "bands": None} if isinstance(given, Mapping) and given.get("bands") == "auto" else given
+
+
 class PrivacySection(Section):
     """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
 
@@ -214,6 +236,9 @@ class PrivacySection(Section):
     secure_rng: bool = False
     """true: noise and cohorts from the operating system's entropy, and noise on an exact grid that withstands
     floating-point attacks. For models that leave the house."""
+    noise: Annotated[NoiseSection, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = NoiseSection()
+    """independent, or {kind: tree | banded | toeplitz, bands: auto | b}: noise that later rounds partly take back, for
+    rounds of a client that are known to lie apart. With it σ is that of the run as one Gaussian. Example: banded"""
     noise_cohort: Positive | None = None
     """Simulate the noise of a system with this larger cohort. ε proven is that of what ran; the larger system's is
     shown as simulated. Example: 5000"""

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
+from fedflat.core.schedules import CyclicPoisson, Full, MinSeparation
 from fedflat.core.types import Sampler
 
 Ids = NDArray[np.int64]
-NAMES = ("poisson", "truncated", "fixed")
+SECRET = ("poisson", "truncated", "fixed")
+"""Laws whose cohorts nobody knows."""
+NAMES = (*SECRET, "full", "min-separation", "cyclic-poisson")
 
 
 def _subset(generator: np.random.Generator, clients: int, count: int) -> Ids:
@@ -221,17 +224,29 @@ def _busiest(sampler: FromRound, rounds: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def make_sampler(name: str, clients: int, size: float, maximum: int | None = None) -> Sampler:
-    """The law called ``name`` in a recipe's ``cohort.sampling``.
+def make_sampler(
+    name: str, clients: int, size: float, maximum: int | None = None, separation: int | None = None
+) -> Sampler:
+    """The law called ``name`` in a recipe's ``cohort.sampling``; ``separation`` defaults to ⌊clients/size⌋.
 
     Raises:
-        InputError: unknown name, ``max`` missing for truncated or given for another law, impossible sizes.
+        InputError: unknown name, ``max`` missing for truncated or given for another law, impossible sizes, or a
+            separation for a law that keeps none.
     """
     one_of("cohort.sampling", name, NAMES)
+    if maximum is not None and name != "truncated":
+        raise wrong("cohort.max", maximum, f"nothing with sampling: {name}", hint="Use sampling: truncated.")
+    if name in ("min-separation", "cyclic-poisson"):
+        in_range("cohort.size", size, 0, whole("clients", clients, 1), open_low=True)
+        apart = int(clients / size) if separation is None else separation
+        return (MinSeparation if name == "min-separation" else CyclicPoisson)(clients, size, apart)
+    if separation is not None:
+        hint = "Use sampling: min-separation or cyclic-poisson."
+        raise wrong("cohort.separation", separation, f"nothing with sampling: {name}", hint=hint)
     if name == "truncated":
         if maximum is None:
             raise wrong("cohort.max", "nothing", "a whole number with sampling: truncated")
         return Truncated(clients, size, maximum)
-    if maximum is not None:
-        raise wrong("cohort.max", maximum, f"nothing with sampling: {name}", hint="Use sampling: truncated.")
+    if name == "full":
+        return Full(clients, size)
     return Poisson(clients, size) if name == "poisson" else Fixed(clients, size)

@@ -276,9 +276,10 @@ class Local:
 class MeanView:
     """What a server optimiser may know of the noise in the round's mean: public numbers only.
 
-    std: of the Gaussian noise in each coordinate of the mean, σC/m; 0 without noise. It is that of the mean as it is
-    released: a server step may have changed it since, and outside a common mask there is none. Where clients bring the
-    noise (trust distributed, local), that of the expected cohort m: the realised one is secret.
+    std: of the Gaussian noise in each coordinate of the mean, σC/m, of correlated noise this round's; 0 without noise.
+    It is that of the mean as it is released: a server step may have changed it since, and outside a common mask there
+    is none. Where clients bring the noise (trust distributed, local), that of the expected cohort m: the realised one
+    is secret.
     clip: C, the L2 bound of the round's messages (``inf`` if nothing is clipped). divisor: m.
     """
 
@@ -395,6 +396,14 @@ class Mechanism(Protocol):
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
         """The adaptive clip's centred count with its noise."""
+
+
+@runtime_checkable
+class Correlated(Protocol):
+    """A mechanism whose rounds share noise."""
+
+    def row_norm(self, round: int) -> float:
+        """Std of a round's noise, in units of the mechanism's std."""
 
 
 @runtime_checkable

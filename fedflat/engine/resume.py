@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 GONE = "the noise key is gone"
-_PLANNED = ("mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta")
+_PLANNED = (
+    "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta", "separation",
+    "factor",
+)  # fmt: skip
 """Fields of a ledger line that the plan fixes for the whole run."""
 
 
@@ -109,9 +112,9 @@ def _check_ledger(job: Job, ledger: Ledger) -> None:
     planned = job.parts.plan.record(0, job.threshold)
     for entry in ledger.entries:
         for name in _PLANNED:
-            if entry.get(name) != planned[name]:
+            if entry.get(name) != planned.get(name):
                 where = f"{path} line {entry['line']}: {name}"
-                raise wrong(where, entry.get(name), f"{planned[name]}, as the run's recipe has")
+                raise wrong(where, entry.get(name), f"{planned.get(name)}, as the run's recipe has")
 
 
 def _check_events(job: Job, ledger: Ledger, rounds: int, mark: Record | None) -> None:

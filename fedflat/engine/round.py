@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fedflat.core import wide
 from fedflat.core.rng import stream
+from fedflat.core.schedules import NEVER, MinSeparation, Scheduled, separated
 from fedflat.core.types import (
     Aggregate,
     Broadcast,
+    Correlated,
     GridMechanism,
     MaskView,
     MeanView,
@@ -38,11 +40,15 @@ from fedflat.engine.parts import Parts
 
 MALFORMED = "malformed"
 """Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
+LAST_ROUND = "last_round"
+"""Name of the server's slot with the round in which each client last took part, where rounds must lie apart."""
 
 
 def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
-    """The secret cohort of a draw (usually the round's number): sorted client ids, from the noise key."""
+    """The cohort of a draw (usually the round's number): sorted client ids, secret ones from the noise key."""
     sampler, secret = parts.plan.sampler, stream(key, "cohort", draw)
+    if isinstance(sampler, Scheduled):
+        return sampler.select_at(draw, secret)
     return sampler.select(sampler.public_generator(draw) if isinstance(sampler, PublicSampler) else secret)
 
 
@@ -77,10 +83,13 @@ def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
 
 
 def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.ndarray, RoundState]:
-    """The cohort without clients that took part ``max_participations`` times (trust: local), and the new counts.
+    """The cohort without clients that took part ``max_participations`` times (trust: local) or come back too early.
 
-    The server of a local run sees who takes part, so the counts are no secret; a client left out counts as zero.
+    Also the new counts, or each client's last round. The server of a local run sees who takes part, and a schedule is
+    public, so neither is secret; a client left out counts as zero.
     """
+    if parts.plan.private and isinstance(parts.plan.sampler, MinSeparation):
+        return _apart(state, cohort, parts.plan.sampler)
     cap = parts.plan.max_participations
     if cap is None:
         return cohort, state
@@ -89,6 +98,19 @@ def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.
     allowed = cohort[counts.numpy()[cohort] < cap]
     counts[torch.from_numpy(allowed)] += 1
     return allowed, dataclasses.replace(state, slots={**state.slots, "participations": counts})
+
+
+def _apart(state: RoundState, cohort: np.ndarray, sampler: MinSeparation) -> tuple[np.ndarray, RoundState]:
+    last = last_rounds(state, sampler.clients)
+    allowed = separated(last.numpy(), cohort, state.round, sampler.separation)
+    last[torch.from_numpy(allowed)] = state.round
+    return allowed, dataclasses.replace(state, slots={**state.slots, LAST_ROUND: last})
+
+
+def last_rounds(state: RoundState, clients: int) -> Tensor:
+    """The round in which each client last took part, int64 ``(M,)``, ``NEVER`` at first; a copy."""
+    found = state.slots.get(LAST_ROUND)
+    return torch.full((clients,), NEVER, dtype=torch.int64) if found is None else found.clone()
 
 
 def finish_round(
@@ -126,7 +148,7 @@ def finish_round(
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)
-    shared, changed = parts.optimizer(mean_view(parts, bound, constant))(state.shared, mean, slots)
+    shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
@@ -151,10 +173,11 @@ def noisy_sum(
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 
 
-def mean_view(parts: Parts, bound: float, divisor: float) -> MeanView:
+def mean_view(parts: Parts, bound: float, divisor: float, round: int) -> MeanView:
     """What is public of the noise in a mean of messages with L2 norm ≤ ``bound``: that of the expected cohort."""
     plan, source = parts.plan, parts.mechanism
     std = source.total_std(bound, plan.divisor) if isinstance(source, SharedNoise) else plan.std(bound)
+    std *= source.row_norm(round) if isinstance(source, Correlated) else 1.0
     return MeanView(std / divisor, bound, divisor)
 
 

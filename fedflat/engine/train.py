@@ -39,7 +39,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
-from fedflat.privacy.ledger import Ledger, extra_rounds
+from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Claiming, Plan
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, RunFolder
@@ -78,8 +78,8 @@ class Job:
 
     identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
     file outside the folder. tell: is given each note at once. made_for: the shapes the module was built for. metrics:
-    the user's own, on public test data. A run without a folder is drawn with ``key`` as it is, so a test that needs a
-    key of its own sets it.
+    the user's own, on public test data. check_ins: chooses the cohort from who is there, in a deployment. A run without
+    a folder is drawn with ``key`` as it is, so a test that needs a key of its own sets it.
     """
 
     parts: Parts
@@ -102,6 +102,7 @@ class Job:
     charged_again: int = 0
     made_for: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    check_ins: Callable[[RoundState], np.ndarray] | None = None
 
     @cached_property
     def last_round(self) -> int:
@@ -151,7 +152,9 @@ def train(
         stack.enter_context(exact(job.problem.device))
         ledger, start = stack.enter_context(_opened(job))
         state, heads, history, private = start.state, start.heads, start.history, start.private
-        job.charged_again = extra_rounds(ledger.entries)
+        plan = plan.standing(ledger.entries, ledger.key_id, state.round)
+        job.parts = job.parts if plan is job.parts.plan else replace(job.parts, plan=plan)
+        job.charged_again = plan.again(ledger.entries)
         vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
         stopped = ""
         saved: Callable[[], object] = _nothing
@@ -198,6 +201,8 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
 class MemoryLedger:
     """A ledger for runs without a folder: the same lines, kept in memory."""
 
+    key_id = None
+
     def __init__(self) -> None:
         self.entries: list[Record] = []
 
@@ -218,8 +223,11 @@ def _one_round(
     accumulator = accumulator_of(parts, broadcast, job.key)
     spent = _epsilon_after(parts.plan, state.round + 1 + job.charged_again)
     unit = _noise_ahead(job, state.round)
+    early = 0
     for draw in parts.plan.draws(state.round):
-        cohort, state = within_cap(parts, state, select_cohort(parts, job.key, draw))
+        chosen = select_cohort(parts, job.key, draw) if job.check_ins is None else job.check_ins(state)
+        cohort, state = within_cap(parts, state, chosen)
+        early += len(chosen) - len(cohort)
         clock("cohort and broadcast")
         job.backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
         clock("local training, clip and sum")
@@ -230,6 +238,7 @@ def _one_round(
     )
     clock("noise, ledger and server")
     released, hidden = dict(info.released), {"round": state.round, **info.private}
+    hidden |= {"left_out": early} if early else {}
     plan = parts.plan
     released["epsilon"] = spent()
     if isinstance(plan.mechanism, Claiming):  # published procedures: never without the proven ε beside it

@@ -8,15 +8,18 @@ from typing import Any
 from fedflat.config.recipe import ClipSection, Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.types import Algorithm, Mechanism
+from fedflat.methods.correlated import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.ddgauss.plan import DDGaussPlan
 from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.secure import GridNoise
+from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 
 DISCRETE = (
     "Distributed discrete Gaussian: clipped, rotated, rounded updates with integer noise shares, added modulo 2^bits."
 )
+SECURE_ROWS = " Its rows are exact samples on a grid of whole numbers."
 GRID = "Exact rounded Gaussian noise on the whole-number sum of clipped updates, divided by a public constant."
 
 
@@ -48,7 +51,8 @@ def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
     """What clients keep between rounds: amplification then needs coins that are independent of one another.
 
     Given the others' coins and randomness, a release is (1 − q)·P₀ + q·E[P₁], however a client's state was made. Where
-    the others' places in a cohort depend on its own, that is not so. Local trust claims no amplification.
+    the others' places in a cohort depend on its own, that is not so. Local trust and public schedules claim no
+    amplification.
     """
     trust, sampling = trust_of(recipe, method), recipe.cohort.sampling
     keeps = "a state" if method.client_state else "personal heads" if method.head is not None else ""
@@ -58,9 +62,9 @@ def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
         hint = "Its clients keep a state, moved by what they sent; of a round that is aborted nothing is added."
         raise wrong("privacy.trust", trust, f"central or local for {method.name}", hint=hint)
     sound = recipe.privacy.protocol == "sound" and recipe.privacy.noise_multiplier != 0
-    if sound and trust != "local" and sampling != "poisson":
+    if sound and trust != "local" and sampling not in ("poisson", "full", "min-separation"):
         hint = f"Its clients keep {keeps} between rounds: amplification is proven for independent coins only."
-        raise wrong("cohort.sampling", sampling, f"poisson for {method.name}", hint=hint)
+        raise wrong("cohort.sampling", sampling, f"poisson for {method.name}, full or min-separation", hint=hint)
 
 
 def _check_message(recipe: Recipe, method: Algorithm) -> None:
@@ -115,6 +119,11 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     """The noise of a run's rounds, with the law that its plan accounts."""
     if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
         return _discrete(plan, plan.mechanism, recipe)
+    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
+        factor = plan.mechanism.factor
+        if recipe.privacy.secure_rng and plan.event_multiplier > 0:
+            return CorrelatedGridNoise(plan.std, factor=factor)
+        return CorrelatedNoise(plan.std, factor)
     count = plan.count_noise or 0.0
     if recipe.privacy.secure_rng and plan.effective_multiplier > 0:
         return GridNoise(plan.std, plan.trust, count)
@@ -140,4 +149,7 @@ def facts(recipe: Recipe, plan: Plan) -> dict[str, str]:
     """What the privacy statement says of a mechanism that is not float Gaussian noise."""
     if isinstance(plan.mechanism, DDGaussPlan):
         return {"mechanism": DISCRETE}
-    return {"mechanism": GRID} if recipe.privacy.secure_rng and plan.mechanism is None else {}
+    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
+        return {"mechanism": plan.mechanism.sentence + (SECURE_ROWS if recipe.privacy.secure_rng else "")}
+    plain = plan.mechanism is None or isinstance(plan.mechanism, ScheduledPlan)
+    return {"mechanism": GRID} if recipe.privacy.secure_rng and plain else {}

@@ -7,7 +7,7 @@ exists twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +23,8 @@ from fedflat.privacy.accounting.epsilon import (
     largest,
     split_noise,
 )
+from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
+from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.trust import AccountingParams, Guarantee, guarantees, guarantees_of
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
@@ -171,7 +173,12 @@ class Plan:
         """
         if isinstance(self.mechanism, Drawn):
             return self.mechanism.sensitivity(self)
-        return bound * (1 + self.rounding) * (2 if self.relation == "replace-one" else 1)
+        return bound * (1 + self.rounding) * (2 if self.relation == "replace-one" else 1) * self.scale
+
+    @property
+    def scale(self) -> float:
+        """By how much more than C·(1 + s) one client moves what the noise is made for: s of correlated noise, or 1."""
+        return float(getattr(self.mechanism, "scale", 1.0))
 
     @property
     def event_multiplier(self) -> float:
@@ -191,10 +198,13 @@ class Plan:
         """Noise std σ·C·(1 + s) on the sum of messages clipped to ``bound``; the only place where it is computed.
 
         distributed: of the minimum cohort's shares together, each of variance std²/min_cohort; local: of each client.
+        Correlated: of Z, which C⁻¹ mixes; the noise of round t has ‖row t of C⁻¹‖ times as much.
         """
         if isinstance(self.mechanism, Drawn):
             return self.mechanism.std(self)
-        return self.effective_multiplier * bound * (1 + self.rounding) if self.effective_multiplier > 0 else 0.0
+        return (
+            self.effective_multiplier * bound * (1 + self.rounding) * self.scale if self.effective_multiplier else 0.0
+        )
 
     def event(self) -> Any:
         """One round as a dp-accounting event; its multiplier is std / sensitivity under ``relation``."""
@@ -334,7 +344,18 @@ class Plan:
             "update_multiplier": None if self.count_noise is None else self.effective_multiplier,
         }
         found |= {name: value for name, value in optional.items() if value is not None}
-        return found | (self.mechanism.record(self) if self.mechanism else {})
+        found |= self.mechanism.record(self) if self.mechanism else {}
+        return found | (self.mechanism.by_round(self, round) if isinstance(self.mechanism, ScheduledPlan) else {})
+
+    def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> Plan:
+        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger)."""
+        if not isinstance(self.mechanism, ScheduledPlan):
+            return self
+        return replace(self, mechanism=self.mechanism.standing(entries, key, start))
+
+    def again(self, entries: Sequence[Mapping[str, Any]]) -> int:
+        """Rounds of a ledger to count beyond once each; 0 where ``standing`` counts them."""
+        return 0 if isinstance(self.mechanism, ScheduledPlan) else extra_rounds(entries)
 
 
 def _finite(value: float) -> float | None:
@@ -361,12 +382,16 @@ def build_plan(
     adaptive: bool = False,
     private: bool = True,
     mechanism: Accounted | None = None,
+    noise: str = "independent",
+    bands: int | None = None,
+    momentum: float = 0.0,
     **accounting: Any,
 ) -> Plan:
     """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
 
     Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by
-    default. A target ε with ``noise_cohort`` is that of the simulated system.
+    default. A target ε with ``noise_cohort`` is that of the simulated system. noise, bands: kind and bands of
+    ``privacy.noise``; momentum: the server's, for which correlated noise is made.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
@@ -380,6 +405,10 @@ def build_plan(
     if (noise_multiplier is None) == (epsilon is None):
         found = "neither" if epsilon is None else "both"
         raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
+    scheduled = scheduled_plan(params.sampler, rounds, noise, bands, momentum)
+    if scheduled is not None:
+        _check_scheduled(scheduled, mechanism, params.trust, noise_cohort, adaptive)
+        mechanism = scheduled
     if noise_cohort is not None:
         in_range("privacy.noise_cohort", noise_cohort, params.sampler.size)
     plan = Plan(
@@ -393,6 +422,23 @@ def build_plan(
         plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
     plan = _with_count_noise(plan, adaptive, count_noise)
     return replace(plan, warnings=tuple(_warnings(plan)))
+
+
+def _check_scheduled(
+    scheduled: ScheduledPlan, mechanism: Accounted | None, trust: str, noise_cohort: float | None, adaptive: bool
+) -> None:
+    """Refuse what the account of a schedule is not proven for."""
+    what = "a schedule" if scheduled.kind == "independent" else f"{scheduled.kind} noise"
+    if mechanism is not None:
+        raise wrong("algorithm.name", mechanism.name, f"a method whose noise is plain Gaussian, with {what}")
+    if trust != "central":
+        hint = "Noise of one round would have to be known to others, or to be another's in the next."
+        raise wrong("privacy.trust", trust, f"central with {what}", hint=hint)
+    if noise_cohort is not None:
+        raise wrong("privacy.noise_cohort", noise_cohort, f"nothing with {what}")
+    if adaptive and scheduled.kind != "independent":
+        hint = "The one Gaussian that the run is needs one clip."
+        raise wrong("privacy.clip", "adaptive", f"one constant clip with {what}", hint=hint)
 
 
 def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
@@ -410,7 +456,8 @@ def _summable(sampler: Sampler) -> None:
 
     A Poisson cohort of expected size m ≤ n/2 exceeds n = ``MOST`` with a chance below e^(−2·10⁵) (Chernoff).
     """
-    largest = sampler.maximum or (sampler.size if sampler.name == "fixed" else min(sampler.clients, 2 * sampler.size))
+    exact = sampler.name in ("fixed", "full", "min-separation")
+    largest = sampler.maximum or (sampler.size if exact else min(sampler.clients, 2 * sampler.size))
     if largest > MOST:
         raise wrong("cohort.size", f"{sampler.size:g} of {sampler.clients}", f"cohorts of at most {MOST} clients")
 

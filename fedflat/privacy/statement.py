@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 from fedflat.core.checks import InputError, RunError, one_of, whole
 from fedflat.core.durable import flush
+from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import extra_rounds, plain_json
 
 SECOND_DELTA = 1e-5
@@ -49,6 +50,7 @@ TRUST: dict[str, str] = {
 TRUST_PUBLISHED = "Each client adds its own share of the noise; the server sees each noised message."
 ADJACENCY: dict[str, str] = {
     "add_remove": "add-remove (zero-out): two populations differ in one client, whose slot contributes nothing in one",
+    "zero_out": "zero-out in place: two populations differ in one client, whose turns come and stay empty in one",
     "replace_one": "replace-one: two populations differ in the whole data of one client",
 }
 MECHANISMS: dict[str, str] = {
@@ -64,6 +66,9 @@ SAMPLING: dict[str, str] = {
     "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",
     "truncated": "Poisson with a cap on the cohort: clients over the cap are dropped at random; the draw is secret.",
     "fixed": "A cohort of fixed size, drawn without replacement in each round.",
+    "full": "Everybody takes part in every round.",
+    "min-separation": "A public schedule: rounds of one client are a fixed number apart. It hides nobody.",
+    "cyclic-poisson": "Groups take turns; each client of the round's group takes part by its own secret coin.",
     "round-number": "A cohort of fixed size, drawn from the round number: a public schedule, which amplifies nothing.",
 }
 
@@ -141,6 +146,11 @@ def statement(
     one_of("key_source", key_source, ("seed", "os-entropy"))
     charged = rounds_charged(rounds_run, entries)
     spent = multipliers(plan, entries, charged)
+    planned: list[str] = []
+    if isinstance(plan.mechanism, ScheduledPlan):
+        plan = plan.standing(entries)  # type: ignore[attr-defined]
+        spent = {plan.event_multiplier: max(rounds_run, plan.rounds_within_budget())}  # type: ignore[attr-defined]
+        planned = _planned(plan, rounds_run, min(spent.values()))
     guarantees, claimed, proven, why = _proof(plan, spent, claimed, proven)
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
     simulated = plan.at(min(spent)).simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
@@ -156,7 +166,7 @@ def statement(
         "epsilon_at_1e-5": _second(plan, spent),
         "accountant": plan.accountant,
         "reasons": [
-            *reasons, *why, *_reasons(plan, proven, charged - rounds_run, min(spent)),
+            *reasons, *planned, *why, *_reasons(plan, proven, charged - rounds_run, min(spent)),
             *(f"Charged again ({count} events): {reason}." for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),
@@ -229,6 +239,21 @@ def _reasons(plan: PlanLike, epsilon: float | None, extra: int, least: float) ->
     return found
 
 
+def _planned(plan: Any, run: int, planned: int) -> list[str]:
+    """What is to be said of a run whose rounds share one account: that of the planned run, and of each further key."""
+    found = []
+    if plan.mechanism.spans:
+        found.append(
+            f"{len(plan.mechanism.spans) + 1} noise keys drew rounds: each is a mechanism of its own over its rounds, "
+            "and they compose. That counts on restarts not being chosen by what was released."
+        )
+    if run < planned:
+        found.append(
+            f"ε is that of the {planned} planned rounds, since who ends a run early may have seen its releases."
+        )
+    return found
+
+
 def _adjacency(guarantees: Sequence[Any]) -> str:
     kinds = dict.fromkeys(str(g.relation) for g in guarantees)
     return "; ".join(ADJACENCY.get(kind.lower().replace("-", "_"), kind) for kind in kinds) or "none proven"
@@ -246,6 +271,8 @@ def _mechanism(plan: PlanLike, facts: Mapping[str, Any], spent: Mapping[float, i
         return "None: updates are averaged as they are."
     name = plan.mechanism.name if plan.mechanism else "gaussian"
     text = str(facts.get("mechanism", MECHANISMS.get(name, name)))
+    if name == "correlated":
+        return f"{text} (noise multiplier σ = {min(spent):g} of that mechanism; clip {facts.get('clip')})"
     clip = f"; clip {facts['clip']}" if "clip" in facts else ""
     allowed = f"·(1 + {plan.rounding:.3g}), which allows for rounding" if plan.rounding else ""
     sigma = " to ".join(f"{value:g}" for value in dict.fromkeys((min(spent), max(spent))))
@@ -327,6 +354,7 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
             "Clients' states: what each client keeps between rounds stays with it; it is not released, not covered. "
             "What follows from it in later messages is covered."
         )
+    found += _neighbours(plan)
     if not facts.get("secure"):
         found.append("Attacks on floating-point noise (privacy.secure_rng: true withstands them).")
     if plan.trust == "central" and plan.protocol == "sound":
@@ -339,6 +367,18 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
                 "zero update, since the total noise follows the number of shares (ddgauss tops it up to a constant)."
             )
     return found
+
+
+def _neighbours(plan: Any) -> list[str]:
+    """What zero-out in place leaves out, with the figure of replace-one neighbours."""
+    mechanism = getattr(plan, "mechanism", None)
+    if not isinstance(mechanism, ScheduledPlan) or mechanism.relation != "zero-out":
+        return []
+    replaced = mechanism.epsilon(plan, plan.rounds_within_budget(), moved=2.0)
+    return [
+        "A client that was never enrolled: the others' turns would be other ones. Covered is a client whose turns stay "
+        f"empty; exchanging its data for another client's is covered at ε = {_number(replaced)}, δ = {plan.delta:g}."
+    ]
 
 
 def checklist(found: Mapping[str, Any]) -> dict[str, str]:

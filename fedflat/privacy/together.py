@@ -90,7 +90,7 @@ class _Spent:
             most = min(len(entries), entries[0].get("max_participations") or len(entries))
             self.steps.update(Step("gaussian", 1.0, sigma) for sigma in sorted(map(_sigma, entries))[:most])
             return True
-        if sampling not in ("poisson", "truncated", "fixed"):
+        if sampling not in ("poisson", "truncated", "fixed", "full"):
             return False
         kind = "known" if trust == "distributed" else str(sampling)
         rounds, lost = [_step(kind, e) for e in entries], _aborts(entries) if trust == "distributed" else 0.0

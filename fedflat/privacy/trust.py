@@ -174,6 +174,8 @@ def inapplicable(accountant: str, sampling: str, trust: str) -> str:
     """Why this accountant gives no figure for this cohort law and trust model; empty if it does."""
     if trust == "local":
         return ""
+    if trust == "distributed" and sampling in ("min-separation", "cyclic-poisson"):
+        return "sampling whose rounds keep apart has a proof under trust: central only"
     return refusal({"fixed": "without replacement"}.get(sampling, sampling), accountant)
 
 
@@ -217,6 +219,10 @@ def _steps(params: AccountingParams, multipliers: Mapping[float, int]) -> Counte
         elif params.trust == "distributed":
             found[Step("known", sampler.q, sigma)] += rounds
         else:
+            if hasattr(sampler, "separation"):  # as if every round were the client's turn
+                chance = float(getattr(sampler, "chance", 1.0))
+                found[step("poisson", chance, sigma, sampler.clients, 0)] += rounds
+                continue
             limit = {"truncated": _most(sampler), "fixed": sampler.size}.get(sampler.name, 0)
             found[step(sampler.name, sampler.q, sigma, sampler.clients, int(limit))] += rounds
     return found
@@ -229,7 +235,8 @@ def headline(params: AccountingParams) -> float:
 
 def _amplified(params: AccountingParams) -> float:
     event = params.sampler.event(params.noise_multiplier / params.factor)
-    return EpsilonCurve(event, params.delta, params.accountant).at(params.rounds, params.remaining_delta())
+    turns = -(-params.rounds // getattr(params.sampler, "separation", 1))  # rounds that concern one client
+    return EpsilonCurve(event, params.delta, params.accountant).at(turns, params.remaining_delta())
 
 
 def _central(params: AccountingParams) -> tuple[Guarantee, ...]:

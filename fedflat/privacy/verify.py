@@ -85,6 +85,8 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
     if mechanism == "ddgauss":
         return _ddgauss(entries, spent)
+    if entries[0].get("separation") is not None:
+        return _scheduled(entries, spent)
     if str(mechanism).startswith("published-"):
         return _published(entries, spent)
     if trust == "distributed":
@@ -307,6 +309,32 @@ def _truncated(entries: Entries, delta: float) -> Recomputed:
     made = [event(first["clients"], first["q"], first["cohort_max"], sigma) for sigma in counts]
     events = list(zip(made, counts.values()))
     return _not_shortened(_library(events, delta), events, delta, "pld")
+
+
+def _scheduled(entries: Entries, delta: float) -> Recomputed:
+    """Rounds that follow a schedule: each noise key's are one Gaussian, by the columns in its lines.
+
+    Under cyclic Poisson sampling each turn of a client's group is one Poisson-sampled Gaussian.
+    """
+    from fedflat.privacy.schedules import largest_column, moved_squares
+
+    first, by_key = entries[0], dict[Any, list[int]]()
+    for entry in entries:
+        by_key.setdefault(entry.get("key_id"), []).append(int(entry["round"]))
+    spans = [(min(rounds), max(rounds) + 1) for rounds in by_key.values()]
+    try:
+        noise = min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries)
+        if noise == 0:
+            return Recomputed(math.inf, math.inf, "a round without noise")
+        if first.get("chance") is not None:
+            turns = sum(-(-(last - start) // first["separation"]) for start, last in spans)
+            steps = {(float(first["chance"]), _digits(noise / largest_column(entries))): turns}
+            return poisson(steps, delta, accountant=str(first["accountant"]))
+        moved = moved_squares(entries, spans)
+    except (KeyError, TypeError) as error:
+        raise wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds") from error
+    found = participation(1, 1.0, noise / math.sqrt(moved), delta)
+    return Recomputed(found, found * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
 
 
 def _ddgauss(entries: Entries, delta: float) -> Recomputed:

@@ -19,6 +19,7 @@ from fedflat.engine.train import Job
 from fedflat.federation.client.store import write_examples
 from fedflat.federation.launch.certificates import write_authority_and_server, write_client_keys
 from fedflat.federation.launch.project_texts import ADDRESSES, APP, PYPROJECT, README
+from fedflat.federation.launch.schedule import scheduled
 from fedflat.federation.lock import LOCK, write_lock
 from fedflat.federation.roster import Roster
 from fedflat.federation.task import RECIPE, Form, Task, check_deployable
@@ -33,12 +34,13 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 @dataclass(frozen=True)
 class Project:
-    """What was made. epsilon: proven ε of the whole run, or None without a finite one."""
+    """What was made. epsilon: proven ε of the whole run, None without a finite one. note: what was chosen, and why."""
 
     folder: Path
     clients: int
     epsilon: float | None
     delta: float
+    note: str = ""
 
 
 def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int = PORT, host: str = HERE) -> Project:
@@ -51,7 +53,8 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     """
     if out.exists() and any(out.iterdir()):
         raise wrong("--out", f"{out}, which is not empty", "a new folder")
-    recipe = _for_nodes(recipe, nodes)
+    unnamed = "sampling" not in recipe.cohort.model_fields_set
+    recipe, note = _taking_turns(_for_nodes(recipe, nodes), unnamed)
     job = _job(recipe)
     try:
         _write(recipe, job, out, port, host)
@@ -62,7 +65,7 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
         raise
     plan = job.parts.plan
     epsilon = plan.epsilon() if plan.private else float("inf")
-    return Project(out, job.data.clients, epsilon if epsilon < float("inf") else None, plan.delta)
+    return Project(out, job.data.clients, epsilon if epsilon < float("inf") else None, plan.delta, note)
 
 
 def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
@@ -79,6 +82,17 @@ def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
             raise wrong("--nodes", nodes, f"at least cohort.size = {recipe.cohort.size:g}", hint=hint)
         dump["data"]["clients"] = nodes
     return Recipe.of(dump)
+
+
+def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
+    """The recipe with a schedule where it names no sampling and a schedule is proven, and what to say of it."""
+    from fedflat.assembly.plans import algorithm_of
+    from fedflat.methods.noise import trust_of
+
+    if not unnamed:
+        return recipe, ""
+    method = algorithm_of(recipe)
+    return scheduled(recipe, method, trust_of(recipe, method))
 
 
 def _job(recipe: Recipe) -> Job:

@@ -7,12 +7,19 @@ from typing import Any
 
 from fedflat.engine.train import Job, Outcome
 from fedflat.federation.task import Task
+from fedflat.privacy.correlated import ScheduledPlan
 
 CHECK_INS = (
     "The cohort is drawn by the server from the roster of registered clients, connected or not; a client that does "
     "not answer counts as a zero vector. So a client takes part with probability at most q, whatever decides who is "
     "connected, and the sampling law holds towards everybody who does not learn the cohort. Not towards those who do: "
     "who runs the SuperLink, who watches the network, and the client itself."
+)
+TURNS = (
+    "Clients take turns as they come: of those who are connected and whose last turn is far enough back, the server "
+    "asks those that have waited longest, and keeps each one's last turn on disk. A client that does not answer counts "
+    "as a zero vector. Nobody's participation is secret, so this holds towards those who see it too. It counts on "
+    "clients connecting whatever their data."
 )
 
 
@@ -27,7 +34,8 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome, *, tested: bool
     plan = job.parts.plan
     known, chosen = cohort_known_epsilon(job, outcome), cohort_chosen_epsilon(job, outcome)
     facts = settled(task.recipe, job.parts, job.data.clients) | stated_facts(task.recipe, job)
-    facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": CHECK_INS}
+    check_ins = TURNS if plan.sampler.name == "min-separation" else CHECK_INS
+    facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": check_ins}
     facts["public_data"] = bool(facts.get("public_data")) or tested
     facts |= {"epsilon_cohort_known": known, "epsilon_cohort_chosen": chosen if math.isfinite(chosen or 0.0) else None}
     return statement(
@@ -37,7 +45,7 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome, *, tested: bool
         facts=facts,
         key_source="os-entropy",
         entries=outcome.entries,
-        warnings=[CHECK_INS + _towards(known, chosen, plan.delta)] if plan.private else (),
+        warnings=[check_ins + _towards(known, chosen, plan.delta)] if plan.private else (),
     )
 
 
@@ -50,6 +58,9 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
     from fedflat.privacy.statement import rounds_charged
 
     plan = job.parts.plan
+    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.chance is not None and plan.event_multiplier > 0:
+        held = plan.standing(outcome.entries)
+        return held.mechanism.known_epsilon(held, plan.rounds)  # type: ignore[union-attr]
     if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
         return None
     rounds = rounds_charged(outcome.state.round, outcome.entries)

@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any
 from fedflat.core.checks import RunError, whole, wrong
 from fedflat.core.personal import Heads
 from fedflat.core.rng import fresh_key
+from fedflat.core.schedules import MinSeparation
 from fedflat.core.threads import using_threads
+from fedflat.core.types import RoundState
 from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome, train
 from fedflat.federation.client.store import read_examples
@@ -30,6 +32,7 @@ from fedflat.federation.events import told
 from fedflat.federation.roster import Roster
 from fedflat.federation.secagg.noise_shares import ClientShares
 from fedflat.federation.secagg.rounds import SecureFlower
+from fedflat.federation.server.check_ins import CheckIns
 from fedflat.federation.server.claims import deployment_statement
 from fedflat.federation.server.culprits import Culprits
 from fedflat.federation.server.monitor import shown
@@ -37,7 +40,6 @@ from fedflat.federation.server.transport import POLL_SECONDS, ClientNoise, Flowe
 from fedflat.federation.task import Task, check_deployable
 from fedflat.methods.ddgauss.mechanism import SharedDiscreteNoise
 from fedflat.pieces.clipping import ByNorm, whole_vector
-from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
@@ -111,6 +113,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
             counts = Refusals(_operator_file(folder))
             job.backend = _backend(grid, task, job, settings, counts)
+            job.check_ins = _check_ins(grid, task, job, counts.path, outcome)
             _tell_start(job, outcome)
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=told("ready"))
@@ -135,6 +138,16 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusa
         *common, poll=settings.poll, task=task, plan=job.parts.plan, mechanism=mechanism, culprits=culprits,
         left_open=(settings.out / LEDGER).exists(),
     )  # fmt: skip
+
+
+def _check_ins(grid: Any, task: Task, job: Job, beside: Path, outcome: Outcome) -> Callable[[RoundState], Any] | None:
+    """What chooses the cohorts where clients take turns as they come; None where the law alone does."""
+    sampler = job.parts.plan.sampler
+    if not isinstance(sampler, MinSeparation):
+        return None
+    charged = frozenset(entry["round"] for entry in outcome.entries)
+    place = beside.with_suffix(".check-ins.jsonl")
+    return CheckIns(sampler, lambda: task.roster.connected(grid.get_nodes()), place, charged).cohort
 
 
 def _train(job: Job) -> Outcome:
@@ -232,8 +245,8 @@ def standing(job: Job, out: Path) -> Outcome:
     size = job.parts.layout.dimension
     state = job.parts.first_state(job.first[:size], job.threshold) if found is None else found[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
-    plan, again = job.parts.plan, extra_rounds(entries)
-    last = min(plan.rounds, plan.rounds_within_budget(again))
+    plan = job.parts.plan.standing(entries)
+    last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
     return Outcome(state, Heads(job.first[size:]), [], [], entries, complete=state.round >= last)
 
 

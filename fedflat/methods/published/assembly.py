@@ -36,10 +36,12 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
         ("cohort.max", cohort.max),
         ("cohort.min", cohort.min),
         ("cohort.max_participations", cohort.max_participations),
+        ("cohort.separation", cohort.separation),
+        ("privacy.noise.kind", None if privacy.noise.kind == "independent" else privacy.noise.kind),
     ):
         if found is not None:
             raise wrong(where, found, "its default with privacy.protocol: published")
-    if cohort.sampling == "truncated" or (paper == "004" and cohort.sampling != "poisson"):
+    if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
         allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
         raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in paper {paper}'s procedure")
     plan = published_plan(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedflat.core.checks import InputError, one_of
-from fedflat.core.cohorts import NAMES as SAMPLINGS
+from fedflat.core.cohorts import NAMES, SECRET
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.privacy.accounting.epsilon import (
     ACCOUNTANTS,
@@ -33,8 +33,9 @@ def _combinations(only: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
     only: as in :func:`budget_table`.
     """
-    central = [("central", sampling, accountant) for sampling in SAMPLINGS for accountant in ACCOUNTANTS]
-    distributed = [("distributed", sampling, "pld") for sampling in SAMPLINGS]
+    laws = SECRET if only.get("sampling") is None else NAMES
+    central = [("central", sampling, accountant) for sampling in laws for accountant in ACCOUNTANTS]
+    distributed = [("distributed", sampling, "pld") for sampling in laws]
     every = [*central, *distributed, ("local", "any", "pld"), ("local", "any", "rdp")]
     asked = [only.get(name) for name in ("trust", "sampling", "accountant")]
     return [one for one in every if all(want in (None, own) or own == "any" for want, own in zip(asked, one))]

@@ -42,6 +42,7 @@ def accounting_params(
     rounds: int,
     sampling: str = "poisson",
     max_cohort: int | None = None,
+    separation: int | None = None,
     delta: float | None = None,
     **more: Any,
 ) -> AccountingParams:
@@ -50,7 +51,7 @@ def accounting_params(
     Raises:
         InputError: any value out of range, or a combination without a bound.
     """
-    sampler = make_sampler(sampling, clients, cohort, max_cohort)
+    sampler = make_sampler(sampling, clients, cohort, max_cohort, separation)
     spent = default_delta(clients) if delta is None else delta
     params = AccountingParams(sampler, rounds, noise_multiplier, spent, **more)
     if params.trust == "distributed" and params.min_cohort is None:

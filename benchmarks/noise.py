@@ -1,0 +1,62 @@
+"""Noise in the released model, by cohort law and kind of noise: ``python -m benchmarks.noise`` prints docs' table.
+
+The std of a coordinate's noise in the sum of the rounds' means, root mean square over the rounds, in units of the clip,
+for M = 500 clients at δ = 1/500 and 50 clients a round (everybody under ``full``): what the run's own plan adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from fedflat.core.checks import InputError
+from fedflat.privacy.accounting.factorisation import KINDS, noise_in_model
+from fedflat.privacy.correlated import ScheduledPlan
+from fedflat.privacy.plan import Plan, build_plan
+
+CLIENTS, COHORT, DELTA = 500, 50, 1 / 500
+LAWS = ("poisson", "full", "min-separation", "cyclic-poisson")
+
+
+def noise(plan: Plan) -> float:
+    """Root mean square, over the rounds, of the std of a coordinate of the model's noise; clip 1."""
+    own = plan.mechanism.factor if isinstance(plan.mechanism, ScheduledPlan) else None
+    each = math.sqrt((plan.rounds + 1) / 2) if own is None else noise_in_model(own)[0]
+    return plan.std(1.0) / plan.divisor * each
+
+
+def cell(law: str, kind: str, rounds: int, epsilon: float) -> str:
+    """One figure of the table, or a dash where the combination is refused."""
+    size = CLIENTS if law == "full" else COHORT
+    best = math.inf
+    # What amplification gives grows with fewer groups, what bands give with more: the best of the divisors.
+    for apart in (1, 2, 5, 10) if law == "cyclic-poisson" else (None,):
+        try:
+            plan = build_plan(
+                clients=CLIENTS, cohort_size=size, rounds=rounds, epsilon=epsilon, delta=DELTA, sampling=law,
+                noise=kind, separation=apart,
+            )  # fmt: skip
+        except InputError:
+            return "–"
+        best = min(best, noise(plan))
+    return f"{best:.3f}"
+
+
+def table(targets: list[float], runs: list[int]) -> str:
+    """The table in Markdown."""
+    heads = [f"ε = {epsilon:g}, T = {rounds}" for epsilon in targets for rounds in runs]
+    lines = ["| `cohort.sampling` | `privacy.noise` | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]
+    for law in LAWS:
+        for kind in KINDS:
+            cells = [cell(law, kind, rounds, epsilon) for epsilon in targets for rounds in runs]
+            if cells != ["–"] * len(cells):
+                lines.append(f"| {law} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epsilon", type=float, nargs="*", default=[2.0, 8.0])
+    parser.add_argument("--rounds", type=int, nargs="*", default=[60, 300])
+    given = parser.parse_args()
+    print(table(given.epsilon, given.rounds))

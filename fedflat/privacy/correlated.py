@@ -1,0 +1,178 @@
+"""The account of rounds that follow a schedule, with independent or correlated noise (docs/participation.md).
+
+The whole run is one Gaussian mechanism, C·X/s + σ·Z, however the rounds' sums X answered to what was released; or,
+where groups join by secret coins, ⌈T/b⌉ Poisson-sampled ones. Rounds that a run drew with another key (a server that
+was killed) are a span of their own: a Gaussian mechanism of those rounds' columns, which composes with the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fedflat.core.checks import wrong
+from fedflat.core.cohorts import Sampler
+from fedflat.core.factors import Factor
+from fedflat.core.schedules import CyclicPoisson, MinSeparation
+from fedflat.privacy.accounting.curves import EpsilonCurve
+from fedflat.privacy.accounting.factorisation import factor_for
+from fedflat.privacy.accounting.gaussian import schedule_epsilon
+from fedflat.privacy.trust import Guarantee
+
+if TYPE_CHECKING:
+    from fedflat.privacy.plan import Plan
+
+Span = tuple[int, int]
+PUBLIC = (
+    "everyone who sees the released models, and whoever knows who took part in which round: the schedule is public and "
+    "hides nobody; the server itself is trusted"
+)
+COINS = (
+    "everyone who sees the released models, whoever knows each client's group included; who joined by coin is secret, "
+    "and the server itself is trusted"
+)
+
+
+@dataclass(frozen=True)
+class ScheduledPlan:
+    """`fedflat.privacy.plan.Accounted` of rounds whose participants follow a schedule.
+
+    factor: C of all T rounds. kind: of the noise. separation: b, between rounds of one client. chance: p with which a
+    client joins a round of its group, None where the schedule is public. relation: zero-out (the client's slots stay,
+    empty) or add-remove. spans: [first, last) of rounds that were drawn with other keys than this run's present one,
+    which draws from ``start`` on.
+    """
+
+    factor: Factor
+    kind: str
+    separation: int
+    chance: float | None
+    relation: str
+    spans: tuple[Span, ...] = ()
+    start: int = 0
+
+    @property
+    def name(self) -> str:
+        """As the ledger shows it."""
+        return "gaussian" if self.kind == "independent" else "correlated"
+
+    @property
+    def sentence(self) -> str:
+        """The mechanism in words, for the statement."""
+        bands = "" if self.kind == "tree" else f" of {self.factor.bands} bands"
+        law = "one Poisson-sampled Gaussian mechanism for each turn of a client's group"
+        return (
+            "Gaussian noise that later rounds partly take back, row t of C⁻¹Z on round t's sum of clipped updates, "
+            f"divided by the public expected cohort. C: {self.kind}{bands}, digest {self.factor.digest[:12]}; the std "
+            f"of Z allows for its sensitivity {self.scale:.5g}. "
+            f"The run is {'one Gaussian mechanism' if self.chance is None else law}."
+        )
+
+    @property
+    def scale(self) -> float:
+        """s/C_clip, by which the noise is multiplied; 1 for independent noise, whose σ is that of each round."""
+        if self.kind == "independent":
+            return 1.0
+        return self.factor.largest_column() if self.chance is not None else self.factor.sensitivity(self.separation)
+
+    @property
+    def participations(self) -> int:
+        """k: rounds that a client takes part in at most."""
+        return -(-self.factor.rounds // self.separation)
+
+    def multiplier(self, sigma: float, rounds: int) -> float:
+        """std / sensitivity of the one Gaussian that all spans are together after ``rounds``; a public schedule's."""
+        moved = sum(self.factor.sensitivity(self.separation, *span) ** 2 for span in self._spans(rounds))
+        return sigma * self.scale / math.sqrt(moved) if moved else math.inf
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
+        how = COINS if self.chance is not None else PUBLIC
+        found = self.epsilon(plan, rounds)
+        return (Guarantee("recipients", how, self.relation, found, plan.delta, plan.accountant),)
+
+    def known_epsilon(self, plan: Plan, rounds: int) -> float:
+        """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
+        turns = sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
+        return schedule_epsilon(turns, self.chance or 1.0, plan.event_multiplier, plan.delta) if turns else 0.0
+
+    def epsilon(self, plan: Plan, rounds: int, *, moved: float = 1.0) -> float:
+        """ε at the plan's δ after ``rounds``. moved: 2 for replace-one neighbours of a public schedule."""
+        import dp_accounting
+
+        sigma, spans = plan.event_multiplier, self._spans(rounds)
+        if not spans:
+            return 0.0
+        if sigma == 0:
+            return math.inf
+        if self.chance is not None:
+            count = sum(-(-(last - first) // self.separation) for first, last in spans)
+            return EpsilonCurve(plan.sampler.event(sigma), plan.delta, plan.accountant).at(count)
+        event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
+        return EpsilonCurve(event, plan.delta, plan.accountant).at(1)
+
+    def event(self, plan: Plan) -> Any:
+        """None: the run is one mechanism, not its rounds."""
+        return None
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """What the ledger needs beside the plan's fields: C's description, b, k and p."""
+        found = {
+            "noise": self.kind, "bands": self.factor.bands, "factor": self.factor.digest, "rounds": self.factor.rounds,
+            "separation": self.separation, "participations": self.participations,
+        }  # fmt: skip
+        return found if self.chance is None else {**found, "chance": self.chance}
+
+    def by_round(self, plan: Plan, round: int) -> dict[str, Any]:
+        """The column of C of a round, from which its sensitivity follows, and the norm of its row of C⁻¹."""
+        if self.kind == "independent" or round >= self.factor.rounds:
+            return {}
+        column = {} if self.kind == "tree" else {"column": [float(c) for c in self.factor.columns[round]]}
+        return {**column, "row_norm": float(self.factor.row_norms[round])}
+
+    def standing(self, entries: Iterable[Mapping[str, Any]], key: str | None, start: int) -> ScheduledPlan:
+        """The same, told by a ledger's lines which rounds were drawn with which key; ``key`` draws from ``start`` on.
+
+        key: None for the one that came last.
+        """
+        spans: dict[Any, Span] = {}
+        for entry in entries:
+            name, round = entry.get("key_id"), int(entry["round"])
+            first, last = spans.get(name, (round, round + 1))
+            spans[name] = (min(first, round), max(last, round + 1))
+        latest = next(reversed(spans), None) if key is None else key
+        current = spans.pop(latest, (start, start))
+        return replace(self, spans=tuple(spans.values()), start=current[0])
+
+    def _spans(self, rounds: int) -> tuple[Span, ...]:
+        present = (self.start, min(rounds, self.factor.rounds))
+        return tuple((first, last) for first, last in (*self.spans, present) if last > first)
+
+
+def scheduled_plan(
+    sampler: Sampler, rounds: int, kind: str = "independent", bands: int | None = None, momentum: float = 0.0
+) -> ScheduledPlan | None:
+    """The account that a cohort law and a kind of noise need; None for the plain account of independent noise.
+
+    Raises:
+        InputError: correlated noise with a cohort law that keeps no rounds apart, or impossible bands.
+    """
+    scheduled = isinstance(sampler, (MinSeparation, CyclicPoisson))
+    if kind == "independent" and not scheduled:
+        if bands is not None:
+            raise wrong("privacy.noise.bands", bands, "nothing with kind: independent")
+        return None
+    if not scheduled and sampler.name != "full":
+        hint = "Its proof needs rounds of one client that are known to lie apart."
+        raise wrong(
+            "cohort.sampling", sampler.name, f"full, min-separation or cyclic-poisson with {kind} noise", hint=hint
+        )
+    separation = int(getattr(sampler, "separation"))  # noqa: B009 - of these three laws
+    chance = sampler.chance if isinstance(sampler, CyclicPoisson) else None
+    if kind == "tree" and chance is not None:
+        hint = "Amplification is proven for as many bands as there are groups, and a tree has more."
+        raise wrong("privacy.noise.kind", kind, "banded or toeplitz with sampling: cyclic-poisson", hint=hint)
+    factor = factor_for(kind, rounds, separation, bands, momentum, once=chance is not None)
+    return ScheduledPlan(factor, kind, separation, chance, sampler.relation)

@@ -1,0 +1,156 @@
+"""Clients that take turns as they come: nobody comes back too early, through restarts too, and deploy says why."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from stand_in import deployed, grid_of, settings, small
+
+from fedflat.core.checks import InputError, RunError
+from fedflat.core.schedules import MinSeparation
+from fedflat.core.types import RoundState
+from fedflat.federation.launch.project import _taking_turns, write_project
+from fedflat.federation.server import session as server
+from fedflat.federation.server.check_ins import CheckIns
+from fedflat.privacy.ledger import read as read_ledger
+from fedflat.privacy.verify import verify_run
+
+TURNS: dict[str, Any] = {
+    "rounds": 6,
+    "cohort": {"size": 1, "sampling": "min-separation", "separation": 3},
+    "privacy": {"noise_multiplier": 1.0, "noise": {"kind": "banded"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+def asks(grid: Any) -> list[tuple[int, int]]:
+    """(round, client) of every message that went out."""
+    return [(m.content["facts"]["round"], m.metadata.dst_node_id - 1000) for m in grid.pushed]
+
+
+def gaps(asked: list[tuple[int, int]]) -> list[int]:
+    turns = {client: [r for r, c in asked if c == client] for _, client in asked}
+    return [b - a for mine in turns.values() for a, b in pairwise(mine)]
+
+
+def test_a_deployment_takes_turns(tmp_path: Path) -> None:
+    folder = tmp_path / "fed"
+    task, clients = deployed(folder, small(**TURNS))
+    grid = grid_of(task, clients)
+    facts = server.serve(grid, task, settings(folder))
+    asked = asks(grid)
+    assert len(asked) == 6
+    assert min(gaps(asked)) >= 3
+    assert "take turns" in facts["facts"]["check_ins"]
+    assert facts["facts"]["epsilon_cohort_known"] is None  # the figure holds towards them already
+    assert verify_run(folder / "run").ok
+
+
+def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stops in round 2, after its line was written and before its model is kept."""
+    folder = tmp_path / "fed"
+    task, clients = deployed(folder, small(**TURNS))
+    first = grid_of(task, clients)
+    real, seen = server.train, []
+
+    def stopping(job: Any, **named: Any) -> Any:
+        def stop(released: Any, hidden: Any) -> None:
+            seen.append(released["round"])
+            if released["round"] == 1:
+                step = job.parts.optimizer
+
+                def fails(view: Any) -> Any:
+                    raise OSError(28, "no space")
+
+                job.parts = job.parts.__class__(**{**vars(job.parts), "optimizer": fails})
+                assert step is not fails
+
+        return real(job, on_round=stop)
+
+    monkeypatch.setattr(server, "train", stopping)
+    with pytest.raises(RunError):
+        server.serve(first, task, settings(folder))
+    assert {entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")} == {0, 1, 2}
+    monkeypatch.setattr(server, "train", real)
+    second = grid_of(task, clients)
+    facts = server.serve(second, task, settings(folder))
+    asked = asks(first) + asks(second)
+    assert min(gaps(asked)) >= 3
+    again = [client for round, client in asks(second) if round == 2]
+    assert again != [client for round, client in asks(first) if round == 2]
+    assert any("noise keys drew" in reason for reason in facts["reasons"])
+    assert verify_run(folder / "run").ok
+
+
+def check_ins(path: Path, charged: set[int]) -> CheckIns:
+    return CheckIns(MinSeparation(6, 2, 3), lambda: range(6), path, frozenset(charged))
+
+
+def state(round: int) -> RoundState:
+    return RoundState(round, np.zeros(1), 1.0)  # type: ignore[arg-type]
+
+
+def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "asks"
+    first = check_ins(path, set())
+    taken = [first.cohort(state(t)).tolist() for t in range(3)]
+    assert sorted(c for cohort in taken for c in cohort) == list(range(6))
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    with path.open("a") as file:
+        file.write('{"round": 3, "cli')  # torn: nobody was asked
+    assert check_ins(path, {0, 1, 2}).cohort(state(2)).tolist() == []
+    assert check_ins(path, {0, 1}).cohort(state(2)).tolist() == taken[2]
+    assert check_ins(path, {0, 1, 2}).cohort(state(3)).tolist() == taken[0]
+    path.write_text(path.read_text().replace('"clients": [', '"clients": [99, '))
+    with pytest.raises(RunError, match="not as it was written"):
+        check_ins(path, set())
+    with pytest.raises(RunError, match="cannot be written"):
+        check_ins(tmp_path / "nowhere" / "asks", set()).cohort(state(0))
+
+
+def test_deploy_takes_turns_by_default_and_says_why(tmp_path: Path) -> None:
+    recipe = small(cohort={"size": 2}, privacy={"noise_multiplier": None, "epsilon": 5.0, "clip": 0.1})
+    made = write_project(recipe, tmp_path / "fed")
+    assert "min-separation, 2 rounds apart" in made.note
+    assert "banded" in made.note
+    assert made.epsilon == pytest.approx(5, rel=1e-3)
+    written = (tmp_path / "fed" / "app" / "fedflat_app" / "recipe.yaml").read_text()
+    assert "sampling: min-separation" in written
+    assert "kind: banded" in written
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"privacy": {"noise_multiplier": 1.0}}, "that of a round"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "trust": "local"}}, "trust: central"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "clip": {"kind": "adaptive"}}}, "one constant clip"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 3}}, "at most half"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "max": 3}}, "secret coins"),
+        ({"algorithm": {"name": "fedavg"}}, ""),
+    ],
+)
+def test_where_secret_coins_stay(changes: dict[str, Any], said: str) -> None:
+    recipe = small(**{"cohort": {"size": 2}, **changes})
+    same, note = _taking_turns(recipe, True)
+    assert same == recipe
+    assert said in note
+    assert bool(note) == bool(said)
+    assert _taking_turns(recipe, False) == (recipe, "")
+
+
+def test_turns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cohort\.separation"):
+        write_project(small(**{**TURNS, "cohort": {**TURNS["cohort"], "separation": 9}}), tmp_path / "fed")
