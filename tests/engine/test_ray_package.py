@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.backends.ray import session as ray_session
+from fedflat.backends.ray import tasks as ray_tasks
 from fedflat.backends.ray.package import array_of, packed, view_of
 from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
@@ -193,3 +194,27 @@ def test_a_model_of_the_users_script_is_refused(monkeypatch: pytest.MonkeyPatch)
     recipe["local"] = {"steps": 1, "batch_size": 2}
     with pytest.raises(InputError, match=r"engine\.backend: found ray with a model that cannot be sent"):
         prepare(Recipe.of(recipe), Script(6, 3), pairs((6,)))
+
+
+def test_a_task_answers_with_arrays_or_with_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = inner(nn.Linear(6, 3))
+    monkeypatch.setattr(ray_tasks, "_unpacked", lambda reference: packed(run).open())
+    weights = torch.linspace(-0.5, 0.5, run.problem.layout.size)
+    told = array_of(vars(Broadcast(0, weights, 1.0, 1.0, vectors={"more": weights.clone()})))
+    own = {"": np.zeros(0, np.float32)}
+    found = ray_tasks.train_block([None], told, [0, 2], [dict(own), dict(own)])
+    assert isinstance(found, list) and all(isinstance(value, np.ndarray) for each in found for value in each.values())
+    for client, each in zip((0, 2), found):
+        assert torch.equal(view_of(each)["message"], trained(run, client, run.problem.layout.size))
+
+    def fails(error: Exception) -> Any:
+        def one(*args: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(Sequential, "one", one)
+        return ray_tasks.train_block([None], told, [2], [dict(own)])
+
+    assert fails(InputError("model: no")) == (InputError, "model: no")
+    assert fails(RunError("round 0: no")) == (RunError, "Ray task, client 2: round 0: no")
+    kind, text = fails(KeyError("odd"))
+    assert kind is RunError and text.startswith("Ray task, client 2: Traceback") and "KeyError: 'odd'" in text
