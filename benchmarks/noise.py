@@ -33,7 +33,7 @@ def cell(law: str, kind: str, rounds: int, epsilon: float) -> str:
     for apart in (1, 2, 5, 10) if law == "cyclic-poisson" else (None,):
         try:
             plan = build_plan(
-                clients=CLIENTS, cohort_size=size, rounds=rounds, epsilon=epsilon, delta=DELTA, sampling=law,
+                clients=CLIENTS, cohort=size, rounds=rounds, epsilon=epsilon, delta=DELTA, sampling=law,
                 noise=kind, separation=apart,
             )  # fmt: skip
         except InputError:

@@ -20,7 +20,7 @@ from fedflat.privacy.together import Published, total
 from fedflat.privacy.verify import recompute, verify
 
 BASE: dict[str, Any] = {
-    "clients": 40, "cohort_size": 8, "rounds": 12, "sampling": "min-separation", "noise_multiplier": 0.9, "delta": 1e-3
+    "clients": 40, "cohort": 8, "rounds": 12, "sampling": "min-separation", "noise_multiplier": 0.9, "delta": 1e-3
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def test_known_figures(epsilon: float, rounds: int, bands: float, secret: float,
     """Noise on the running sum, root mean square over the rounds, in units of C, for M = 500 and δ = 1/500."""
 
     def noise(size: int, **changes: Any) -> float:
-        plan = build_plan(clients=500, cohort_size=size, rounds=rounds, epsilon=epsilon, delta=1 / 500, **changes)
+        plan = build_plan(clients=500, cohort=size, rounds=rounds, epsilon=epsilon, delta=1 / 500, **changes)
         own = isinstance(plan.mechanism, ScheduledPlan)
         each = noise_in_model(mechanism(plan).factor)[0] if own else math.sqrt((rounds + 1) / 2)
         return plan.std(1.0) / plan.divisor * each
@@ -80,10 +80,10 @@ def test_one_gaussian_is_the_run(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["independent", "toeplitz", "banded"])
 def test_cyclic_poisson_is_so_many_sampled_gaussians(kind: str) -> None:
-    plan = plan_of(sampling="cyclic-poisson", cohort_size=4, separation=5, noise=kind, delta=1e-5)
+    plan = plan_of(sampling="cyclic-poisson", cohort=4, separation=5, noise=kind, delta=1e-5)
     assert mechanism(plan).chance == 0.5
     assert plan.relation == "add-remove"
-    same = build_plan(clients=40, cohort_size=20, rounds=3, noise_multiplier=0.9, delta=1e-5)
+    same = build_plan(clients=40, cohort=20, rounds=3, noise_multiplier=0.9, delta=1e-5)
     assert plan.epsilon() == pytest.approx(same.epsilon())
     assert plan.epsilon(5) == pytest.approx(same.epsilon(1))
     certain = plan_of(sampling="cyclic-poisson", noise=kind, delta=1e-5)
@@ -110,7 +110,7 @@ def test_another_key_is_another_span() -> None:
     assert mechanism(plan.standing(entries)).start == 6
     assert mechanism(plan.standing(lines(plan, 3), "new", 3)).spans == ((0, 3),)
     assert recompute(entries).epsilon == pytest.approx(going_on.epsilon(), rel=1e-6)
-    assert build_plan(clients=9, cohort_size=3, rounds=2, noise_multiplier=1.0).standing(entries).mechanism is None
+    assert build_plan(clients=9, cohort=3, rounds=2, noise_multiplier=1.0).standing(entries).mechanism is None
     doubled = plan_of(sampling="cyclic-poisson", noise="banded")
     twice = doubled.standing(lines(doubled, 12), "b", 0)
     assert twice.epsilon() == pytest.approx(gaussian_epsilon(math.sqrt(6) / 0.9, 1e-3), rel=1e-6)
@@ -125,7 +125,7 @@ def test_another_key_is_another_span() -> None:
 )  # fmt: skip
 def test_the_ledger_alone_gives_epsilon(kind: str, bands: int | None, sampling: str) -> None:
     size = 40 if sampling == "full" else 4
-    plan = plan_of(noise=kind, bands=bands, sampling=sampling, cohort_size=size, separation=None if size == 40 else 5)
+    plan = plan_of(noise=kind, bands=bands, sampling=sampling, cohort=size, separation=None if size == 40 else 5)
     entries = lines(plan, 12)
     found = verify(entries, plan.epsilon())
     assert found.ok
@@ -186,7 +186,7 @@ def test_sentences() -> None:
 def test_publishing_beside_others_adds() -> None:
     plan = plan_of(noise="banded")
     run = Published("a", plan.epsilon(), plan.delta, lines(plan, 12))
-    other = build_plan(clients=40, cohort_size=40, rounds=2, noise_multiplier=3.0, delta=1e-3, sampling="full")
+    other = build_plan(clients=40, cohort=40, rounds=2, noise_multiplier=3.0, delta=1e-3, sampling="full")
     both = total([run, Published("b", other.epsilon(), other.delta, lines(other, 2, "b"))])
     assert both.epsilon == pytest.approx(plan.epsilon() + other.epsilon(), rel=1e-3)
 
@@ -198,7 +198,7 @@ def test_publishing_beside_others_adds() -> None:
         ({"sampling": "fixed", "noise": "tree"}, "full, min-separation or cyclic-poisson"),
         ({"sampling": "cyclic-poisson", "noise": "tree"}, "banded or toeplitz"),
         ({"trust": "local", "noise": "banded"}, "central with banded noise"),
-        ({"trust": "distributed"}, "central with a schedule"),
+        ({"trust": "distributed"}, "trust: central only"),
         ({"noise": "banded", "adaptive": True}, "one constant clip"),
         ({"noise_cohort": 80.0}, "nothing with a schedule"),
         ({"bands": 3, "sampling": "poisson"}, "nothing with kind: independent"),
@@ -226,5 +226,5 @@ def test_an_adaptive_clip_keeps_its_count_with_independent_noise() -> None:
 
 
 def test_known_cohorts_cost_more_than_secret_coins() -> None:
-    plan = plan_of(sampling="cyclic-poisson", cohort_size=4, separation=5, noise="banded", delta=1e-5)
+    plan = plan_of(sampling="cyclic-poisson", cohort=4, separation=5, noise="banded", delta=1e-5)
     assert schedule_epsilon(3, 0.5, 0.9, 1e-5) > plan.epsilon()
