@@ -62,6 +62,7 @@ def _assemble() -> None:
         explain,
         export,
         landscape,
+        planning,
         privacy,
         reproduce,
         training,
@@ -69,6 +70,7 @@ def _assemble() -> None:
     )
 
     training.add_to(app)
+    planning.add_to(app)
     privacy.add_to(app)
     audit.add_to(app)
     deploy.add_to(app)

@@ -175,8 +175,7 @@ def total(runs: Sequence[Published]) -> Total:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is proven of runs together at every δ. epsilon_of: δ -> ε. mu: of the one Gaussian that they amount to, where
-    they do."""
+    """What is proven of runs together at every δ. epsilon_of: δ -> ε. mu: where they amount to one Gaussian, its μ."""
 
     epsilon_of: Callable[[float], float]
     mu: float | None = None

@@ -1,9 +1,9 @@
 """What the best attacker can do, from the (ε, δ) that are proven: true positives at given false positives, and μ.
 
-Whoever guesses from the release which of two neighbours was used is wrong with a chance of α (false positives) and of
-1 − β. (ε, δ) for one pair bounds β ≤ min(e^ε·α + δ, 1 − e^−ε·(1 − α − δ)) (Wasserman and Zhou 2010; Dong, Roth and Su
-2022, Proposition 3); a mechanism has a pair for every δ, so the least over all of them holds too. Nothing here asks what
-the mechanism is: it is given the accountant's ε as a function of δ.
+Somebody guesses from the release which of two neighbours was used, with a chance α of false and β of true positives.
+(ε, δ) bounds β ≤ min(e^ε·α + δ, 1 − e^−ε·(1 − α − δ)) (Wasserman and Zhou 2010; Dong, Roth and Su 2022); a mechanism
+has such a pair for every δ, so the least over all of them holds too. Nothing here asks what the mechanism is: it is
+given the accountant's ε as a function of δ.
 """
 
 from __future__ import annotations
