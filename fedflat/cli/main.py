@@ -56,6 +56,7 @@ def _assemble() -> None:
     """Every command, once in a process."""
     from fedflat.cli import (
         audit,
+        card,
         catalogue,
         deploy,
         doctor,
@@ -79,6 +80,7 @@ def _assemble() -> None:
     catalogue.add_to(app)
     explain.add_to(app)
     export.add_to(app)
+    card.add_to(app)
     verify.add_to(app)
     doctor.add_to(app)
 

@@ -43,13 +43,12 @@ def plan(
 def text(found: Any) -> list[str]:
     """The forecast in at most 80 columns."""
     facts, plan_, bound = found.as_dict(), found.plan, found.attacker
-    head = f"{found.recipe}: {found.algorithm}, {found.dimension:,} shared parameters, {facts['rounds']} rounds, about "
-    rows = [
-        ("", f"{head}{facts['clients']} clients a round ({facts['sampling']}), {found.dimension:,} shared parameters")
-    ]
+    head = f"{found.recipe}: {found.algorithm}, {found.dimension:,} shared parameters, {facts['rounds']} rounds"
+    law = f"about {facts['cohort']:g} of {facts['clients']} clients a round ({facts['sampling']})"
+    rows = [("", f"{head}, {law}")]
     if plan_.private:
         rows.append(("noise", f"σ = {plan_.noise_multiplier:.4g} times the clip on the sum; trust {plan_.trust}"))
-    if found.epsilons:
+    if found.epsilons and not found.why_not:
         listed = ", ".join(f"{_short(value)} after {turn}" for turn, value in found.epsilons)
         rows.append(("ε", f"{listed} (δ = {facts['delta']:g})"))
     if found.stops < plan_.rounds:

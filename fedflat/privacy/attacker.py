@@ -18,6 +18,8 @@ from fedflat.privacy.accounting.tradeoff import gaussian_mu, positives_at, true_
 from fedflat.privacy.together import Published, curve
 
 FALSE_POSITIVES = 0.01
+SLOW = ("ddgauss",)
+"""Mechanisms of the ledger whose curve takes minutes, for whoever cannot wait."""
 GAUSSIAN = "the releases amount to one Gaussian mechanism with this μ"
 PROVEN = "the least over all (ε, δ) that the accountant proves of these rounds"
 STATED = "the stated (ε, δ) alone, as no more is known of this law"

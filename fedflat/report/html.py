@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from fedflat.report import audited, metrics, svg, tables
+from fedflat.report.card import fragment
 from fedflat.report.cautions import cautions
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, differing, group_runs, setting
@@ -104,6 +105,7 @@ def _run_sections(run: Run) -> list[tuple[str, str, str]]:
         ("summary", "", _tiles(run)),
         ("curves", "Curves", _cards([figure for figure in figures if not figure.private])),
         ("simulation", "Inside the simulation", _private_cards(figures)),
+        ("card", "Privacy card", fragment(run) if run.privacy else ""),
         ("privacy", "Privacy statement", statement_html(run)),
         ("audit", "Audit", _audit(run)),
         ("recipe", "Recipe", _recipe(run)),

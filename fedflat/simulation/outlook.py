@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.core.cohorts import Poisson
+from fedflat.core.cohorts import Fixed, Poisson
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.trust import default_minimum
 
@@ -55,7 +55,7 @@ def drowning(found: Best | None) -> str:
         return ""
     return (
         f"The noise drowns the signal: at best it is {1 / found.round:.3g} times as long as a round's mean update, and "
-        f"{1 / found.run:.3g} times as long as all rounds together. fedflat plan says what would help."
+        f"{1 / found.run:.3g} times as long as all rounds together."
     )
 
 
@@ -92,8 +92,10 @@ def _full(plan: Plan, coordinates: int) -> Changed | None:
     sampler = plan.sampler
     if sampler.q >= 1:
         return None
+    everybody = float(sampler.clients)
+    whole = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
     more = f"{1 / sampler.q:.3g} times the training and the traffic of a round"
-    return Changed(_with(plan, Poisson(sampler.clients, float(sampler.clients))), coordinates, more)
+    return Changed(_with(plan, whole), coordinates, more)
 
 
 def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:

@@ -31,7 +31,7 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.round import broadcast_of, mean_view
 from fedflat.engine.train import Job
 from fedflat.methods import noise as noising
-from fedflat.privacy.attacker import Attacker, attacker
+from fedflat.privacy.attacker import SLOW, Attacker, attacker
 from fedflat.privacy.plan import Plan
 from fedflat.simulation.outlook import CLIP, Alternative, Best, alternatives, best, drowning
 
@@ -119,7 +119,7 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     noise = _noise_of(recipe, job)
     found = best(plan, coordinates, noise)
     why = _why_not(plan)
-    bound = None if why else attacker(lines(plan, job.threshold), plan.epsilon(), plan.delta)
+    bound = None if why or _slow(plan) else attacker(lines(plan, job.threshold), plan.epsilon(), plan.delta)
     seconds, about = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
     drowned = drowning(found)
     return Forecast(
@@ -134,7 +134,7 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
 def drowned(recipe: Recipe, job: Job) -> list[str]:
     """What to say of a job's noise before it starts, at most one sentence."""
     said = drowning(best(job.parts.plan, noised(job), _noise_of(recipe, job)))
-    return [said] if said else []
+    return [f"{said} fedflat plan says what would help."] if said else []
 
 
 def _quick(recipe: Recipe, data: Federated, steps: int) -> bool:
@@ -166,6 +166,10 @@ def made_up(real: Federated, task: str) -> Federated:
         real, inputs=inputs, targets=targets, parts=(rows,) * real.clients, held_back=(rows[:held],) * real.clients,
         test_inputs=inputs[:2] if tested else None, test_targets=targets[:2] if tested else None, names=(), most=None,
     )  # fmt: skip
+
+
+def _slow(plan: Plan) -> bool:
+    return getattr(plan.mechanism, "name", "") in SLOW
 
 
 def lines(plan: Plan, bound: float) -> list[dict[str, Any]]:

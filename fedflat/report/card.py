@@ -1,0 +1,389 @@
+"""The privacy card of a run: what is promised to whom, how it was done, and what is left open, on one page.
+
+Every figure comes from the statement, from the ledger, or is computed from the ledger here. The same sections become
+HTML, Markdown and the entry for the public registry.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+from fedflat.core.checks import InputError, wrong
+from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
+from fedflat.privacy.ledger import extra_rounds
+from fedflat.privacy.together import Published, Total, total
+from fedflat.report import audited, metrics, tables
+from fedflat.report.metrics import Run, section
+from fedflat.report.registry import UNSAID, About
+from fedflat.report.together import published
+
+REGISTRY_TRUST = {"central": "Central", "distributed": "Federated", "local": "Local"}
+PRETRAINED = ("vit-base", "roberta-base", "representation")
+
+Text = str | list[str]
+
+
+@dataclass(frozen=True)
+class Card:
+    """sentence: the one that may stand for it. sections: (title, rows of (label, text or list of texts))."""
+
+    run: Run
+    sentence: str
+    sections: tuple[tuple[str, tuple[tuple[str, Text], ...]], ...]
+    about: About
+    epsilon: float | None
+    delta: float | None
+
+    @property
+    def title(self) -> str:
+        """What the card is of."""
+        return self.about.name or str(self.run.recipe.get("name") or self.run.name)
+
+    def text(self, title: str, label: str) -> str:
+        """One row's text, lists as sentences after one another."""
+        rows = dict(dict(self.sections)[title])
+        found = rows[label]
+        return found if isinstance(found, str) else " ".join(found)
+
+
+def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick: bool = False) -> Card:
+    """The card of ``run``; others: runs on the same clients that are published too.
+
+    quick: leave out the best attacker where it takes minutes.
+    Raises InputError: the run has no statement.
+    """
+    if not run.privacy:
+        raise wrong("card", f"{run.path} without privacy.json", "a run with a statement")
+    about = about or About()
+    epsilon, delta = metrics.proven_epsilon(run), metrics.number(run.privacy.get("delta"))
+    every = [_published(one, [run, *others]) for one in (run, *others)]
+    entries = list(every[0].entries)
+    slow = quick and any(entry.get("mechanism") in SLOW for entry in entries)
+    bound = None if slow or delta is None else attacker_of(every[:1], epsilon, delta)
+    whole = total(every) if others else None
+    sections = (
+        ("Guarantee", _guarantee(run, bound, slow)),
+        ("Whose data, and what neighbours are", _unit(run)),
+        ("Actors and trust", _actors(run)),
+        ("What is released", _released(run)),
+        ("How", _how(run, entries)),
+        ("Tuning, preprocessing and public data", _choices(run)),
+        ("Composition", _composition(every, whole)),
+        ("Randomness and arithmetic", _randomness(run)),
+        ("Checks", _checks(run, len(entries))),
+        ("Contact", (("Contact", about.contact or UNSAID),)),
+    )
+    return Card(run, _sentence(run, epsilon, delta, bound), sections, about, epsilon, delta)
+
+
+def _published(run: Run, runs: Sequence[Run]) -> Published:
+    return published(run, {str(r.path): r.name if [o.name for o in runs].count(r.name) == 1 else str(r.path)
+                           for r in runs})  # fmt: skip
+
+
+def _stated(run: Run, key: str) -> str:
+    found = run.privacy.get(key)
+    return str(found) if found not in (None, "", []) else UNSAID
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _share(value: float) -> str:
+    """A share in per cent, rounded up in its third digit: it is a bound."""
+    percent = 100 * value
+    digits = max(0, 2 - math.floor(math.log10(percent))) if percent > 0 else 0
+    shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
+    return f"{min(shown, 100):.{digits}f} %"
+
+
+def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attacker | None) -> str:
+    if epsilon is None or delta is None:
+        return f"Nothing is proven of this run: no finite ε protects its clients. {_why(run)}".strip()
+    seeded = " (simulated: against whoever does not know the seed)" if _seeded(run) else ""
+    against = " or ".join(dict.fromkeys(_adversaries(run))) or "whoever sees the released models"
+    figure = f"ε = {tables.epsilon_text(epsilon)}, δ = {delta:g}"
+    if bound is None:
+        return f"Each client is protected against {against}: {figure}{seeded}."
+    mu = (
+        "" if bound.mu is None else f", Gaussian DP μ = {bound.mu:.3g}" + (f" but for {delta:g}" if bound.slack else "")
+    )
+    return (
+        f"Each client is protected against {against}: {figure}{mu}; whoever guesses from the release whether a client "
+        f"took part, knowing all others' data, is right about at most {_share(bound.true_positives)} of those who did "
+        f"while wrong about {100 * bound.false_positives:g} % of those who did not{seeded}."
+    )
+
+
+def _seeded(run: Run) -> bool:
+    return _stated(run, "noise_source").startswith("simulation")
+
+
+def _why(run: Run) -> str:
+    return " ".join(metrics.reasons(run)[:1])
+
+
+def _adversaries(run: Run) -> list[str]:
+    """Those towards whom the largest ε is proven."""
+    every = [a for a in run.privacy.get("adversaries") or [] if isinstance(a, Mapping)]
+    known = [(metrics.number(a.get("epsilon")), str(a.get("description") or a.get("adversary"))) for a in every]
+    most = max((value for value, _ in known if value is not None), default=None)
+    return [text for value, text in known if value == most and most is not None]
+
+
+def _guarantee(run: Run, bound: Attacker | None, slow: bool) -> tuple[tuple[str, Text], ...]:
+    proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
+    second = metrics.number(run.privacy.get("epsilon_at_1e-5"))
+    rows: list[tuple[str, Text]] = [("Proven ε", tables.epsilon_text(proven))]
+    rows.append(("δ", _stated(run, "delta")))
+    if second is not None:
+        rows.append(("ε at δ = 10⁻⁵", tables.epsilon_text(second)))
+    if claimed is not None and claimed != proven:
+        rows.append(("Claimed by a formula", f"{tables.epsilon_text(claimed)}; it does not cover what ran"))
+    if bound is not None and bound.mu is not None:
+        but = (
+            f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives" if bound.slack else ""
+        )
+        rows.append(("Gaussian DP", f"μ = {bound.mu:.4g}{but}"))
+    if bound is not None:
+        at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
+        rows.append(("Best attacker", f"at most {at}; {bound.how}"))
+    elif slow:
+        rows.append(("Best attacker", "fedflat card works it out; for this mechanism it takes minutes"))
+    return tuple([*rows, ("Why no ε is finite", metrics.reasons(run))] if proven is None else rows)
+
+
+def _unit(run: Run) -> tuple[tuple[str, Text], ...]:
+    return (("Unit", _stated(run, "unit")), ("Neighbouring relation", _stated(run, "adjacency")))
+
+
+def _actors(run: Run) -> tuple[tuple[str, Text], ...]:
+    said = []
+    for found in run.privacy.get("adversaries") or []:
+        if isinstance(found, Mapping):
+            figure = tables.epsilon_text(metrics.number(found.get("epsilon")))
+            said.append(f"{found.get('adversary')}: ε = {figure} ({found.get('relation')}); {found.get('description')}")
+    return (
+        ("Trust", f"{_stated(run, 'trust')}: {_stated(run, 'trust_model')}"),
+        ("Protected from", said or UNSAID),
+        ("Clients", "hold their data and train on them; a client's own update is not hidden from the client itself"),
+    )
+
+
+def _released(run: Run) -> tuple[tuple[str, Text], ...]:
+    final = section(run.privacy, "checklist").get("final_output")
+    return (
+        ("Released", str(final or "the shared model and the metrics of every round")),
+        ("Not covered", _texts(run.privacy.get("not_covered")) or UNSAID),
+    )
+
+
+def _how(run: Run, entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Text], ...]:
+    laws = sorted({f"{e.get('sampling')}, q = {e.get('q'):g}" for e in entries if isinstance(e.get("q"), (int, float))})
+    again = extra_rounds(entries)
+    done = f"{len(entries)} events in the ledger" + (f" ({'; '.join(laws)})" if laws else "")
+    done += f", {again} of them charged again" if again else ""
+    rows: list[tuple[str, Text]] = [
+        ("Sampler", _stated(run, "sampling")), ("As executed", done), ("Mechanism", _stated(run, "mechanism")),
+        ("Accountant", f"{_stated(run, 'accountant')}; {_stated(run, 'rounds_charged')} rounds charged"),
+    ]  # fmt: skip
+    return tuple(rows)
+
+
+def _choices(run: Run) -> tuple[tuple[str, Text], ...]:
+    data, model = section(run.recipe, "data"), section(run.recipe, "model")
+    tuning = section(run.privacy, "checklist").get("tuning") or "not counted"
+    done = [f"{key}: {data[key]}" for key in ("scale", "categories", "max_per_client", "tokenizer") if data.get(key)]
+    priors = []
+    if model.get("name") in PRETRAINED or model.get("pretrained"):
+        known = {key: value for key, value in model.items() if value is not None}
+        priors.append(f"a pretrained {known.get('name')}: whatever its makers trained on is taken for public")
+    source = section(run.recipe, "algorithm").get("public")
+    priors += [f"public data of the method: {source}"] if source else []
+    if section(run.privacy, "facts").get("public_data"):
+        priors.append("a public test set, for the accuracies")
+    return (
+        ("Tuning", str(tuning)),
+        ("Preprocessing", "; ".join(done) + " (from public knowledge; not counted)" if done
+         else "nothing learnt from clients' data is named by the recipe; what was done before is not counted"),
+        ("Public data and priors", priors or "none named by the recipe"),
+    )  # fmt: skip
+
+
+def _composition(every: Sequence[Published], whole: Total | None) -> tuple[tuple[str, Text], ...]:
+    if whole is None:
+        alone = "this run alone; every other release on the same clients adds to it (fedflat card RUN --with OTHER)"
+        return (("Counted", alone),)
+    figure = (
+        f"ε = {tables.epsilon_text(whole.epsilon)} at δ = {whole.delta:g} ({whole.relation})"
+        if math.isfinite(whole.epsilon) and not whole.unbounded else "no finite ε"
+    )  # fmt: skip
+    rows: list[tuple[str, Text]] = [
+        ("Counted", [run.name for run in every]),
+        ("All together", figure),
+    ]
+    if math.isfinite(whole.epsilon) and not whole.unbounded:
+        bound = attacker_of(every, whole.epsilon, whole.delta)
+        if bound is not None:
+            at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
+            rows.append(("Best attacker on all", f"at most {at}; {bound.how}"))
+    if whole.unbounded:
+        rows.append(("Without a guarantee", list(whole.unbounded)))
+    return tuple([*rows, ("How", list(whole.reasons))] if whole.reasons else rows)
+
+
+def _randomness(run: Run) -> tuple[tuple[str, Text], ...]:
+    share = metrics.number(run.privacy.get("rounding"))
+    rounding = UNSAID if share is None else f"the sensitivity that is accounted is C·(1 + {share:.3g})"
+    return (
+        ("Random source", _stated(run, "noise_source")), ("Floating point", _stated(run, "floating_point")),
+        ("Rounding of sums", rounding),
+    )  # fmt: skip
+
+
+def _checks(run: Run, events: int) -> tuple[tuple[str, Text], ...]:
+    found = audited.short(run)
+    told = f"ε {found}; the audit looked at clients' data, and no guarantee covers its figure" if found else "no audit"
+    path = run.path / "ledger.jsonl"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no ledger.jsonl"
+    version = section(run.recipe, "versions").get("fedflat")
+    return (
+        ("Audited lower bound", told), ("Ledger", f"{events} events, SHA-256 {digest}"),
+        ("Recompute", "fedflat verify RUN, with RUN the folder of the run or of its export"),
+        ("Made by", f"fedflat {version}" if version else "fedflat"),
+    )  # fmt: skip
+
+
+def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str, Any]:
+    """The card as an entry of the public registry; see :mod:`fedflat.report.registry`.
+
+    Raises:
+        InputError: no finite ε is proven, so that there is nothing to enter.
+    """
+    run, about, text = found.run, found.about, found.text
+    if found.epsilon is None or found.delta is None:
+        raise wrong("registry entry", "a run without a finite proven ε", "a run with one")
+    name = found.title
+    day = about.publication_date or str(today or datetime.date.today())
+    dated = "" if about.publication_date else "The publication date is the day on which this draft was written. "
+    actors = dict(dict(found.sections)["Actors and trust"])
+    basic = {
+        "name": name, "data_curators": about.curators or [UNSAID], "description": about.description or _described(run),
+        "intended_use": about.intended_use or UNSAID, "data_product_type": "Machine learning model",
+        "data_product_region": about.region or UNSAID, "publication_date": day, "data_product_sector": about.sector,
+    }  # fmt: skip
+    slug = "-".join("".join(c if c.isalnum() and c.isascii() else " " for c in name.lower()).split()) or "run"
+    deployment = {
+        "basic": basic,
+        "dp_variant": {
+            "variant_name": "Approximate DP",
+            "data_domain": "Collections of clients' data sets, one for each of the public number of clients.",
+            "unprotected_quantities": text("What is released", "Not covered"),
+        },
+        "privacy_loss": {
+            "privacy_unit": "client",
+            "privacy_unit_details": f"{_stated(run, 'unit')}. {_stated(run, 'adjacency')}",
+            "privacy_parameters": {"epsilon": found.epsilon, "delta": found.delta},
+            "privacy_parameters_details": found.sentence,
+        },
+        "deployment_model": {
+            "model_name": REGISTRY_TRUST.get(str(run.privacy.get("trust")), "Varies"),
+            "model_name_details": text("Actors and trust", "Trust"),
+            "actors": _joined(actors["Protected from"]) + " Clients: " + _joined(actors["Clients"]) + ".",
+            "release_type": "One release",
+            "release_type_details": f"One training. {text('What is released', 'Released')}",
+            "data_source_type": "Static",
+            "data_source_type_details": "A client's data do not change during the training.",
+            "access_type": "Non-interactive",
+            "access_type_details": "Whoever has the model has it; nothing is queried.",
+        },
+        "accounting": {
+            "post_processing": "The server's optimizer and steps after the noise use no client's data.",
+            "composition": f"{text('How', 'Accountant')}. {_composed(found)}",
+        },
+        "implementation": {
+            "preprocessing_and_hyperparameter_tuning": f"Tuning: {text(CHOICES, 'Tuning')} "
+            f"Preprocessing: {text(CHOICES, 'Preprocessing')}. Public data and priors: {text(CHOICES, PRIORS)}.",
+            "mechanisms": f"{text('How', 'Mechanism')} Sampler: {text('How', 'Sampler')} "
+            f"Random source: {_stated(run, 'noise_source')}. {_stated(run, 'floating_point')} "
+            f"Library: {text('Checks', 'Made by')}.",
+            "justification": about.justification or UNSAID,
+        },
+        "administrative": {
+            "sources": about.sources or UNSAID,
+            "notes": f"{dated}Ledger: {text('Checks', 'Ledger')}. Audit: {text('Checks', 'Audited lower bound')}. "
+            f"Contact: {about.contact or UNSAID}",
+            "registry_authors": about.authors or [UNSAID],
+        },
+    }
+    return {"url_slug": slug, "status": "Draft", "tier": 3, "deployment": deployment}
+
+
+def _composed(found: Card) -> str:
+    rows = dict(dict(found.sections)["Composition"])
+    return ". ".join(f"{label}: {text if isinstance(text, str) else ', '.join(text)}" for label, text in rows.items())
+
+
+CHOICES, PRIORS = "Tuning, preprocessing and public data", "Public data and priors"
+
+
+def _described(run: Run) -> str:
+    data, model = section(run.recipe, "data").get("dataset"), section(run.recipe, "model").get("name")
+    return f"A {model} model trained on {data} with federated learning ({run.algorithm})."
+
+
+def _joined(found: Text) -> str:
+    return found if isinstance(found, str) else ". ".join(found) + "."
+
+
+def markdown(found: Card) -> str:
+    """The card as Markdown."""
+    lines = [f"# Privacy card: {_escaped(found.title)}", "", _escaped(found.sentence)]
+    for title, rows in found.sections:
+        lines += ["", f"## {title}", ""]
+        for label, text in rows:
+            lines += [f"- **{label}:** {_escaped(text)}"] if isinstance(text, str) else [f"- **{label}:**"]
+            lines += [] if isinstance(text, str) else [f"  - {_escaped(item)}" for item in text]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    for mark in "\\`*_[]<>|#":
+        text = text.replace(mark, {"<": "&lt;", ">": "&gt;"}.get(mark, f"\\{mark}"))
+    return " ".join(text.split())
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    def source(name: str) -> str:
+        return resources.files("fedflat.report").joinpath(name).read_text(encoding="utf-8")
+
+    return Environment(
+        loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def html(found: Card) -> str:
+    """The card as a page of its own: one file, no script, no network."""
+    style = resources.files("fedflat.report").joinpath("page.css").read_text(encoding="utf-8")
+    return str(_templates().get_template("card.html").render(card=found, style=style))
+
+
+def fragment(run: Run) -> str:
+    """The card inside a report: the sentence, and the rest folded; what it lacks is said instead."""
+    try:
+        found = card(run, quick=True)
+    except InputError as error:
+        return f"<p>{escape(str(error))}</p>"
+    return str(_templates().get_template("card_fragment.html").render(card=found))
