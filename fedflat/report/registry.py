@@ -1,9 +1,9 @@
 """An entry for the public registry of differential privacy deployments, checked before it is written.
 
-The registry is https://registry.opendp.org; its schema is in https://github.com/opendp/deployments-registry-data,
-``schemas/deployments-schema.yaml``. The classes here say in our own words what that schema allowed in commit 3e9c812 of
-15 July 2026: the same names, the same values, nothing else. A later schema may differ; entries are always drafts, for
-somebody to read and to hand in.
+OpenDP announced the registry in November 2025; its entries and schema are in
+https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. The classes here say in our
+own words what that schema allowed in commit 3e9c812 of 15 July 2026: the same names, the same values, nothing else. A
+later schema may differ; entries are always drafts, for somebody to read and hand in.
 """
 
 from __future__ import annotations
