@@ -7,7 +7,6 @@ number of classes. The module, the method and the back ends are tried on made-up
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -266,6 +265,8 @@ def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
         "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
     }  # fmt: skip
     if trial:
+        import resource  # not on every system; imported here so that a run can do without
+
         unit = 1 if sys.platform == "darwin" else 1024
         found["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return found
