@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedflat.core.checks import wrong
+
+if TYPE_CHECKING:
+    from fedflat.report.card import Card
 
 
 def card(
@@ -30,7 +33,7 @@ def card(
     """
     from fedflat.report import card as making
     from fedflat.report.metrics import read_run
-    from fedflat.report.registry import About, as_yaml, read_about
+    from fedflat.report.registry import read_about
 
     target = out or run
     if (target / "SHA256SUMS").exists():
@@ -38,24 +41,34 @@ def card(
     found = making.card(
         read_run(run), [read_run(other) for other in others or []], read_about(about) if about else None
     )
-    target.mkdir(parents=True, exist_ok=True)
-    files = {"card.html": making.html(found), "card.md": making.markdown(found)}
-    if found.epsilon is not None:
-        files["registry.yaml"] = as_yaml(making.registry_entry(found))
-    for name, content in files.items():
-        (target / name).write_text(content, encoding="utf-8")
-    missing = (found.about or About()).missing if found.epsilon is not None else []
+    files = _written(found, target)
+    missing = found.about.missing if "registry.yaml" in files else []
     if as_json:
         sections = {title: dict(rows) for title, rows in found.sections}
-        facts = {"folder": str(target), "files": list(files), "sentence": found.sentence, "sections": sections}
+        facts = {"folder": str(target), "files": files, "sentence": found.sentence, "sections": sections}
         print(json.dumps(facts | {"missing": missing}, ensure_ascii=False, indent=2))
         return
     print(textwrap.fill(found.sentence, 80))
     print(f"Written to {target}: {', '.join(files)}")
-    if found.epsilon is None:
+    if "registry.yaml" not in files:
         print("No entry for the registry: no finite ε is proven.")
     if missing:
         print(textwrap.fill(f"registry.yaml is a draft. Nobody stated (--about FILE): {', '.join(missing)}", 80))
+
+
+def _written(found: Card, target: Path) -> list[str]:
+    """Write the card's files and return their names."""
+    from fedflat.report.card import html, markdown
+    from fedflat.report.entry import registry_entry
+    from fedflat.report.registry import as_yaml
+
+    files = {"card.html": html(found), "card.md": markdown(found)}
+    if found.epsilon is not None:
+        files["registry.yaml"] = as_yaml(registry_entry(found))
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (target / name).write_text(content, encoding="utf-8")
+    return list(files)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -6,7 +6,6 @@ HTML, Markdown and the entry for the public registry.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ from fedflat.report.metrics import Run, section
 from fedflat.report.registry import UNSAID, About
 from fedflat.report.together import published
 
-REGISTRY_TRUST = {"central": "Central", "distributed": "Federated", "local": "Local"}
 PRETRAINED = ("vit-base", "roberta-base", "representation")
 
 Text = str | list[str]
@@ -49,8 +47,7 @@ class Card:
 
     def text(self, title: str, label: str) -> str:
         """One row's text, lists as sentences after one another."""
-        rows = dict(dict(self.sections)[title])
-        found = rows[label]
+        found = dict(dict(self.sections)[title])[label]
         return found if isinstance(found, str) else " ".join(found)
 
 
@@ -261,88 +258,6 @@ def _checks(run: Run, events: int) -> tuple[tuple[str, Text], ...]:
         ("Recompute", "fedflat verify RUN, with RUN the folder of the run or of its export"),
         ("Made by", f"fedflat {version}" if version else "fedflat"),
     )  # fmt: skip
-
-
-def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str, Any]:
-    """The card as an entry of the public registry; see :mod:`fedflat.report.registry`.
-
-    Raises:
-        InputError: no finite ε is proven, so that there is nothing to enter.
-    """
-    run, about, text = found.run, found.about, found.text
-    if found.epsilon is None or found.delta is None:
-        raise wrong("registry entry", "a run without a finite proven ε", "a run with one")
-    name = found.title
-    day = about.publication_date or str(today or datetime.date.today())
-    dated = "" if about.publication_date else "The publication date is the day on which this draft was written. "
-    actors = dict(dict(found.sections)["Actors and trust"])
-    basic = {
-        "name": name, "data_curators": about.curators or [UNSAID], "description": about.description or _described(run),
-        "intended_use": about.intended_use or UNSAID, "data_product_type": "Machine learning model",
-        "data_product_region": about.region or UNSAID, "publication_date": day, "data_product_sector": about.sector,
-    }  # fmt: skip
-    slug = "-".join("".join(c if c.isalnum() and c.isascii() else " " for c in name.lower()).split()) or "run"
-    deployment = {
-        "basic": basic,
-        "dp_variant": {
-            "variant_name": "Approximate DP",
-            "data_domain": "Collections of clients' data sets, one for each of the public number of clients.",
-            "unprotected_quantities": text("What is released", "Not covered"),
-        },
-        "privacy_loss": {
-            "privacy_unit": "client",
-            "privacy_unit_details": f"{_stated(run, 'unit')}. {_stated(run, 'adjacency')}",
-            "privacy_parameters": {"epsilon": found.epsilon, "delta": found.delta},
-            "privacy_parameters_details": found.sentence,
-        },
-        "deployment_model": {
-            "model_name": REGISTRY_TRUST.get(str(run.privacy.get("trust")), "Varies"),
-            "model_name_details": text("Actors and trust", "Trust"),
-            "actors": _joined(actors["Protected from"]) + " Clients: " + _joined(actors["Clients"]) + ".",
-            "release_type": "One release",
-            "release_type_details": f"One training. {text('What is released', 'Released')}",
-            "data_source_type": "Static",
-            "data_source_type_details": "A client's data do not change during the training.",
-            "access_type": "Non-interactive",
-            "access_type_details": "Whoever has the model has it; nothing is queried.",
-        },
-        "accounting": {
-            "post_processing": "The server's optimizer and steps after the noise use no client's data.",
-            "composition": f"{text('How', 'Accountant')}. {_composed(found)}",
-        },
-        "implementation": {
-            "preprocessing_and_hyperparameter_tuning": f"Tuning: {text(CHOICES, 'Tuning')} "
-            f"Preprocessing: {text(CHOICES, 'Preprocessing')}. Public data and priors: {text(CHOICES, PRIORS)}.",
-            "mechanisms": f"{text('How', 'Mechanism')} Sampler: {text('How', 'Sampler')} "
-            f"Random source: {_stated(run, 'noise_source')}. {_stated(run, 'floating_point')} "
-            f"Library: {text('Checks', 'Made by')}.",
-            "justification": about.justification or UNSAID,
-        },
-        "administrative": {
-            "sources": about.sources or UNSAID,
-            "notes": f"{dated}Ledger: {text('Checks', 'Ledger')}. Audit: {text('Checks', 'Audited lower bound')}. "
-            f"Contact: {about.contact or UNSAID}",
-            "registry_authors": about.authors or [UNSAID],
-        },
-    }
-    return {"url_slug": slug, "status": "Draft", "tier": 3, "deployment": deployment}
-
-
-def _composed(found: Card) -> str:
-    rows = dict(dict(found.sections)["Composition"])
-    return ". ".join(f"{label}: {text if isinstance(text, str) else ', '.join(text)}" for label, text in rows.items())
-
-
-CHOICES, PRIORS = "Tuning, preprocessing and public data", "Public data and priors"
-
-
-def _described(run: Run) -> str:
-    data, model = section(run.recipe, "data").get("dataset"), section(run.recipe, "model").get("name")
-    return f"A {model} model trained on {data} with federated learning ({run.algorithm})."
-
-
-def _joined(found: Text) -> str:
-    return found if isinstance(found, str) else ". ".join(found) + "."
 
 
 def markdown(found: Card) -> str:

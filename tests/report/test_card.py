@@ -18,7 +18,8 @@ from fedflat.core.checks import InputError
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.ledger import read
 from fedflat.privacy.together import Published, total
-from fedflat.report.card import card, fragment, html, markdown, registry_entry
+from fedflat.report.card import card, fragment, html, markdown
+from fedflat.report.entry import registry_entry
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
 from fedflat.report.registry import About, as_yaml, checked, read_about
