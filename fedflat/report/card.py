@@ -141,11 +141,11 @@ def _guarantee(run: Run, bound: Attacker | None, slow: bool) -> tuple[tuple[str,
     proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
     second = metrics.number(run.privacy.get("epsilon_at_1e-5"))
     rows: list[tuple[str, Text]] = [("Proven ε", tables.epsilon_text(proven))]
+    if claimed is not None and claimed != proven:
+        rows.append(("Claimed by a formula", f"{tables.epsilon_text(claimed)}; it does not cover what ran"))
     rows.append(("δ", _stated(run, "delta")))
     if second is not None:
         rows.append(("ε at δ = 10⁻⁵", tables.epsilon_text(second)))
-    if claimed is not None and claimed != proven:
-        rows.append(("Claimed by a formula", f"{tables.epsilon_text(claimed)}; it does not cover what ran"))
     if bound is not None and bound.mu is not None:
         but = (
             f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives" if bound.slack else ""
