@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UpdateView,
     )
     from fedflat.data.own import clients
+    from fedflat.guard import Guard
     from fedflat.privacy.accounting.epsilon import epsilon, noise_multiplier
     from fedflat.simulation.load import load
     from fedflat.simulation.result import Result
@@ -45,6 +46,7 @@ _PLACES = {
     "CommonMask": "fedflat.core.types",
     "GradientFn": "fedflat.core.types",
     "GradientRule": "fedflat.core.types",
+    "Guard": "fedflat.guard",
     "InputError": "fedflat.core.checks",
     "Local": "fedflat.core.types",
     "LocalView": "fedflat.core.types",
@@ -73,6 +75,7 @@ __all__ = [
     "CommonMask",
     "GradientFn",
     "GradientRule",
+    "Guard",
     "InputError",
     "Local",
     "LocalView",

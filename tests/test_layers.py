@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "models": _LOW,
     "records": _LOW | {"privacy"},
     "engine": _LOW | {"privacy", "data", "records"},
+    "guard": _LOW | {"privacy", "pieces", "engine"},
     "backends": _LOW | {"data", "engine"},
     "algorithms": _LOW | {"pieces"},
     "config": _LOW | {"algorithms"},

@@ -56,12 +56,14 @@ def _assemble() -> None:
     """Every command, once in a process."""
     from fedflat.cli import (
         audit,
+        card,
         catalogue,
         deploy,
         doctor,
         explain,
         export,
         landscape,
+        planning,
         privacy,
         reproduce,
         training,
@@ -69,6 +71,7 @@ def _assemble() -> None:
     )
 
     training.add_to(app)
+    planning.add_to(app)
     privacy.add_to(app)
     audit.add_to(app)
     deploy.add_to(app)
@@ -77,6 +80,7 @@ def _assemble() -> None:
     catalogue.add_to(app)
     explain.add_to(app)
     export.add_to(app)
+    card.add_to(app)
     verify.add_to(app)
     doctor.add_to(app)
 

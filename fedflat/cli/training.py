@@ -49,6 +49,7 @@ def run(
 
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
     """
+    from fedflat.report.cautions import Watch
     from fedflat.report.progress import Progress
     from fedflat.report.trackers import Trackers
 
@@ -65,14 +66,19 @@ def run(
         from fedflat.simulation import (
             run as simulation,  # torch and all the rest: seconds, spent under the first line of progress
         )
+        from fedflat.simulation.planning import drowned
+
+        watch = Watch()
 
         def after(released: dict[str, Any], private: dict[str, Any]) -> None:
             progress.round(released, private)
             trackers.round(released, private)
+            if said := watch.round(released, private):
+                _aloud(said)
 
         def begin(job: Any) -> None:
             progress.start(job)
-            for note in job.notes:
+            for note in [*job.notes, *drowned(parsed, job)]:
                 _aloud(note)
             job.tell = _aloud
 

@@ -258,6 +258,16 @@ class Plan:
             return self
         return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
 
+    def calibrated(self, epsilon: float) -> Plan:
+        """The same with the least noise for a target ε; with noise_cohort, of the simulated system.
+
+        Raises:
+            InputError: no noise reaches it, or the adaptive clip's count alone would reveal more.
+        """
+        found = replace(self, noise_multiplier=_calibrated(self, epsilon))
+        found.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
+        return found
+
     def epsilon(self, rounds: int | None = None) -> float:
         """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""
         return max(found.epsilon for found in self.guarantees(rounds))

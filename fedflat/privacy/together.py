@@ -12,13 +12,14 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.privacy.accounting.steps import Step, alone, step, steps_epsilon
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.steps import Step, alone, alone_by_delta, gaussians_in_one, step, steps_epsilon
 from fedflat.privacy.ledger import CHAIN, REASONS, event
 from fedflat.privacy.verify import multiplier, recompute
 
@@ -170,6 +171,42 @@ def total(runs: Sequence[Published]) -> Total:
         reasons.append(f"ε and δ of {shown} are added as stated: no ledger whose law is composed here.")
     epsilon = found + math.fsum(run.epsilon or 0.0 for run in added)
     return Total(names, unbounded, epsilon, at + math.fsum(run.delta for run in added), relation, tuple(reasons))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is proven of runs together at every δ. epsilon_of: δ -> ε. mu: where they amount to one Gaussian, its μ."""
+
+    epsilon_of: Callable[[float], float]
+    mu: float | None = None
+
+
+def curve(runs: Sequence[Published]) -> Curve | None:
+    """ε of publishing all of ``runs`` as a function of δ, from their ledgers; None where only stated figures are known.
+
+    So it is where one has no guarantee, no line or a law that is not composed here, or where noise was used twice.
+    """
+    counted, _, broken = _without_repeats(runs)
+    spent = _Spent()
+    if broken or not counted:
+        return None
+    for run in counted:
+        try:
+            known = run.epsilon is not None and math.isfinite(run.epsilon) and run.entries and spent.add(run.entries)
+        except KeyError:  # a line that lacks what its law needs
+            known = False
+        if not known:
+            return None
+    if spent.discrete or spent.lost:
+        return Curve(lambda delta: _composed(spent, delta, []))
+    merged = gaussians_in_one(spent.steps)
+    if len(merged) > 1:
+        return Curve(lambda delta: steps_epsilon(spent.steps, delta))
+    ((only, count),) = merged.items()
+    if only.kind == "gaussian":
+        mu = math.sqrt(count) / only.sigma
+        return Curve(lambda delta: gaussian_epsilon(mu, delta), mu)
+    return Curve(alone_by_delta(only, count))
 
 
 def _composed(spent: _Spent, delta: float, reasons: list[str]) -> float:

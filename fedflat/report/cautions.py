@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -14,6 +15,8 @@ CLIPPED = 0.99
 """Mean share of clipped updates from which everything counts as clipped."""
 SIGNAL = 0.1
 """Median signal-to-noise ratio under which the noise is ten times the signal."""
+RISEN, TURNS = 3.0, 3
+"""A test loss so many times the least so far, in so many evaluations one after the other, has left for good."""
 CHANCE = 1.1
 """Accuracy over that of guessing, up to which nothing was learnt."""
 
@@ -24,6 +27,34 @@ def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Se
     listed = privacy.get("warnings")
     found = [str(text) for text in listed] if isinstance(listed, list) else []
     return [*found, *_loss(released, private), *_chance(released), *_noise(private)]
+
+
+class Watch:
+    """Looks at a run while it goes on: ``round`` says once, in a sentence, that training diverges."""
+
+    def __init__(self) -> None:
+        self._least, self._high, self._said = math.inf, 0, False
+
+    def round(self, released: Record, private: Record) -> str:
+        """What a round's two records give reason to say; empty otherwise, and after it was said."""
+        if self._said:
+            return ""
+        found = [text.rstrip() for text in _loss([released], [private])] or self._risen(released)
+        self._said = bool(found)
+        return found[0] if found else ""
+
+    def _risen(self, released: Record) -> list[str]:
+        loss = number(released.get("test_loss"))
+        if loss is None:
+            return []
+        self._least = min(self._least, loss)
+        self._high = self._high + 1 if loss > RISEN * self._least else 0
+        if self._high < TURNS:
+            return []
+        return [
+            f"The test loss is {loss:.3g} after round {released.get('round')}, {loss / self._least:.3g} times the "
+            f"least so far: training diverges. A lower local.lr or server.lr, or less noise, may help."
+        ]
 
 
 def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.report import audited, metrics, pages, svg, tables
+from fedflat.report.card import brief
 from fedflat.report.cautions import cautions
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, differing, group_runs, setting
@@ -74,6 +75,7 @@ def _run_sections(run: Run) -> list[Section]:
         Section("summary", "", "tiles", _summary(run)),
         Section("curves", "Curves", "cards", cards([figure for figure in figures if not figure.private])),
         Section("simulation", "Inside the simulation", "cards", _private_cards(figures)),
+        Section("card", "Privacy card", "card", brief(run) if run.privacy else None),
         Section("privacy", "Privacy statement", "statement", statement_of(run)),
         Section("audit", "Audit", "audit", _audit(run)),
         Section("recipe", "Recipe", "recipe", _recipe(run)),

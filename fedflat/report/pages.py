@@ -43,7 +43,7 @@ class Facts:
 
 def page(title: str, lead: str, sections: Sequence[Section], version: str, extra: str = "") -> str:
     """A page as text. extra: name of a style sheet and a script that it has besides ``page.css`` and ``page.js``."""
-    style, script = ("".join(_asset(f"{name}.{kind}") for name in ("page", extra) if name) for kind in ("css", "js"))
+    style, script = ("".join(asset(f"{name}.{kind}") for name in ("page", extra) if name) for kind in ("css", "js"))
     return filled(
         "page.html",
         title=title,
@@ -83,5 +83,6 @@ def _environment() -> Environment:
     return found
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A style sheet or script of the package."""
     return resources.files("fedflat.report").joinpath(name).read_text(encoding="utf-8")

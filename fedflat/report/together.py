@@ -39,7 +39,7 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     for run in runs:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
     return tuple(
-        Cost(name, _total(tuple(_published(run, names) for run in mine)), len({_clients(run) for run in mine}) == 1)
+        Cost(name, _total(tuple(published(run, names) for run in mine)), len({_clients(run) for run in mine}) == 1)
         for name, mine in members.items()
         for names in [_names(mine)]
     )
@@ -63,7 +63,8 @@ def _names(runs: Sequence[Run]) -> Mapping[str, str]:
     return {str(r.path): s if shown.count(s) == 1 else str(r.path) for r, s in zip(runs, shown)}
 
 
-def _published(run: Run, names: Mapping[str, str]) -> Published:
+def published(run: Run, names: Mapping[str, str]) -> Published:
+    """A run as its folder states it. names: path -> what it is called."""
     try:
         entries = read(run.path / "ledger.jsonl")
     except InputError:

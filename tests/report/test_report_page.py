@@ -134,7 +134,7 @@ def test_a_claim_is_never_alone(tmp_path: Path) -> None:
     published = {"proven_epsilon": None, "epsilon": None, "protocol": "published", "reasons": ["Clipped per tensor."]}
     page = page_of([write_run(tmp_path / "run", rounds=12, statement=published)], tmp_path)
     claims = [found.start() for found in re.finditer("claims 9.37|formula: 9.37|<dd>9.37", page)]
-    assert len(claims) == 3
+    assert len(claims) == 4  # tile, notice, card, statement
     assert all("∞ (none)" in page[max(0, place - 200) : place] for place in claims)
     assert "Clipped per tensor." in page
     assert "epsilon" not in figures_in(page)["accuracy"]["series"][0]["x"]

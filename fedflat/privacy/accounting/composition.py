@@ -9,7 +9,7 @@ charged to δ, so the answer stays an upper bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,8 @@ _ORDERS = np.geomspace(1e-4, 1e2, 40)
 """Chernoff orders, in units of one over the loss's standard deviation."""
 _JOINT_ORDERS = np.geomspace(1e-1, 1e2, 20)
 """The same for several mechanisms together, in units of one over the whole sum's."""
+_LITTLE_TAIL = 1e-15
+"""Left out of a window that serves every δ."""
 _NEGLIGIBLE = 70.0
 """Frequencies whose T-th power is below e^-70 are left out (at most 1e-24 in all)."""
 
@@ -93,6 +95,13 @@ class LossDistribution:
         probs, first = self._tail(rounds, tail)
         return _smallest_epsilon(probs, first, self.step, delta - lost)
 
+    def curve(self, rounds: int) -> Callable[[float], float]:
+        """As ``epsilon``, a function of δ alone: one transform for all of them, so that many may be asked for."""
+        probs, first = self._tail(rounds, _LITTLE_TAIL)
+        lost = -math.expm1(rounds * math.log1p(-self.infinity)) + _LITTLE_TAIL + _rounding(rounds)
+        sums = _sums_above(probs, self.step)
+        return lambda delta: _crossing(*sums, first, self.step, delta - lost) if delta > lost else math.inf
+
 
 def _losses_from_zero(composed: Floats, low: int, high: int, offset: int) -> tuple[Floats, int]:
     """Of a centred circular composition: the probabilities of losses ≥ 0, ascending, and the index of the first."""
@@ -162,12 +171,21 @@ def _smallest_epsilon(probs: Floats, first: int, step: float, delta: float) -> f
     ``probs`` belong to the losses step·(first + k) ≥ 0. Between two grid points δ(ε) = above − e^(ε − l)·scaled,
     with scaled(l) = Σ_{l' ≥ l} p(l')·e^(l − l'), which is a first-order recursion and never overflows.
     """
+    return _crossing(*_sums_above(probs, step), first, step, delta)
+
+
+def _sums_above(probs: Floats, step: float) -> tuple[Floats, Floats]:
+    """``above`` and ``scaled`` of :func:`_smallest_epsilon` at each loss."""
     from scipy.signal import lfilter
 
-    if len(probs) == 0:
+    scaled = lfilter([1.0], [1.0, -math.exp(-step)], probs[::-1])[::-1] if len(probs) else probs
+    return np.cumsum(probs[::-1])[::-1], scaled
+
+
+def _crossing(above: Floats, scaled: Floats, first: int, step: float, delta: float) -> float:
+    """Where δ(ε) comes down to ``delta``."""
+    if len(above) == 0:
         return 0.0
-    above = np.cumsum(probs[::-1])[::-1]
-    scaled = lfilter([1.0], [1.0, -math.exp(-step)], probs[::-1])[::-1]
     place = int(np.argmax(above - scaled <= delta))  # the last entry is 0, so there always is one
     excess = above[place] - delta
     if excess <= 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -292,6 +292,15 @@ def compose_renyi(events: Sequence[tuple[Any, int]], delta: float) -> float:
     each = [(_renyi(event, True), count) for event, count in events]
     total = np.sum([count * one.one_round for one, count in each], axis=0)
     return replace(each[0][0], one_round=total).epsilon(1, delta)
+
+
+def by_delta(event: Any, rounds: int) -> Callable[[float], float]:
+    """ε of ``rounds`` ≥ 1 repetitions as a function of δ in (0, 1), by the accountant pld; made for many questions."""
+    found = account(event)
+    if not isinstance(found, _Losses):
+        return lambda delta: found.epsilon(rounds, delta)
+    each = [part.curve(rounds) for part in found.parts]
+    return lambda delta: max(one(delta) for one in each)
 
 
 class EpsilonCurve:

@@ -21,8 +21,8 @@ LITTLE = 3e-3
 of itself, so rounds are accounted with their schedule seen."""
 
 
-def log_delta(epsilon: float, mu: Floats) -> Floats:
-    """log δ(ε; μ) for each μ > 0, shape like ``mu``; −inf where δ underflows."""
+def log_delta(epsilon: float | Floats, mu: Floats) -> Floats:
+    """log δ(ε; μ) for each μ > 0, shape like ``mu``, and one ε or one for each; −inf where δ underflows."""
     from scipy.special import log_ndtr
 
     shift = epsilon / mu

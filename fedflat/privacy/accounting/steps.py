@@ -6,7 +6,7 @@ Each direction of neighbours (a client leaves, a client joins) is convolved on i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from fedflat.privacy.accounting import composition
 from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.curves import compose_epsilon, compose_renyi, grid_step, one_round
+from fedflat.privacy.accounting.curves import by_delta, compose_epsilon, compose_renyi, grid_step, one_round
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import loss_moments
 
@@ -46,7 +46,7 @@ def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
     """ε at ``delta`` of all rounds together: law -> how many. inf where a round has no noise, or δ ≤ 0."""
     if delta <= 0 or any(step.sigma == 0 for step in steps):
         return math.inf
-    merged = _gaussians_in_one(steps)
+    merged = gaussians_in_one(steps)
     if not merged:
         return 0.0
     if len(merged) == 1:
@@ -60,7 +60,7 @@ def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
     return min(convolved, compose_renyi([(_event(step), count) for step, count in merged.items()], delta))
 
 
-def _gaussians_in_one(steps: Mapping[Step, int]) -> dict[Step, int]:
+def gaussians_in_one(steps: Mapping[Step, int]) -> dict[Step, int]:
     """Plain Gaussians are one Gaussian: their 1/σ² add up. Noise without bound or end costs nothing."""
     rest = {step: n for step, n in steps.items() if step.kind != "gaussian" and n and math.isfinite(step.sigma)}
     mu = math.sqrt(math.fsum(n / step.sigma**2 for step, n in steps.items() if step.kind == "gaussian"))
@@ -74,6 +74,13 @@ def alone(step: Step, count: int, delta: float) -> float:
     if step.kind == "known":
         return schedule_epsilon(count, step.q, step.sigma, delta)
     return compose_epsilon(_event(step), count, delta)
+
+
+def alone_by_delta(step: Step, count: int) -> Callable[[float], float]:
+    """As :func:`alone`, as a function of δ, for many questions."""
+    if step.kind in ("gaussian", "known"):
+        return lambda delta: alone(step, count, delta)
+    return by_delta(_event(step), count)
 
 
 def _event(step: Step) -> Any:

@@ -1,0 +1,259 @@
+"""``fedflat.Guard``: plan, ledger, clip and noise for a server loop of one's own, whatever moves the messages.
+
+A guard is given each client's vector and gives back the noisy mean: the round is charged durably first, then clipped
+vectors are added in float64, noise is added once, and the public constant m divides. All of it is the engine's own
+server path (``engine.round.finish_round``) with an optimiser that takes the mean as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedflat.core.checks import RunError, whole, wrong
+from fedflat.core.params import Layout
+from fedflat.core.rng import KEY_BYTES, digest, fresh_key
+from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
+from fedflat.engine.parts import Parts
+from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
+from fedflat.pieces.clipping import whole_vector
+from fedflat.pieces.mechanisms import GaussianNoise
+from fedflat.pieces.secure import GridNoise
+from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.plan import Plan, build_plan
+from fedflat.privacy.statement import rounds_charged, statement
+
+CHANGING = ("round", "epsilon", "clip", "sensitivity", "std")
+"""Fields of a ledger's line that may differ between rounds of one plan."""
+SOURCE = "256 bits of operating-system entropy at every start, never stored"
+GIVEN = "a key that the caller gave: whoever knows it can remove the noise"
+
+_used: set[str] = set()
+"""Public names of the keys that guards of this process draw with."""
+
+
+class Guard:
+    """Charges, clips, adds noise once, divides by m: one release a round, and a statement of what it cost.
+
+    Args:
+        ledger: file of the durable record; a file that is there is gone on with.
+        clip: C, the L2 norm that no client's vector exceeds in the sum.
+        plan: what a round spends; or the numbers it is made of, named as in ``fedflat.epsilon``: clients M, cohort m
+            (default: everybody), rounds T, epsilon or noise_multiplier, delta (default 0.1/M), sampling, max_cohort.
+        dimension: d, needed only where a round may have no vector at all before the first one with some.
+        secure: noise on an exact grid that withstands attacks on floating-point arithmetic.
+        key: 32 bytes that cohorts and noise are drawn from, for simulations; by default fresh entropy at each start.
+
+    A round is released once, whatever happens: one that was charged and lost in a crash is not drawn again.
+    The server is trusted. Amplification holds only if the cohorts are ``cohort(round)`` and stay secret; a framework
+    that chooses clients by itself needs cohort = clients.
+
+    Raises:
+        InputError: numbers out of range, a plan of another mechanism, a ledger of another plan, a key used before.
+        RunError: another process writes this ledger.
+    """
+
+    def __init__(
+        self,
+        ledger: str | Path,
+        clip: float,
+        plan: Plan | None = None,
+        *,
+        clients: int | None = None,
+        cohort: float | None = None,
+        rounds: int | None = None,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        delta: float | None = None,
+        sampling: str = "poisson",
+        max_cohort: int | None = None,
+        dimension: int | None = None,
+        secure: bool = True,
+        key: bytes | None = None,
+    ) -> None:
+        numbers = {"clients": clients, "rounds": rounds, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
+        numbers |= {"delta": delta, "cohort_size": cohort, "cohort_max": max_cohort}
+        self.plan = _made(numbers, sampling) if plan is None else _served(plan, numbers)
+        self.clip, self.secure = whole_vector(clip), secure
+        if not math.isfinite(self.clip.threshold):
+            raise wrong("clip", clip, "a number > 0")
+        self._dimension = None if dimension is None else whole("dimension", dimension, 1)
+        self._given = key is not None
+        self._key = _key(key)
+        self._name = digest(self._key, "public name of a guard's key").hex()[:32]
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._ledger = Ledger.open(ledger, key_id=self._name)
+        try:
+            _refuse_other_plan(self._ledger, self.plan, self.clip.threshold)
+            if self._name in _used or any(line.get("key_id") == self._name for line in self._ledger.entries):
+                raise wrong("key", "one that was drawn with before", "none, or 32 bytes that were never used")
+        except Exception:
+            self._ledger.close()
+            raise
+        _used.add(self._name)
+        self._gone = self._ledger.rounds_recorded()
+
+    @property
+    def next_round(self) -> int:
+        """The first round that may still be released."""
+        return max(self._gone, default=-1) + 1
+
+    @property
+    def epsilon(self) -> float:
+        """Proven ε of all that is charged so far."""
+        return self.plan.epsilon(rounds_charged(0, self._ledger.entries))
+
+    def cohort(self, round: int) -> NDArray[np.int64]:
+        """The secret cohort of a round: sorted ids in [0, M). Nobody but the server may learn it."""
+        return select_cohort(self._parts(1), self._key, whole("round", round))
+
+    def release(self, round: int, vectors: Mapping[int, Any]) -> NDArray[np.float32]:
+        """The noisy mean ``(d,)`` of a round, charged before it exists.
+
+        vectors: client's id -> its update ``(d,)``, floating; a client that is not there counts as zero, and so does
+        one whose vector is not finite. Anything refused below is refused before the round is charged.
+
+        Raises:
+            InputError: a round that is over or not planned, ids that are not in the cohort, another shape or type.
+            RunError: the ledger could not be written; the round counts as gone.
+        """
+        with self._lock:
+            self._check_round(round)
+            rows = self._checked(round, vectors)
+            self._gone.add(round)  # the round's noise exists once: no second call may draw it
+            parts = self._parts(self._dimension or 1)
+            state = RoundState(round, torch.zeros(self._dimension or 1), self.clip.threshold, {})
+            broadcast = broadcast_of(parts, state, 0)
+            total = accumulator_of(parts, broadcast, self._key)
+            for row in rows:
+                total.add(row[None], [1])
+            after, _ = finish_round(parts, state, broadcast, total.result(), self._key, self._ledger.append)
+            return after.shared.numpy()
+
+    def statement(self, name: str = "guard") -> dict[str, Any]:
+        """The privacy statement of what was released so far (``fedflat.privacy.statement`` renders it)."""
+        entries = self._ledger.entries
+        found = statement(
+            self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, key_source="os-entropy",
+            facts={"clip": self.clip.threshold, "secure": self.secure, "simulation": False}, entries=entries,
+        )  # fmt: skip
+        found["noise_source"] = GIVEN if self._given else SOURCE
+        found["not_covered"] += [
+            "What else the server sends or shows: only the vectors that the guard gave back are covered.",
+            *([] if self.plan.sampler.q >= 1 else ["Cohorts other than the guard's own, or ones that become known."]),
+        ]
+        return found
+
+    def close(self) -> None:
+        """Give the ledger back; nothing can be released afterwards."""
+        self._ledger.close()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise wrong("guard", "a copy", "the guard itself", hint="A second one would draw the same noise.")
+
+    def _parts(self, dimension: int) -> Parts:
+        plan = self.plan
+        noisy = self.secure and plan.event_multiplier > 0
+        mechanism: Mechanism = GridNoise(plan.std) if noisy else GaussianNoise(plan.std)
+        layout = Layout(("vector",), (torch.Size([dimension]),), 1)
+        return Parts(Algorithm("guard"), plan, self.clip, mechanism, lambda view: _as_it_is, _LOCAL, layout)
+
+    def _check_round(self, round: int) -> None:
+        whole("round", round)
+        if os.getpid() != self._process:
+            raise RunError("guard: a copy in another process would draw the same noise; make one there")
+        if round in self._gone:
+            raise wrong("round", round, f"{self.next_round} or later", hint="Each round is released once.")
+        if round < self.next_round or round >= self.plan.rounds:
+            raise wrong("round", round, f"from {self.next_round} to {self.plan.rounds - 1}, as planned")
+
+    def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[Tensor]:
+        """The vectors as they will be measured, in the order of ids."""
+        if not isinstance(vectors, Mapping):
+            raise wrong("vectors", type(vectors).__name__, "a mapping: client's id -> vector")
+        cohort = set(self.cohort(round).tolist())
+        for client in vectors:
+            if isinstance(client, bool) or client not in cohort:
+                raise wrong("vectors", f"client {client!r}", f"clients of guard.cohort({round}), as whole numbers")
+        rows = [_row(client, vectors[client]) for client in sorted(vectors)]
+        if self._dimension is None and not rows:
+            raise wrong("vectors", "none", "at least one, or Guard(…, dimension=d)")
+        wanted = len(rows[0]) if self._dimension is None else self._dimension
+        for client, row in zip(sorted(vectors), rows):
+            if len(row) != wanted:
+                raise wrong(f"vectors[{client}]", f"{len(row)} entries", f"{wanted}, as in every vector")
+        self._dimension = wanted
+        return rows
+
+
+_LOCAL = Local(steps=1, batch_size=1, lr=1.0)
+"""Nothing is trained here."""
+
+
+def _as_it_is(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return shared + mean, {}
+
+
+def _row(client: int, vector: Any) -> Tensor:
+    """A vector ``(d,)`` as a tensor of its own type."""
+    try:
+        row = vector.detach() if isinstance(vector, Tensor) else torch.from_numpy(np.array(vector))
+    except (TypeError, ValueError) as error:
+        raise wrong(f"vectors[{client}]", type(vector).__name__, "one vector of numbers") from error
+    if row.dim() != 1 or not row.is_floating_point():
+        found = f"shape {tuple(row.shape)}, {str(row.dtype).removeprefix('torch.')}"
+        raise wrong(f"vectors[{client}]", found, "one flat vector (d,) of floating-point numbers")
+    return row
+
+
+def _made(numbers: dict[str, Any], sampling: str) -> Plan:
+    """The plan of the numbers given; everybody takes part where no cohort is named."""
+    for name in ("clients", "rounds"):
+        if numbers[name] is None:
+            raise wrong(name, "nothing", "a whole number ≥ 1, or a plan")
+    cohort = numbers.pop("cohort_size")
+    return build_plan(cohort_size=numbers["clients"] if cohort is None else cohort, sampling=sampling, **numbers)
+
+
+def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
+    """A plan given instead of numbers, if it is of the Gaussian sum under a trusted server."""
+    if any(value is not None for value in numbers.values()):
+        raise wrong("plan", "a plan and numbers", "one of both")
+    other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_noise is not None
+    if other or not plan.private or plan.trust != "central" or plan.protocol != "sound":
+        raise wrong("plan", "another mechanism or trust model", "Gaussian noise on one clip, trust central, sound")
+    return plan
+
+
+def _key(given: bytes | None) -> bytes:
+    if given is None:
+        return fresh_key()
+    if not isinstance(given, bytes) or len(given) != KEY_BYTES:
+        raise wrong("key", "another value", f"{KEY_BYTES} bytes, or none for fresh entropy")
+    return given
+
+
+def _refuse_other_plan(ledger: Ledger, plan: Plan, clip: float) -> None:
+    mine = plan.record(0, clip)
+    for entry in ledger.entries:
+        for name in mine:
+            if name not in CHANGING and entry.get(name) != mine[name]:
+                raise wrong(f"{ledger.path}: {name}", entry.get(name), f"{mine[name]!r}, as in this guard's plan")

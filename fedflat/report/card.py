@@ -1,0 +1,291 @@
+"""The privacy card of a run: what is promised to whom, how it was done, and what is left open, on one page.
+
+Every figure comes from the statement, from the ledger, or is computed from the ledger here. The same sections become
+HTML, Markdown and the entry for the public registry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from fedflat.core.checks import InputError, wrong
+from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
+from fedflat.privacy.ledger import extra_rounds
+from fedflat.privacy.together import Published, Total, total
+from fedflat.report import audited, metrics, tables
+from fedflat.report.metrics import Run, section
+from fedflat.report.pages import asset, filled
+from fedflat.report.registry import UNSAID, About
+from fedflat.report.together import published
+
+PRETRAINED = ("vit-base", "roberta-base", "representation")
+
+Text = str | list[str]
+
+
+@dataclass(frozen=True)
+class Card:
+    """sentence: the one that may stand for it. sections: (title, rows of (label, text or list of texts))."""
+
+    run: Run
+    sentence: str
+    sections: tuple[tuple[str, tuple[tuple[str, Text], ...]], ...]
+    about: About
+    epsilon: float | None
+    delta: float | None
+
+    @property
+    def title(self) -> str:
+        """What the card is of."""
+        return self.about.name or str(self.run.recipe.get("name") or self.run.name)
+
+    def text(self, title: str, label: str) -> str:
+        """One row's text, lists as sentences after one another."""
+        found = dict(dict(self.sections)[title])[label]
+        return found if isinstance(found, str) else " ".join(found)
+
+
+def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick: bool = False) -> Card:
+    """The card of ``run``; others: runs on the same clients that are published too.
+
+    quick: leave out the best attacker where it takes minutes.
+    Raises InputError: the run has no statement.
+    """
+    if not run.privacy:
+        raise wrong("card", f"{run.path} without privacy.json", "a run with a statement")
+    about = about or About()
+    epsilon, delta = metrics.proven_epsilon(run), metrics.number(run.privacy.get("delta"))
+    every = [_published(one, [run, *others]) for one in (run, *others)]
+    entries = list(every[0].entries)
+    slow = quick and any(entry.get("mechanism") in SLOW for entry in entries)
+    bound = None if slow or delta is None else attacker_of(every[:1], epsilon, delta)
+    whole = total(every) if others else None
+    sections = (
+        ("Guarantee", _guarantee(run, bound, slow)),
+        ("Whose data, and what neighbours are", _unit(run)),
+        ("Actors and trust", _actors(run)),
+        ("What is released", _released(run)),
+        ("How", _how(run, entries)),
+        ("Tuning, preprocessing and public data", _choices(run)),
+        ("Composition", _composition(every, whole)),
+        ("Randomness and arithmetic", _randomness(run)),
+        ("Checks", _checks(run, len(entries))),
+        ("Contact", (("Contact", about.contact or UNSAID),)),
+    )
+    return Card(run, _sentence(run, epsilon, delta, bound), sections, about, epsilon, delta)
+
+
+def _published(run: Run, runs: Sequence[Run]) -> Published:
+    return published(run, {str(r.path): r.name if [o.name for o in runs].count(r.name) == 1 else str(r.path)
+                           for r in runs})  # fmt: skip
+
+
+def _stated(run: Run, key: str) -> str:
+    found = run.privacy.get(key)
+    return str(found) if found not in (None, "", []) else UNSAID
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _share(value: float) -> str:
+    """A share in per cent, rounded up in its third digit: it is a bound."""
+    percent = 100 * value
+    digits = max(0, 2 - math.floor(math.log10(percent))) if percent > 0 else 0
+    shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
+    return f"{min(shown, 100):.{digits}f} %"
+
+
+def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attacker | None) -> str:
+    if epsilon is None or delta is None:
+        return f"Nothing is proven of this run: no finite ε protects its clients. {_why(run)}".strip()
+    seeded = " (simulated: against whoever does not know the seed)" if _seeded(run) else ""
+    against = " or ".join(dict.fromkeys(_adversaries(run))) or "whoever sees the released models"
+    figure = f"ε = {tables.epsilon_text(epsilon)}, δ = {delta:g}"
+    if bound is None:
+        return f"Each client is protected against {against}: {figure}{seeded}."
+    mu = (
+        "" if bound.mu is None else f", Gaussian DP μ = {bound.mu:.3g}" + (f" but for {delta:g}" if bound.slack else "")
+    )
+    return (
+        f"Each client is protected against {against}: {figure}{mu}; whoever guesses from the release whether a client "
+        f"took part, knowing all others' data, is right about at most {_share(bound.true_positives)} of those who did "
+        f"while wrong about {100 * bound.false_positives:g} % of those who did not{seeded}."
+    )
+
+
+def _seeded(run: Run) -> bool:
+    return _stated(run, "noise_source").startswith("simulation")
+
+
+def _why(run: Run) -> str:
+    return " ".join(metrics.reasons(run)[:1])
+
+
+def _adversaries(run: Run) -> list[str]:
+    """Those towards whom the largest ε is proven."""
+    every = [a for a in run.privacy.get("adversaries") or [] if isinstance(a, Mapping)]
+    known = [(metrics.number(a.get("epsilon")), str(a.get("description") or a.get("adversary"))) for a in every]
+    most = max((value for value, _ in known if value is not None), default=None)
+    return [text for value, text in known if value == most and most is not None]
+
+
+def _guarantee(run: Run, bound: Attacker | None, slow: bool) -> tuple[tuple[str, Text], ...]:
+    proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
+    second = metrics.number(run.privacy.get("epsilon_at_1e-5"))
+    rows: list[tuple[str, Text]] = [("Proven ε", tables.epsilon_text(proven))]
+    if claimed is not None and claimed != proven:
+        rows.append(("Claimed by a formula", f"{tables.epsilon_text(claimed)}; it does not cover what ran"))
+    rows.append(("δ", _stated(run, "delta")))
+    if second is not None:
+        rows.append(("ε at δ = 10⁻⁵", tables.epsilon_text(second)))
+    if bound is not None and bound.mu is not None:
+        but = (
+            f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives" if bound.slack else ""
+        )
+        rows.append(("Gaussian DP", f"μ = {bound.mu:.4g}{but}"))
+    if bound is not None:
+        at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
+        rows.append(("Best attacker", f"at most {at}; {bound.how}"))
+    elif slow:
+        rows.append(("Best attacker", "fedflat card works it out; for this mechanism it takes minutes"))
+    return tuple([*rows, ("Why no ε is finite", metrics.reasons(run))] if proven is None else rows)
+
+
+def _unit(run: Run) -> tuple[tuple[str, Text], ...]:
+    return (("Unit", _stated(run, "unit")), ("Neighbouring relation", _stated(run, "adjacency")))
+
+
+def _actors(run: Run) -> tuple[tuple[str, Text], ...]:
+    said = []
+    for found in run.privacy.get("adversaries") or []:
+        if isinstance(found, Mapping):
+            figure = tables.epsilon_text(metrics.number(found.get("epsilon")))
+            said.append(f"{found.get('adversary')}: ε = {figure} ({found.get('relation')}); {found.get('description')}")
+    return (
+        ("Trust", f"{_stated(run, 'trust')}: {_stated(run, 'trust_model')}"),
+        ("Protected from", said or UNSAID),
+        ("Clients", "hold their data and train on them; a client's own update is not hidden from the client itself"),
+    )
+
+
+def _released(run: Run) -> tuple[tuple[str, Text], ...]:
+    final = section(run.privacy, "checklist").get("final_output")
+    return (
+        ("Released", str(final or "the shared model and the metrics of every round")),
+        ("Not covered", _texts(run.privacy.get("not_covered")) or UNSAID),
+    )
+
+
+def _how(run: Run, entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Text], ...]:
+    laws = sorted({f"{e.get('sampling')}, q = {e.get('q'):g}" for e in entries if isinstance(e.get("q"), (int, float))})
+    again = extra_rounds(entries)
+    done = f"{len(entries)} events in the ledger" + (f" ({'; '.join(laws)})" if laws else "")
+    done += f", {again} of them charged again" if again else ""
+    rows: list[tuple[str, Text]] = [
+        ("Sampler", _stated(run, "sampling")), ("As executed", done), ("Mechanism", _stated(run, "mechanism")),
+        ("Accountant", f"{_stated(run, 'accountant')}; {_stated(run, 'rounds_charged')} rounds charged"),
+    ]  # fmt: skip
+    return tuple(rows)
+
+
+def _choices(run: Run) -> tuple[tuple[str, Text], ...]:
+    data, model = section(run.recipe, "data"), section(run.recipe, "model")
+    tuning = section(run.privacy, "checklist").get("tuning") or "not counted"
+    done = [f"{key}: {data[key]}" for key in ("scale", "categories", "max_per_client", "tokenizer") if data.get(key)]
+    priors = []
+    if model.get("name") in PRETRAINED or model.get("pretrained"):
+        known = {key: value for key, value in model.items() if value is not None}
+        priors.append(f"a pretrained {known.get('name')}: whatever its makers trained on is taken for public")
+    source = section(run.recipe, "algorithm").get("public")
+    priors += [f"public data of the method: {source}"] if source else []
+    if section(run.privacy, "facts").get("public_data"):
+        priors.append("a public test set, for the accuracies")
+    return (
+        ("Tuning", str(tuning)),
+        ("Preprocessing", "; ".join(done) + " (from public knowledge; not counted)" if done
+         else "nothing learnt from clients' data is named by the recipe; what was done before is not counted"),
+        ("Public data and priors", priors or "none named by the recipe"),
+    )  # fmt: skip
+
+
+def _composition(every: Sequence[Published], whole: Total | None) -> tuple[tuple[str, Text], ...]:
+    if whole is None:
+        alone = "this run alone; every other release on the same clients adds to it (fedflat card RUN --with OTHER)"
+        return (("Counted", alone),)
+    figure = (
+        f"ε = {tables.epsilon_text(whole.epsilon)} at δ = {whole.delta:g} ({whole.relation})"
+        if math.isfinite(whole.epsilon) and not whole.unbounded else "no finite ε"
+    )  # fmt: skip
+    rows: list[tuple[str, Text]] = [
+        ("Counted", [run.name for run in every]),
+        ("All together", figure),
+    ]
+    if math.isfinite(whole.epsilon) and not whole.unbounded:
+        bound = attacker_of(every, whole.epsilon, whole.delta)
+        if bound is not None:
+            at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
+            rows.append(("Best attacker on all", f"at most {at}; {bound.how}"))
+    if whole.unbounded:
+        rows.append(("Without a guarantee", list(whole.unbounded)))
+    return tuple([*rows, ("How", list(whole.reasons))] if whole.reasons else rows)
+
+
+def _randomness(run: Run) -> tuple[tuple[str, Text], ...]:
+    share = metrics.number(run.privacy.get("rounding"))
+    rounding = UNSAID if share is None else f"the sensitivity that is accounted is C·(1 + {share:.3g})"
+    return (
+        ("Random source", _stated(run, "noise_source")), ("Floating point", _stated(run, "floating_point")),
+        ("Rounding of sums", rounding),
+    )  # fmt: skip
+
+
+def _checks(run: Run, events: int) -> tuple[tuple[str, Text], ...]:
+    found = audited.short(run)
+    told = f"ε {found}; the audit looked at clients' data, and no guarantee covers its figure" if found else "no audit"
+    path = run.path / "ledger.jsonl"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no ledger.jsonl"
+    version = section(run.recipe, "versions").get("fedflat")
+    return (
+        ("Audited lower bound", told), ("Ledger", f"{events} events, SHA-256 {digest}"),
+        ("Recompute", "fedflat verify RUN, with RUN the folder of the run or of its export"),
+        ("Made by", f"fedflat {version}" if version else "fedflat"),
+    )  # fmt: skip
+
+
+def markdown(found: Card) -> str:
+    """The card as Markdown."""
+    lines = [f"# Privacy card: {_escaped(found.title)}", "", _escaped(found.sentence)]
+    for title, rows in found.sections:
+        lines += ["", f"## {title}", ""]
+        for label, text in rows:
+            lines += [f"- **{label}:** {_escaped(text)}"] if isinstance(text, str) else [f"- **{label}:**"]
+            lines += [] if isinstance(text, str) else [f"  - {_escaped(item)}" for item in text]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    for mark in "\\`*_[]<>|#":
+        text = text.replace(mark, {"<": "&lt;", ">": "&gt;"}.get(mark, f"\\{mark}"))
+    return " ".join(text.split())
+
+
+def html(found: Card) -> str:
+    """The card as a page of its own: one file, no script, no network."""
+    style = Markup(asset("page.css"))
+    return str(filled("card.html", card=found, style=style))
+
+
+def brief(run: Run) -> Card | str:
+    """The card for a report, without what takes long; a sentence where there can be none."""
+    try:
+        return card(run, quick=True)
+    except InputError as error:
+        return str(error)

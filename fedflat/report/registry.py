@@ -1,0 +1,214 @@
+"""An entry for the public registry of differential privacy deployments, checked before it is written.
+
+OpenDP announced the registry in November 2025; its entries and schema are in
+https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. The classes here say in our
+own words what that schema allowed in commit 3e9c812 of 15 July 2026: the same names, the same values, nothing else. A
+later schema may differ; entries are always drafts, for somebody to read and hand in.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fedflat.core.checks import nearest, wrong
+
+SCHEMA = "https://github.com/opendp/deployments-registry-data/blob/3e9c812a924cf01d228f26f6c462c59c391c3f2a/schemas/deployments-schema.yaml"
+"""What the classes were written after."""
+SECTORS = Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"]
+UNSAID = "not stated"
+
+
+def _date(text: str) -> str:
+    """``text`` if it is a day as YYYY-MM-DD."""
+    if len(text) != 10:
+        raise ValueError("YYYY-MM-DD")
+    datetime.date.fromisoformat(text)
+    return text
+
+
+Day = Annotated[str, AfterValidator(_date)]
+Names = Annotated[list[str], Field(min_length=1)]
+
+
+class _Part(BaseModel):
+    """A mapping of the schema: no other names, no conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Basic(_Part):
+    """What was published, by whom, for what."""
+
+    name: str
+    data_curators: Names
+    description: str
+    intended_use: str
+    data_product_type: Literal[
+        "Summary statistics", "Machine learning model", "Dataset", "Synthetic data", "Interactive API", "SQL queries"
+    ]
+    data_product_region: str
+    publication_date: Day
+    data_product_sector: SECTORS | None = None
+
+
+class Variant(_Part):
+    """Which differential privacy."""
+
+    variant_name: Literal["Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"]
+    data_domain: str
+    unprotected_quantities: str
+
+
+class Parameters(_Part):
+    """The figures."""
+
+    epsilon: float
+    delta: float
+
+
+class Loss(_Part):
+    """What is protected, and how much."""
+
+    privacy_unit: str
+    privacy_unit_details: str
+    privacy_parameters: Parameters
+    privacy_parameters_details: str
+
+
+class Model(_Part):
+    """Who trusts whom, and what is released how often."""
+
+    model_name: Literal["Local", "Central", "Shuffle", "Federated", "Varies"]
+    model_name_details: str
+    actors: str
+    release_type: Literal["One release", "Many releases"]
+    release_type_details: str
+    data_source_type: Literal["Static", "Dynamic"]
+    data_source_type_details: str
+    access_type: Literal["Interactive", "Non-interactive"]
+    access_type_details: str
+
+
+class Accounting(_Part):
+    """What was computed of the release, and how losses add up."""
+
+    post_processing: str
+    composition: str
+
+
+class Implementation(_Part):
+    """How it was done."""
+
+    preprocessing_and_hyperparameter_tuning: str
+    mechanisms: str
+    justification: str
+
+
+class Administrative(_Part):
+    """Who wrote the entry, and from what."""
+
+    sources: str
+    notes: str
+    registry_authors: Names
+
+
+class Deployment(_Part):
+    """All sections."""
+
+    basic: Basic
+    dp_variant: Variant
+    privacy_loss: Loss
+    deployment_model: Model
+    accounting: Accounting
+    implementation: Implementation
+    administrative: Administrative
+
+
+class Entry(_Part):
+    """One file of the registry."""
+
+    url_slug: str
+    status: Literal[
+        "Converted", "Draft", "Pending", "Changes Required", "Approved", "Approved (Update Requested)",
+        "Approved (Pending)",
+    ]  # fmt: skip
+    tier: Literal[1, 2, 3]
+    deployment: Deployment
+
+
+class About(_Part):
+    """What no run knows of itself, from the file given with ``--about``; all of it may be missing."""
+
+    name: str | None = None
+    curators: Names | None = None
+    description: str | None = None
+    intended_use: str | None = None
+    region: str | None = None
+    sector: SECTORS | None = None
+    publication_date: Day | None = None
+    contact: str | None = None
+    authors: Names | None = None
+    sources: str | None = None
+    justification: str | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """What an entry in the registry has to say, and nobody said."""
+        asked = ("curators", "description", "intended_use", "region", "publication_date", "authors")
+        return [name for name in asked if getattr(self, name) is None]
+
+
+def read_about(path: Path) -> About:
+    """The file given with ``--about``: YAML.
+
+    Raises:
+        InputError: it cannot be read, or a name or a value in it is not known.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise wrong("--about", f"{path} ({type(error).__name__})", "a YAML file of names and texts") from error
+    if not isinstance(found, dict):
+        raise wrong("--about", f"{path}, which holds no names", f"some of {', '.join(About.model_fields)}")
+    given = {str(name): str(v) if isinstance(v, datetime.date) else v for name, v in found.items()}
+    for name in given:
+        if name not in About.model_fields:
+            raise wrong(f"--about: {name}", name, ", ".join(About.model_fields), hint=nearest(name, About.model_fields))
+    try:
+        return About.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise wrong(f"--about: {where}", str(first["input"]), _allowed(first)) from error
+
+
+def _allowed(problem: Any) -> str:
+    expected = problem.get("ctx", {}).get("expected")
+    return str(expected) if expected else str(problem["msg"]).removeprefix("Value error, ")
+
+
+def checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry as the schema takes it, in its order, without what nobody gave.
+
+    Raises:
+        InputError: a name or a value that the schema does not know.
+    """
+    try:
+        return Entry.model_validate(entry).model_dump(exclude_none=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise wrong(f"registry entry: {where}", str(first["input"]), _allowed(first)) from error
+
+
+def as_yaml(entry: dict[str, Any]) -> str:
+    """The checked entry as text; dates stay text, no text is folded."""
+    import yaml
+
+    return yaml.safe_dump(checked(entry), sort_keys=False, allow_unicode=True, width=10**6)

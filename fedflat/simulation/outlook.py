@@ -1,0 +1,173 @@
+"""What a plan's noise leaves of the signal, and what would help: from public numbers, each with its own calibration.
+
+At best every client of a round sends the same update of norm C. Their mean has norm C, its noise σ·C·√d/m: the
+signal-to-noise ratio of a round is at most m/(σ√d), whatever the data. If all T rounds went the same way, that of the
+whole run would be √T times as large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedflat.core.checks import InputError
+from fedflat.core.cohorts import Fixed, Poisson
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.trust import default_minimum
+
+DROWNED = 1.0
+"""Best signal-to-noise ratio of the whole run under which the noise drowns the signal."""
+
+Noise = Callable[[Plan], float]
+"""Std of the noise in one coordinate of a round's mean, over the clip; inf where none is known."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best that a plan can do. round: signal-to-noise ratio of one round. run: of all its rounds together."""
+
+    round: float
+    run: float
+
+    @property
+    def drowned(self) -> bool:
+        """Whether even the best signal is shorter than the noise after all rounds."""
+        return self.run < DROWNED
+
+
+def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
+    """At best m/(σ√d) over ``coordinates`` d that carry noise; None where nothing is noised.
+
+    noise: see :data:`Noise`.
+    """
+    std = noise(plan)
+    if std == 0 or not math.isfinite(std):
+        return None
+    one = 1 / (std * math.sqrt(coordinates))
+    return Best(one, one * math.sqrt(plan.rounds))
+
+
+def drowning(found: Best | None) -> str:
+    """What to say of a run before it starts, empty where its noise leaves something to learn from."""
+    if found is None or not found.drowned:
+        return ""
+    return (
+        f"The noise drowns the signal: at best it is {1 / found.round:.3g} times as long as a round's mean update, and "
+        f"{1 / found.run:.3g} times as long as all rounds together."
+    )
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting with something changed: its plan before calibration, its coordinates, and what else it costs.
+
+    kept: of the noise of all rounds together, the share that stays (less where rounds' noise is correlated).
+    """
+
+    plan: Plan
+    coordinates: int
+    cost: str = ""
+    kept: float = 1.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One thing that would change the outlook at the same ε and δ. noise_multiplier and best: None where impossible."""
+
+    what: str
+    noise_multiplier: float | None
+    best: Best | None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        ratio = {} if self.best is None else {"round": self.best.round, "run": self.best.run}
+        found = {"what": self.what, "noise_multiplier": self.noise_multiplier}
+        return found | {"signal_to_noise_at_best": ratio, "note": self.note}
+
+
+def _full(plan: Plan, coordinates: int) -> Changed | None:
+    sampler = plan.sampler
+    if sampler.q >= 1:
+        return None
+    everybody = float(sampler.clients)
+    whole = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
+    more = f"{1 / sampler.q:.3g} times the training and the traffic of a round"
+    return Changed(_with(plan, whole), coordinates, more)
+
+
+def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
+    if plan.sampler.q >= 0.5:  # full participation is as much
+        return None
+    return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
+
+
+def _more_clients(plan: Plan, coordinates: int) -> Changed | None:
+    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
+
+
+def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
+    return Changed(plan, max(1, coordinates // 10), "for example a linear head on a public representation")
+
+
+def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
+    return Changed(replace(plan, rounds=plan.rounds // 2), coordinates, "half the steps") if plan.rounds > 1 else None
+
+
+Maker = Callable[[Plan, int], Changed | None]
+ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
+    ("full participation", _full),
+    ("twice the cohort", _larger_cohort),
+    ("twice the clients, twice the cohort", _more_clients),
+    ("a tenth of the parameters", _fewer_parameters),
+    ("half the rounds", _fewer_rounds),
+)
+"""What is tried, and how the setting changes; None where it does not apply. Noise correlated over rounds goes here."""
+
+CLIP = (
+    "A larger clip changes no figure here: σ and the best ratio are relative to it. It helps while most updates are "
+    "clipped, and only adds noise once they are not."
+)
+
+
+def alternatives(
+    plan: Plan, coordinates: int, noise: Noise, makers: Sequence[tuple[str, Maker]] = ALTERNATIVES
+) -> list[Alternative]:
+    """What each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum."""
+    target = plan.epsilon()
+    if not plan.private or plan.mechanism or plan.noise_cohort or not 0 < target < math.inf:
+        return []
+    found = []
+    for what, make in makers:
+        try:
+            changed = make(plan, coordinates)
+            if changed is None:
+                continue
+            same = changed.plan is plan  # fewer parameters need no other noise
+            made = plan if same else changed.plan.calibrated(target)
+            ratio = best(made, changed.coordinates, noise)
+        except InputError as error:
+            found.append(Alternative(what, None, None, f"not possible: {error}"))
+            continue
+        whole = None if ratio is None else replace(ratio, run=ratio.run / changed.kept)
+        found.append(Alternative(what, made.noise_multiplier, whole, changed.cost))
+    return found
+
+
+def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
+    """The same law for so many times the clients, and a cohort as many times as large."""
+    changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
+    if hasattr(sampler, "maximum"):
+        changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
+    return replace(sampler, **changed)
+
+
+def _with(plan: Plan, sampler: Any) -> Plan:
+    """The plan for another cohort law, with what follows from it: n_min, and the adaptive clip's count noise m/20."""
+    count = None if plan.count_noise is None else plan.count_noise * sampler.size / plan.sampler.size
+    plan = replace(plan, sampler=sampler, count_noise=count)
+    if plan.trust != "distributed":
+        return plan
+    return replace(plan, cohort_min=default_minimum(sampler, plan.rounds, plan.delta, plan.colluders))

@@ -1,0 +1,281 @@
+"""``fedflat plan``: what a recipe will cost and what can come of it, before anything is trained on anybody's data.
+
+Of the data only what the guarantee takes for public is used: the form of an example, the number of clients, n̄ and the
+number of classes. The module, the method and the back ends are tried on made-up examples of that form.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.tasks import objective_of, suited
+from fedflat.backends.trial import STEPS, seconds_per_client
+from fedflat.config.recipe import Recipe
+from fedflat.core.params import layout_of
+from fedflat.core.rng import stream
+from fedflat.core.threads import using_threads
+from fedflat.core.types import Aggregate, GridMechanism, MeanView
+from fedflat.data.clients import Federated
+from fedflat.engine.parts import Parts
+from fedflat.engine.round import broadcast_of, mean_view
+from fedflat.engine.train import Job
+from fedflat.methods import noise as noising
+from fedflat.privacy.attacker import SLOW, Attacker, attacker
+from fedflat.privacy.plan import Plan
+from fedflat.simulation.outlook import CLIP, Alternative, Best, alternatives, best, drowning
+
+TRIED = 16
+"""Clients of a trial at most, unless a whole round is quick."""
+QUICK = 2e9
+"""Parameters · examples · steps of a round that is timed as it is."""
+SHOWN = 8
+"""Rounds whose ε is listed, the last one included."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What ``fedflat plan`` says of a recipe.
+
+    why_not: why it cannot be sound; empty where it can. epsilons: (rounds, ε). stops: rounds within the budget.
+    noise_over_clip: expected norm of the noise in a round's mean, over C. seconds_a_round: None without a trial.
+    memory, traffic: bytes by what they are for. read: what was read of the data. says: sentences to look at first.
+    """
+
+    recipe: str
+    algorithm: str
+    plan: Plan
+    dimension: int
+    why_not: tuple[str, ...]
+    epsilons: tuple[tuple[int, float], ...]
+    stops: int
+    attacker: Attacker | None
+    noise_over_clip: float | None
+    best: Best | None
+    alternatives: tuple[Alternative, ...]
+    seconds_a_round: float | None
+    trial: str
+    memory: dict[str, int]
+    traffic: dict[str, int]
+    read: dict[str, Any] = field(default_factory=dict)
+    says: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for ``--json``; an infinite ε is None."""
+        plan, bound = self.plan, self.attacker
+        ratio = None if self.best is None else {"round": self.best.round, "run": self.best.run}
+        return {
+            "recipe": self.recipe, "algorithm": self.algorithm, "sound": not self.why_not, "why_not": self.why_not,
+            "clients": plan.sampler.clients, "cohort": plan.sampler.size, "q": plan.sampler.q,
+            "sampling": plan.sampler.name, "rounds": plan.rounds, "rounds_within_budget": self.stops,
+            "dimension": self.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
+            "epsilon": None if self.why_not else self.epsilons[-1][1], "delta": plan.delta,
+            "epsilon_by_round": [{"round": turn, "epsilon": value} for turn, value in self.epsilons],
+            "mu": None if bound is None else bound.mu, "mu_slack": None if bound is None else bound.slack,
+            "true_positives": None if bound is None else bound.true_positives,
+            "false_positives": None if bound is None else bound.false_positives,
+            "bound_from": None if bound is None else bound.how,
+            "noise_over_clip": self.noise_over_clip, "signal_to_noise_at_best": ratio,
+            "alternatives": [other.as_dict() for other in self.alternatives],
+            "seconds_a_round": self.seconds_a_round, "trial": self.trial,
+            "seconds": None if self.seconds_a_round is None else self.seconds_a_round * self.stops,
+            "memory_bytes": self.memory, "traffic_bytes": self.traffic, "read": self.read, "says": self.says,
+        }  # fmt: skip
+
+
+def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
+    """What ``recipe`` will cost and what can come of it.
+
+    trial: time local training on made-up examples.
+    Raises InputError for whatever a run of it would refuse.
+    """
+    real = data_of(recipe, None, None)
+    read = {
+        "data": real.name, "input_shape": list(real.input_shape), "classes": real.classes, "clients": real.clients,
+        "examples_per_client": real.examples_per_client, "vocabulary": real.vocabulary,
+    }  # fmt: skip
+    held = sum(t.numel() * t.element_size() for t in (real.inputs, real.targets))
+    data = suited(made_up(real, recipe.task), recipe.task)
+    del real
+    local = recipe.local
+    steps = local.steps or (local.epochs or 1) * math.ceil(data.examples_per_client / local.batch_size)
+    few = steps if not trial or _quick(recipe, data, steps) else min(steps, STEPS)
+    short = local.model_copy(update={"steps": few, "epochs": None})
+    votes = algorithm_of(recipe).kind == "votes"
+    engine = recipe.engine if trial or votes else recipe.engine.model_copy(update={"backend": "sequential"})
+    job = prepare(recipe.model_copy(update={"engine": engine, "local": short}), data=data)
+    parts, plan = job.parts, job.parts.plan
+    coordinates = noised(job)
+    noise = _noise_of(recipe, job)
+    found = best(plan, coordinates, noise)
+    why = _why_not(plan)
+    bound = None if why or _slow(plan) else attacker(lines(plan, job.threshold), plan.epsilon(), plan.delta)
+    seconds, about = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
+    drowned = drowning(found)
+    return Forecast(
+        recipe.name, parts.algorithm.name, plan, parts.layout.dimension, why,
+        () if plan.protocol == "published" or not plan.private else _by_round(plan), plan.rounds_within_budget(), bound,
+        None if found is None else 1 / found.round, found, tuple(alternatives(plan, coordinates, noise)), seconds,
+        about, _memory(job, held, trial), _traffic(parts), read,
+        tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""])),
+    )  # fmt: skip
+
+
+def drowned(recipe: Recipe, job: Job) -> list[str]:
+    """What to say of a job's noise before it starts, at most one sentence."""
+    said = drowning(best(job.parts.plan, noised(job), _noise_of(recipe, job)))
+    return [f"{said} fedflat plan says what would help."] if said else []
+
+
+def _quick(recipe: Recipe, data: Federated, steps: int) -> bool:
+    """Whether a whole round is timed: its module is built once more to count parameters."""
+    method = algorithm_of(recipe)
+    module, _ = module_of(recipe, None, data, objective_of(recipe, None))
+    work = layout_of(module, method.head).size * steps * recipe.local.batch_size * recipe.cohort.size
+    return work * len(method.phases) <= QUICK
+
+
+def made_up(real: Federated, task: str) -> Federated:
+    """Random examples of the same form: every client has the same n̄ rows, and none is anybody's."""
+    generator, count = stream(0, "made-up examples"), real.examples_per_client
+
+    def examples(like: torch.Tensor, below: int) -> torch.Tensor:
+        shape = (count, *like.shape[1:])
+        if like.is_floating_point():
+            return torch.from_numpy(generator.standard_normal(shape)).to(like.dtype)
+        return torch.from_numpy(generator.integers(0, max(below, 1), shape)).to(like.dtype)
+
+    tokens = real.vocabulary or (1 if real.inputs.is_floating_point() else int(real.inputs.max()) + 1)
+    inputs, targets = examples(real.inputs, tokens), examples(real.targets, real.classes)
+    if task == "multilabel":
+        targets = (targets > 0).to(real.targets.dtype)
+    held = max(1, count // 5) if any(map(len, real.held_back)) else 0
+    rows = np.arange(count, dtype=np.int64)
+    tested = real.test_inputs is not None
+    return replace(
+        real, inputs=inputs, targets=targets, parts=(rows,) * real.clients, held_back=(rows[:held],) * real.clients,
+        test_inputs=inputs[:2] if tested else None, test_targets=targets[:2] if tested else None, names=(), most=None,
+    )  # fmt: skip
+
+
+def _slow(plan: Plan) -> bool:
+    return getattr(plan.mechanism, "name", "") in SLOW
+
+
+def lines(plan: Plan, bound: float) -> list[dict[str, Any]]:
+    """The ledger that a whole run of ``plan`` would write, but for each round's own ε."""
+    first = plan.records(0, bound)
+    return [{**line, "round": turn} for turn in range(plan.rounds) for line in first]
+
+
+def noised(job: Job) -> int:
+    """Coordinates of a message that carry noise: all of them, or those of the round's common mask."""
+    parts = job.parts
+    if parts.algorithm.mask is None:
+        return parts.message_length
+    state = parts.first_state(job.first[: parts.layout.dimension], job.threshold)
+    mask = broadcast_of(parts, state, job.seed, lambda: stream_like(job.first[: parts.layout.dimension])).mask
+    return parts.message_length if mask is None else max(1, int(mask.sum()))
+
+
+def stream_like(vector: torch.Tensor) -> torch.Tensor:
+    """Random numbers in place of an update of public data, whose place in a mask changes no count."""
+    return torch.from_numpy(stream(0, "made-up update").standard_normal(vector.numel())).to(vector.dtype)
+
+
+def _noise_of(recipe: Recipe, job: Job) -> Any:
+    """Std of the noise in a coordinate of the mean, over the clip, of the run's plan or of one changed from it."""
+    bound = job.parts.clip.bound(job.threshold)
+
+    def noise(plan: Plan) -> float:
+        if not plan.private or job.parts.algorithm.kind == "votes" or not math.isfinite(bound):
+            return math.inf
+        if plan.protocol == "published":
+            return plan.std(bound) / plan.divisor / bound
+        parts = replace(job.parts, plan=plan, mechanism=noising.mechanism_of(recipe, plan))
+        view: MeanView = mean_view(parts, bound, plan.divisor)
+        return view.std / bound
+
+    return noise
+
+
+def _why_not(plan: Plan) -> tuple[str, ...]:
+    if not plan.private:
+        return ("This method neither clips nor adds noise: it gives no differential privacy.",)
+    if plan.protocol == "published":
+        return ("privacy.protocol is published: no finite ε is proven of the procedure that runs.",)
+    if not math.isfinite(plan.epsilon()):
+        return ("No ε is finite: there is no noise, or too little for the accountant.",)
+    return ()
+
+
+def _by_round(plan: Plan) -> tuple[tuple[int, float], ...]:
+    turns = sorted({max(1, math.ceil(plan.rounds * k / SHOWN)) for k in range(1, SHOWN + 1)} | {min(1, plan.rounds)})
+    return tuple((turn, plan.epsilon(turn)) for turn in turns)
+
+
+def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
+    """Seconds of a round, and what was measured."""
+    parts = job.parts
+    if parts.algorithm.kind == "votes":
+        return None, "not measured: a round of votes trains each client once"
+    most = parts.plan.sampler.clients if few == steps else TRIED
+    count = max(1, min(math.ceil(parts.plan.sampler.size), most))
+    with using_threads(1):
+        each = seconds_per_client(job.backend, parts, job.data, job.first, count)
+        drawn = _noise_seconds(job)
+    if not math.isfinite(each):
+        return None, "not measured: the trial failed"
+    own = sum(phase.steps or 0 for phase in parts.algorithm.phases)
+    free = sum(phase.steps is None for phase in parts.algorithm.phases)
+    whole = each * (own + free * steps) / max(1, own + free * few)
+    about = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
+    return whole * parts.plan.sampler.size + drawn, about
+
+
+def _noise_seconds(job: Job) -> float:
+    parts = job.parts
+    if isinstance(parts.mechanism, GridMechanism) or not parts.plan.private:
+        return 0.0
+    nothing = torch.zeros(parts.message_length, dtype=torch.float64)
+    empty = torch.zeros(0, dtype=torch.float64)
+    state = parts.first_state(job.first[: parts.layout.dimension], job.threshold)
+    aggregate = Aggregate(nothing, 1, 0.0, empty, empty, {})
+    broadcast = replace(broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed))
+    began = time.perf_counter()
+    parts.mechanism.noise(b"\0" * 32, 0, broadcast, aggregate, parts.clip.bound(job.threshold))
+    return time.perf_counter() - began
+
+
+def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
+    """Bytes that are surely needed; activations are in the process's figure only, after a trial."""
+    parts = job.parts
+    slots = sum(v.numel() * v.element_size() for v in parts.first_state(job.first, job.threshold).slots.values())
+    found = {
+        "data": data, "model": 4 * parts.layout.size, "server's sum": 8 * parts.message_length, "server's state": slots,
+        "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
+    }  # fmt: skip
+    if trial:
+        import resource  # not on every system; imported here so that a run can do without
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return found
+
+
+def _traffic(parts: Parts) -> dict[str, int]:
+    """Bytes of the vectors that a deployment sends, without headers: a round is the expected cohort's."""
+    bits = int(getattr(parts.plan.mechanism, "bits", 32))
+    down = 4 * parts.layout.dimension * (1 + len(parts.broadcast))
+    up = parts.message_length * bits // 8
+    cohort = parts.plan.sampler.size
+    return {"to a client": down, "from a client": up, "a round": round(cohort * (down + up))}

@@ -1,0 +1,229 @@
+"""The privacy card: every figure from statement and ledger, names harmless, registry entries as the schema has them."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from markupsafe import escape
+from typer.testing import CliRunner
+
+import fedflat
+from fedflat.cli import main
+from fedflat.core.checks import InputError
+from fedflat.privacy.attacker import attacker
+from fedflat.privacy.ledger import read
+from fedflat.privacy.together import Published, total
+from fedflat.report.card import brief, card, html, markdown
+from fedflat.report.entry import registry_entry
+from fedflat.report.html import render
+from fedflat.report.metrics import read_run
+from fedflat.report.registry import About, as_yaml, checked, read_about
+
+NAME = "<img src=x onerror=alert(1)> & *many*"
+
+
+def recipe(seed: int = 0, **change: Any) -> dict[str, Any]:
+    return {
+        "name": NAME,
+        "seed": seed,
+        "rounds": 3,
+        "data": {"dataset": "digits", "clients": 20},
+        "model": {"name": "mlp", "hidden": 4},
+        "algorithm": "dp-fedavg",
+        "local": {"steps": 1, "batch_size": 8},
+        "cohort": {"size": 10},
+        "privacy": {"clip": 0.5, "epsilon": 8},
+        "engine": {"backend": "sequential"},
+        **change,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    fedflat.run(recipe(), out=path / "one")
+    fedflat.run(recipe(1), out=path / "two")
+    fedflat.run(recipe(algorithm="fedavg", privacy={}), out=path / "plain")
+    return path
+
+
+def test_every_figure_is_the_runs_own(folder: Path) -> None:
+    run, lines = read_run(folder / "one"), read(folder / "one" / "ledger.jsonl")
+    found = card(run)
+    bound = attacker(lines, run.privacy["proven_epsilon"], 0.005)
+    assert bound is not None and bound.mu is not None
+    for told in (f"ε = {run.privacy['proven_epsilon']:.2f}", "δ = 0.005", f"μ = {bound.mu:.3g}", "simulated"):
+        assert told in found.sentence
+    share = float(found.sentence.split("at most ")[1].split(" %")[0])
+    assert 0 <= share - 100 * bound.true_positives < 0.1 * share
+    assert found.text("Checks", "Ledger").endswith(
+        hashlib.sha256((folder / "one" / "ledger.jsonl").read_bytes()).hexdigest()
+    )
+    assert found.text("How", "As executed") == "3 events in the ledger (poisson, q = 0.5)"
+    assert found.text("What is released", "Not covered") == " ".join(run.privacy["not_covered"])
+    assert found.text("Tuning, preprocessing and public data", "Tuning").startswith("Not counted")
+    assert "this run alone" in found.text("Composition", "Counted")
+    assert [title for title, _ in found.sections][-1] == "Contact"
+
+
+def test_runs_published_together(folder: Path) -> None:
+    one, two = (read_run(folder / name) for name in ("one", "two"))
+    found = card(one, [two])
+    whole = total(
+        [
+            Published(r.name, r.privacy["proven_epsilon"], 0.005, read(r.path / "ledger.jsonl"), r.path)
+            for r in (one, two)
+        ]
+    )
+    assert f"ε = {whole.epsilon:.2f} at δ = 0.005" in found.text("Composition", "All together")
+    assert found.text("Composition", "Counted") == "one two"
+    assert "true positives" in found.text("Composition", "Best attacker on all")
+    again = card(one, [one])
+    assert "counts once" in again.text("Composition", "How")
+    mixed = card(one, [read_run(folder / "plain")])
+    assert mixed.text("Composition", "All together") == "no finite ε"
+    assert mixed.text("Composition", "Without a guarantee") == "plain"
+    assert "All together: no finite" in registry_entry(mixed)["deployment"]["accounting"]["composition"]
+
+
+def test_nothing_proven_nothing_promised(folder: Path) -> None:
+    found = card(read_run(folder / "plain"))
+    assert found.sentence.startswith("Nothing is proven of this run") and "Best attacker" not in html(found)
+    with pytest.raises(InputError, match="finite proven"):
+        registry_entry(found)
+
+
+def test_names_are_text_and_the_page_is_one_file(folder: Path) -> None:
+    found = card(read_run(folder / "one"), about=About(contact="<script>alert(1)</script>"))
+    page, plain = html(found), markdown(found)
+    for bad in ("<img src=x", "<script", "http://", "https://"):
+        assert bad not in page.replace("&lt;", "")
+    assert "&lt;img src=x" in page and "<script>" not in plain and r"\*many\*" in plain
+    assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page and "default-src 'none'" in page
+
+
+def test_the_report_shows_it(folder: Path) -> None:
+    page = render([read_run(folder / "one")])
+    assert 'id="card"' in page and "whoever guesses from the release" in page
+    found = brief(read_run(folder / "one"))
+    assert not isinstance(found, str) and page.count(str(escape(found.sentence))) == 1
+    empty = read_run(folder / "one").__class__(folder, "x", {}, [], [], {}, 0)
+    assert "without privacy.json" in str(brief(empty)) and 'id="card"' not in render([empty])
+
+
+def test_what_takes_minutes_is_left_to_the_card(folder: Path, tmp_path: Path) -> None:
+    run = read_run(folder / "one")
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    for name in ("recipe.yaml", "privacy.json", "metrics.jsonl"):
+        (slow / name).write_bytes((folder / "one" / name).read_bytes())
+    with fedflat.privacy.ledger.Ledger.open(slow / "ledger.jsonl") as ledger:  # type: ignore[attr-defined]
+        ledger.append({"round": 0, "mechanism": "ddgauss", "q": 0.5})
+    assert "fedflat card works it out" in str(brief(read_run(slow)))
+    assert card(read_run(slow)).text("Guarantee", "Best attacker").startswith("at most 100 %")
+    assert "fedflat card works" not in str(brief(run))
+
+
+# The registry.
+
+
+def test_an_entry_is_what_the_schema_takes(folder: Path) -> None:
+    run = read_run(folder / "one")
+    about = About(
+        name="Digits", curators=["Example"], description="d", intended_use="u", region="r", sector="Education",
+        publication_date="2026-01-02", contact="c", authors=["A"], sources="s", justification="j",
+    )  # fmt: skip
+    entry = yaml.safe_load(as_yaml(registry_entry(card(run, about=about))))
+    basic = entry["deployment"]["basic"]
+    assert (entry["url_slug"], entry["status"], entry["tier"]) == ("digits", "Draft", 3)
+    assert basic["publication_date"] == "2026-01-02" and basic["data_product_type"] == "Machine learning model"
+    loss = entry["deployment"]["privacy_loss"]
+    assert loss["privacy_parameters"] == {"epsilon": run.privacy["proven_epsilon"], "delta": 0.005}
+    assert entry["deployment"]["deployment_model"]["model_name"] == "Central"
+    assert about.missing == []
+    today = datetime.date(2026, 3, 4)
+    bare = registry_entry(card(run), today)
+    assert bare["deployment"]["basic"]["publication_date"] == "2026-03-04"
+    assert "day on which this draft" in bare["deployment"]["administrative"]["notes"]
+    assert "data_product_sector" not in checked(bare)["deployment"]["basic"]
+    assert About().missing == ["curators", "description", "intended_use", "region", "publication_date", "authors"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("status",), "Done"), (("tier",), 4), (("tier",), "3"), (("surprise",), 1),
+        (("deployment", "basic", "publication_date"), "1/1/2026"),
+        (("deployment", "basic", "publication_date"), "2026-13-01"),
+        (("deployment", "basic", "data_curators"), []),
+        (("deployment", "deployment_model", "model_name"), "Trusted"),
+        (("deployment", "privacy_loss", "privacy_parameters", "epsilon"), None),
+    ],
+)  # fmt: skip
+def test_an_entry_that_the_schema_refuses_is_refused(folder: Path, path: tuple[str, ...], value: Any) -> None:
+    entry = registry_entry(card(read_run(folder / "one")))
+    place = entry
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(InputError, match="registry entry: "):
+        checked(entry)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("contcat: x", "Did you mean contact"), ("- a", "holds no names"), ("{", "YAML file"),
+        ("sector: Magic", "Energy"),
+        ("curators: []", "curators"), ("publication_date: soon", "publication_date"), ("name: [1]", "name"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_about(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "about.yaml"
+    path.write_text(content)
+    with pytest.raises(InputError, match=said):
+        read_about(path)
+    with pytest.raises(InputError, match="YAML file"):
+        read_about(tmp_path / "none.yaml")
+
+
+# The command line.
+
+
+def run_command(*words: str) -> Any:
+    main._assemble()
+    return CliRunner().invoke(main.app, list(words))
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    about = tmp_path / "about.yaml"
+    about.write_text("curators: [Example]\npublication_date: 2026-01-02\ncontact: privacy@example.org\n")
+    out = tmp_path / "out"
+    found = run_command(
+        "card", str(folder / "one"), "--with", str(folder / "two"), "--about", str(about), "--out", str(out)
+    )
+    assert found.exit_code == 0, found.output
+    assert sorted(path.name for path in out.iterdir()) == ["card.html", "card.md", "registry.yaml"]
+    assert "privacy@example.org" in (out / "card.md").read_text() and "region" in found.output
+    facts = json.loads(run_command("card", str(folder / "plain"), "--out", str(out / "plain"), "--json").output)
+    assert facts["files"] == ["card.html", "card.md"] and facts["missing"] == []
+    assert "No entry for the registry" in run_command("card", str(folder / "plain"), "--out", str(out)).output
+
+
+def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:
+    from fedflat.simulation.export import export
+
+    target = tmp_path / "handed-over"
+    export(folder / "one", target)
+    refused = run_command("card", str(target))
+    assert isinstance(refused.exception, InputError) and "sealed" in str(refused.exception)
+    assert run_command("card", str(target), "--out", str(tmp_path / "card")).exit_code == 0
+    assert "0 records are wrong" in run_command("verify", str(target)).output or "nothing is wrong" in (
+        run_command("verify", str(target)).output
+    )

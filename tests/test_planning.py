@@ -1,0 +1,274 @@
+"""``fedflat plan``: figures against the accountant and by hand, what would help, and what it says before a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedflat
+from fedflat.cli import main
+from fedflat.cli.planning import text
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError
+from fedflat.core.cohorts import Fixed, Truncated
+from fedflat.core.rounding import ROUNDING
+from fedflat.data.clients import from_pairs
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.plan import Plan, build_plan
+from fedflat.simulation import outlook
+from fedflat.simulation.outlook import ALTERNATIVES, Best, Changed, alternatives, best, drowning
+from fedflat.simulation.planning import drowned, forecast, made_up
+
+RECIPE: dict[str, Any] = {
+    "rounds": 6,
+    "data": {"dataset": "digits", "clients": 40},
+    "model": {"name": "mlp", "hidden": 8},
+    "algorithm": "dp-fedavg",
+    "local": {"steps": 2, "batch_size": 8},
+    "cohort": {"size": 20},
+    "privacy": {"clip": 0.5, "epsilon": 8},
+}
+DIMENSION = 64 * 8 + 8 + 8 * 10 + 10
+
+
+def changed(**change: Any) -> Recipe:
+    return Recipe.of({**RECIPE, **change})
+
+
+def plan_of(**change: Any) -> Plan:
+    return build_plan(**{"clients": 200, "cohort_size": 20, "rounds": 30, "epsilon": 4, "delta": 5e-4, **change})
+
+
+def noise(plan: Plan) -> float:
+    return plan.std(1.0) / plan.divisor
+
+
+def test_the_figures() -> None:
+    found = forecast(changed(), trial=False)
+    facts = found.as_dict()
+    sigma = fedflat.noise_multiplier(epsilon=8, clients=40, cohort=20, rounds=6)
+    assert facts["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
+    assert facts["sound"] and facts["delta"] == 0.0025 and facts["dimension"] == DIMENSION
+    turns = facts["epsilon_by_round"]
+    assert [turn["round"] for turn in turns] == [1, 2, 3, 4, 5, 6]
+    for turn in turns:
+        exact = fedflat.epsilon(clients=40, cohort=20, rounds=turn["round"], noise_multiplier=facts["noise_multiplier"])
+        assert turn["epsilon"] == exact
+    by_hand = 20 / (facts["noise_multiplier"] * (1 + ROUNDING) * math.sqrt(DIMENSION))
+    assert facts["signal_to_noise_at_best"]["round"] == pytest.approx(by_hand)
+    assert facts["signal_to_noise_at_best"]["run"] == pytest.approx(by_hand * math.sqrt(6))
+    assert facts["noise_over_clip"] == pytest.approx(1 / by_hand)
+    assert facts["traffic_bytes"] == {
+        "to a client": 4 * DIMENSION, "from a client": 4 * DIMENSION, "a round": 160 * DIMENSION,
+    }  # fmt: skip
+    assert facts["seconds_a_round"] is None and facts["seconds"] is None
+    assert 0.01 < facts["true_positives"] < 0.6 and facts["mu_slack"] == 0.0025
+    assert facts["read"]["clients"] == 40 and facts["read"]["input_shape"] == [1, 8, 8]
+    assert {other["what"] for other in facts["alternatives"]} == {name for name, _ in ALTERNATIVES} - {
+        "twice the cohort"
+    }
+
+
+def test_a_trial_takes_time_and_nobodys_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    from fedflat.simulation import planning
+
+    real = planning.prepare
+
+    def spied(recipe: Recipe, **given: Any) -> Any:
+        seen.append(given["data"])
+        return real(recipe, **given)
+
+    monkeypatch.setattr(planning, "prepare", spied)
+    found = forecast(changed(engine={"backend": "sequential"}))
+    assert found.seconds_a_round is not None and 0 < found.seconds_a_round < 60
+    assert "20 clients, 2 of 2 local steps" in found.trial and "this process at most, so far" in found.memory
+    (data,) = seen
+    digits = fedflat.data.sources.load({"dataset": "digits", "clients": 40})  # type: ignore[attr-defined]
+    ours = {row.numpy().tobytes() for row in digits.inputs}
+    assert not any(row.numpy().tobytes() in ours for row in data.inputs)
+
+
+def test_long_steps_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedflat.simulation import planning
+
+    monkeypatch.setattr(planning, "QUICK", 1.0)
+    found = forecast(changed(local={"steps": 50, "batch_size": 8}, engine={"backend": "sequential"}))
+    assert "16 clients, 4 of 50 local steps" in found.trial
+    monkeypatch.setattr(planning, "seconds_per_client", lambda *given: math.inf)
+    assert forecast(changed()).seconds_a_round is None
+
+
+KINDS: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": "fedavg", "privacy": {}}, "no differential privacy"),
+    ({"privacy": {"clip": 0.5, "noise_multiplier": 0}}, "No ε is finite"),
+    (
+        {"algorithm": "dp-fedsam", "privacy": {"clip": 0.5, "noise_multiplier": 1, "protocol": "published"}},
+        "no finite ε is proven of the procedure",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), KINDS, ids=["plain", "no-noise", "published"])
+def test_a_recipe_that_cannot_be_sound_says_so(change: dict[str, Any], said: str) -> None:
+    found = forecast(changed(**change), trial=False)
+    facts = found.as_dict()
+    assert not facts["sound"] and facts["epsilon"] is None and facts["true_positives"] is None
+    assert any(said in text for text in found.says) and not found.alternatives
+    assert any(said in line for line in [" ".join(line.split()) for line in [" ".join(text(found))]])
+    assert "inf after" not in "\n".join(text(found))
+
+
+def test_what_a_run_would_refuse_is_refused() -> None:
+    with pytest.raises(InputError, match=r"cohort\.size"):
+        forecast(changed(cohort={"size": 50}), trial=False)
+
+
+@pytest.mark.parametrize("name", ["fed-smp-randk", "fed-smp-topk"])
+def test_a_common_mask_carries_all_noise(name: str) -> None:
+    whole, masked = (forecast(changed(algorithm=a), trial=False) for a in ("dp-fedavg", {"name": name, "keep": 0.25}))
+    assert whole.best is not None and masked.best is not None
+    assert masked.best.round == pytest.approx(2 * whole.best.round, rel=0.01)
+
+
+def test_noise_of_other_trust_models() -> None:
+    found = {
+        trust: forecast(changed(privacy={"clip": 0.5, "noise_multiplier": 1, "trust": trust}), trial=False)
+        for trust in ("central", "local")
+    }
+    central, local = (found[trust].best for trust in ("central", "local"))
+    assert central is not None and local is not None
+    assert central.round == pytest.approx(local.round * math.sqrt(20))
+    votes = forecast(changed(algorithm="ae-dpfl", rounds=2), trial=True)
+    assert votes.best is None and "votes" in votes.trial
+
+
+def test_made_up_examples_have_the_form_and_nothing_else() -> None:
+    pairs = [(np.full((n, 3), 7.0, np.float32), np.full((n, 2), 1.0, np.float32)) for n in (1, 9)]
+    real = from_pairs(pairs, pairs[0], fractions=True)
+    found = made_up(real, "multilabel")
+    assert found.clients == 2 and found.inputs.shape == (5, 3) and set(found.targets.unique().tolist()) <= {0.0, 1.0}
+    assert found.test_inputs is not None and not bool((found.inputs == 7).any())
+    tokens = from_pairs([(np.array([[1, 5]]), np.array([0])), (np.array([[2, 3]]), np.array([4]))])
+    held = made_up(replace(tokens, held_back=tokens.parts), "classification")
+    assert held.inputs.dtype == torch.int64 and int(held.inputs.max()) <= 5 and len(held.held_back[0]) == 1
+    assert int(held.targets.max()) <= 4 and made_up(tokens, "classification").test_inputs is None
+
+
+# What would help.
+
+
+def test_every_alternative_has_its_own_noise() -> None:
+    plan = plan_of()
+    found = {other.what: other for other in alternatives(plan, 1000, noise)}
+    assert len(found) == len(ALTERNATIVES) == 5
+    full = found["full participation"].noise_multiplier
+    assert full is not None and gaussian_epsilon(math.sqrt(30) / full, 5e-4) == pytest.approx(4, rel=1e-3)
+    half = found["half the rounds"]
+    assert half.noise_multiplier == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)
+    more = found["twice the cohort"]
+    assert more.noise_multiplier == pytest.approx(plan_of(cohort_size=40).noise_multiplier, rel=2e-3)
+    same = best(plan, 1000, noise)
+    tenth, twice = found["a tenth of the parameters"].best, found["twice the clients, twice the cohort"].best
+    assert same is not None and tenth is not None and twice is not None
+    assert tenth.round == pytest.approx(math.sqrt(10) * same.round)
+    assert twice.round == pytest.approx(2 * same.round, rel=2e-3)
+
+
+@pytest.mark.parametrize("law", [{"trust": "distributed"}, {"adaptive": True}], ids=["distributed", "adaptive"])
+def test_other_laws_have_alternatives(law: dict[str, Any]) -> None:
+    found = alternatives(plan_of(**law), 1000, noise, ALTERNATIVES[:2])
+    assert len(found) == 2 and all(other.best is not None for other in found)
+
+
+def test_other_cohorts_keep_their_law() -> None:
+    makers = dict(ALTERNATIVES)
+    fixed = makers["full participation"](plan_of(sampling="fixed", noise_multiplier=1, epsilon=None), 10)
+    assert fixed is not None and fixed.plan.sampler == Fixed(200, 200)
+    capped = makers["twice the cohort"](
+        plan_of(sampling="truncated", cohort_max=30, noise_multiplier=1, epsilon=None), 10
+    )
+    assert capped is not None and capped.plan.sampler == Truncated(200, 40, 60)
+    shares = makers["full participation"](plan_of(trust="distributed", noise_multiplier=1, epsilon=None), 10)
+    assert shares is not None and shares.plan.cohort_min == 200
+
+
+def test_where_nothing_is_tried() -> None:
+    for other in (
+        {"noise_cohort": 100.0},
+        {"private": False, "epsilon": None},
+        {"noise_multiplier": 0, "epsilon": None},
+    ):
+        assert alternatives(plan_of(**other), 1000, noise) == []
+    everybody = alternatives(plan_of(cohort_size=200, rounds=1), 1000, noise)
+    assert [other.what for other in everybody] == ["twice the clients, twice the cohort", "a tenth of the parameters"]
+
+
+def test_a_further_way_is_put_into_the_list() -> None:
+    """Noise that is correlated over rounds leaves less of itself in the end."""
+
+    def bands(plan: Plan, coordinates: int) -> Changed:
+        return Changed(plan, coordinates, "bands", kept=0.25)
+
+    def never(plan: Plan, coordinates: int) -> Changed:
+        return Changed(replace(plan, rounds=0), coordinates)
+
+    plan = plan_of()
+    one, other = alternatives(plan, 1000, noise, [("bands", bands), ("no rounds", never)])
+    same = best(plan, 1000, noise)
+    assert one.best is not None and same is not None and one.best.run == pytest.approx(4 * same.run)
+    assert other.best is None and "not possible" in other.note and other.as_dict()["signal_to_noise_at_best"] == {}
+
+
+def test_drowning() -> None:
+    assert drowning(None) == "" and drowning(Best(0.5, 3.0)) == ""
+    said = drowning(Best(0.01, 0.1))
+    assert "100 times as long as a round's" in said and "10 times as long as all" in said
+    assert best(plan_of(), 1000, lambda plan: math.inf) is None
+    assert best(plan_of(noise_multiplier=0, epsilon=None), 1000, noise) is None
+
+
+# The command line.
+
+
+def run(*words: str) -> Any:
+    main._assemble()
+    return CliRunner().invoke(main.app, list(words))
+
+
+def test_the_command() -> None:
+    words = ["plan", "quick-start", "-o", "rounds=4", "-o", "cohort.size=200", "--no-trial"]
+    found = run(*words)
+    assert found.exit_code == 0, found.output
+    assert all(len(line) <= 80 for line in found.output.splitlines())
+    for said in ("signal", "At the same ε and δ:", "half the rounds: σ =", "no example was trained on"):
+        assert said in found.output
+    facts = json.loads(run(*words, "--json").output)
+    assert facts["rounds"] == 4 and facts["epsilon"] <= 8
+
+
+def test_a_drowned_run_says_so_before_it_starts(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["quick-start", "-o", "rounds=2", "-o", "cohort.size=200", "-o", "engine.backend=sequential"]
+    words += ["-o", "privacy.epsilon=0.01", "-o", "local.steps=1"]
+    found = run("plan", *words, "--no-trial", "-o", "privacy.budget=0.009")
+    assert "stops after" in found.output
+    assert "The noise drowns the signal" in " ".join(found.output.split())
+    assert "A larger clip changes no figure" in " ".join(found.output.split())
+    result = run("run", *words, "--out", str(tmp_path / "run"))
+    told = result.output + capfd.readouterr().err
+    assert "The noise drowns the signal" in told and "fedflat plan says" in told
+
+
+def test_a_job_with_enough_signal_says_nothing() -> None:
+    from fedflat.assembly.jobs import prepare
+
+    recipe = changed(engine={"backend": "sequential"})
+    assert drowned(recipe, prepare(recipe)) == []
+    assert outlook.DROWNED == 1.0
