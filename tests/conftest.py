@@ -41,6 +41,15 @@ def umask_of_its_own() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture
+def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes from a server that has loaded torch once: handed their work by pickle as spawned ones are, but
+    without the seconds of imports that each of those begins with."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedflat.backends.workers", "fedflat.algorithms", "fedflat.models"])
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda how: context)
+
+
 class Said(NamedTuple):
     """What a command left: exit status, stdout, stderr."""
 

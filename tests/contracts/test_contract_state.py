@@ -89,6 +89,7 @@ def test_a_memory_of_the_unclipped_message_is_caught(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("backend", ["workers", "ray"])
 @pytest.mark.parametrize("method", KEEPING)
 def test_processes_keep_the_same(method: str, backend: str) -> None:

@@ -139,6 +139,7 @@ def test_nobodys_message_depends_on_another_clients_data(kind: str, engine: dict
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("backend", ["workers", "ray"])
 def test_nor_does_it_in_other_processes(backend: str) -> None:
     kinds = ("dense",) if backend == "ray" else ("dense", "dropout")  # Ray's workers cannot import this file's class

@@ -108,6 +108,7 @@ def test_every_method_on_every_back_end(method: str, engine: Engine) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("name", ["workers", "ray"])
 def test_processes(name: str) -> None:
     if name == "ray":
