@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 
 LONG = (
     "test_federation_processes", "test_federation_doors", "test_federation_partition", "test_ray_tasks", "test_graphs",
-    "test_audit_mechanism", "test_contract_strangers", "test_docs", "test_published_runs", "test_secure_runs",
-    "test_experiment",
+    "test_audit_mechanism", "test_contract_processes", "test_contract_worlds", "test_docs", "test_published_runs",
+    "test_secure_runs", "test_experiment",
 )  # fmt: skip
 """Modules that take long, some mostly by waiting for processes: begun first, so that none is left alone at the end."""
 
@@ -42,12 +42,12 @@ def umask_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker processes from a server that has loaded torch once: handed their work by pickle as spawned ones are, but
-    without the seconds of imports that each of those begins with."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedflat.backends.workers", "fedflat.algorithms", "fedflat.models"])
-    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda how: context)
+def quick_workers() -> Iterator[None]:
+    """Worker processes that begin without imports (``fork_server``)."""
+    from fork_server import quick_processes
+
+    with quick_processes():
+        yield
 
 
 class Said(NamedTuple):

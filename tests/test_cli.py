@@ -196,6 +196,7 @@ def test_compare_refuses_a_wrong_setting_before_any_run(fedflat: Any, recipe: st
     assert not Path("x").exists()
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_compare_finds_what_only_the_data_or_model_can_tell(fedflat: Any, recipe: str) -> None:
     said = fedflat("compare", recipe, "-o", "model.name=mlp,mpl", "--out", "x", "--processes", "1")
     assert said.status == 2 and "Did you mean mlp?" in said.err and said.err.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -12,11 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from fork_server import quick_processes
 
 from fedflat.core.checks import InputError
 from fedflat.report.progress import RunEvent
@@ -35,7 +34,6 @@ TINY: dict[str, Any] = {
     "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
 }
 METHODS = ["algorithm.name=dp-fedavg,dp-fedsam"]
-FORK = multiprocessing.get_context("fork")
 
 
 # ------------------------------------------------------------------------------------------------- which runs
@@ -150,11 +148,9 @@ def test_data_are_kept_for_the_next_run_of_the_same_seed_only(monkeypatch: pytes
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forked_workers() -> Iterator[None]:
-    """An experiment's worker begins with seconds of imports; the two that are started by the real command show that
-    it can be spawned. Here it is forked."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.simulation.experiment.multiprocessing", SimpleNamespace(get_context=lambda how: FORK))
+def _quick_workers() -> Iterator[None]:
+    """The two experiments that the real command starts have spawned ones."""
+    with quick_processes():
         yield
 
 

@@ -107,15 +107,6 @@ def test_every_method_on_every_back_end(method: str, engine: Engine) -> None:
     assert too_far(made, engine, [*cases, *later]) == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_workers")
-@pytest.mark.parametrize("name", ["workers", "ray"])
-def test_processes(name: str) -> None:
-    if name == "ray":
-        pytest.importorskip("ray")
-    assert too_far(stage("dp-fedsam", "linear 12"), Engine(name, {"processes": 1}), SHORT[1:2]) == []
-
-
 def test_the_harness_is_no_formality() -> None:
     """A client at the clip moves the release by C, not less; the weights agree with the mean."""
     moved = Worlds(stage("dp-fedavg")).movement(ENGINES[0], Case("ordinary"))

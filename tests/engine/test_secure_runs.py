@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from fork_server import CONTEXT
 
 import fedflat
 from fedflat.assembly.jobs import prepare
@@ -32,10 +32,10 @@ RECIPE = {
     "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": True},
     "engine": {"backend": "sequential"},
 }
-FORK = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports for every kill
 
 
-def deadly(folder: Path, resume: bool, kill_at: int) -> None:
+def deadly(folder: Path, state: str, resume: bool, kill_at: int) -> None:
+    os.environ["XDG_STATE_HOME"] = state
     save = train._save
 
     def kill(job, state, *rest):
@@ -47,11 +47,6 @@ def deadly(folder: Path, resume: bool, kill_at: int) -> None:
     fedflat.run(RECIPE, out=folder, resume=resume)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _everything_is_imported():
-    simulation.run({**RECIPE, "rounds": 1, "privacy": {"clip": 0.5, "noise_multiplier": 1.0}})
-
-
 @pytest.fixture(autouse=True)
 def state_home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -60,7 +55,7 @@ def state_home(tmp_path, monkeypatch):
 
 def start(folder: Path, kill_at: int = -1, resume: bool = False) -> int | None:
     """Run in a process of its own; ``kill_at``: kill -9 after that round was charged and before it is saved."""
-    process = FORK.Process(target=deadly, args=(folder, resume, kill_at))
+    process = CONTEXT.Process(target=deadly, args=(folder, os.environ["XDG_STATE_HOME"], resume, kill_at))
     process.start()
     process.join(timeout=120)
     return process.exitcode
