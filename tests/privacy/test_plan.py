@@ -255,7 +255,7 @@ def test_an_approximation_is_a_series_of_its_own() -> None:
 
 
 def test_calibrate_table_meets_the_target_or_says_why_not() -> None:
-    rows = budget.calibrate_table(target=3.0, clients=30, cohort=3, rounds=3, delta=1e-3, max_cohort=4)
+    rows = budget.calibrate_table(target=3.0, clients=30, cohort=3, rounds=3, delta=1e-3)
     for row in rows:
         assert bool(row["reason"]) == (row["noise_multiplier"] is None)
         assert row["reason"] or 2.99 < row["epsilon"] <= 3.0
