@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 
 LONG = (
     "test_federation_processes", "test_federation_doors", "test_federation_partition", "test_ray_tasks", "test_graphs",
-    "test_audit_mechanism", "test_contract_strangers", "test_docs", "test_published_runs", "test_secure_runs",
-    "test_experiment",
+    "test_audit_mechanism", "test_contract_processes", "test_contract_worlds", "test_docs", "test_published_runs",
+    "test_secure_runs", "test_experiment",
 )  # fmt: skip
 """Modules that take long, some mostly by waiting for processes: begun first, so that none is left alone at the end."""
 
@@ -32,6 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def home_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Noise keys and remembered choices of back ends are this session's: none of the person's, whose home may not even
+    be writable."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def umask_of_its_own() -> Iterator[None]:
     """Programs of a deployment keep their files from others, for good: not from the next test of this process."""
@@ -39,6 +49,15 @@ def umask_of_its_own() -> Iterator[None]:
     os.umask(before)
     yield
     os.umask(before)
+
+
+@pytest.fixture
+def quick_workers() -> Iterator[None]:
+    """Worker processes that begin without imports (``fork_server``)."""
+    from fork_server import quick_processes
+
+    with quick_processes():
+        yield
 
 
 class Said(NamedTuple):

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fork_server import quick_processes
 
 from fedflat.core.checks import InputError
 from fedflat.report.progress import RunEvent
@@ -143,6 +145,13 @@ def test_data_are_kept_for_the_next_run_of_the_same_seed_only(monkeypatch: pytes
 
 
 # --------------------------------------------------------------------------------------------- running them
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_workers() -> Iterator[None]:
+    """The two experiments that the real command starts have spawned ones."""
+    with quick_processes():
+        yield
 
 
 @pytest.fixture(scope="module")

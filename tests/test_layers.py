@@ -161,7 +161,8 @@ def test_the_design_page_has_every_room() -> None:
 
 def test_import_fedflat_is_light() -> None:
     """Neither the package nor its simulation pulls in libraries that only some runs need."""
-    heavy = ("datasets", "transformers", "flwr", "ray", "plotly", "sklearn", "matplotlib")
+    heavy = ("datasets", "transformers", "flwr", "ray", "plotly", "sklearn", "matplotlib", "pandas", "pyarrow")
+    heavy += ("scipy", "dp_accounting")
     code = (
         "import fedflat, sys; print('torch' in sys.modules); import fedflat.simulation.run; "
         f"print([m for m in {heavy} if m in sys.modules])"

@@ -206,6 +206,7 @@ def test_a_run_states_claim_and_proof_side_by_side(algorithm: str) -> None:
     assert all(torch.isfinite(p).all() for p in result.model.parameters())
 
 
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("algorithm", ["dp-fedsam", "dp-fedpgn"])
 def test_no_output_of_any_kind_shows_the_claim_alone(
     tmp_path: Path, algorithm: str, command: Any, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -87,12 +86,12 @@ def _progress(quiet: bool) -> Iterator[tuple[Any, Any]]:
 
     console = Console(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=quiet or not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(*columns, console=console, disable=quiet or not console.is_interactive, transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def stage(name: str, total: int) -> None:
             bar.reset(task, description=name, total=total or None)
-            if not sys.stderr.isatty():
+            if not console.is_interactive:
                 console.print(f"{name}" + (f": {total} points" if total else ""), highlight=False)
 
         yield stage, lambda count: bar.advance(task, count)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fedflat.config.recipe import QUICK_START, Recipe
 from fedflat.core.checks import wrong
 
 Overrides = Annotated[
@@ -49,6 +48,7 @@ def run(
 
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
     """
+    from fedflat.config.recipe import QUICK_START, Recipe
     from fedflat.report.cautions import Watch
     from fedflat.report.progress import Progress
     from fedflat.report.trackers import Trackers
@@ -155,6 +155,7 @@ def compare(
 
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
     """
+    from fedflat.config.recipe import QUICK_START
     from fedflat.report.endings import print_comparison
     from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.experiment import compare as compare_settings

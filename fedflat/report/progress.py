@@ -44,12 +44,12 @@ class RunEvent:
 
 
 class _Screen:
-    """A live area on a terminal; nothing there when quiet or when stdout is no terminal."""
+    """A live area on a terminal that can draw one (TERM is not dumb); nothing there when quiet, or elsewhere."""
 
     def __init__(self, quiet: bool, draw: Callable[[], RenderableType]) -> None:
         self.console: Console = console_now()
         self.quiet = quiet
-        self.terminal = self.console.is_terminal and not quiet
+        self.terminal = self.console.is_terminal and not self.console.is_dumb_terminal and not quiet
         self._draw = draw
         self._live: Live | None = None
 

@@ -167,7 +167,7 @@ class _Crew:
     ) -> list[Task]:
         """Work in one pool of processes; returns the tasks that had not begun when it broke."""
         queue, abort = context.Queue(), context.Event()
-        pool = ProcessPoolExecutor(processes, context, worker.begin, (queue, stop, abort, threads, os.getpid()))
+        pool = ProcessPoolExecutor(processes, context, worker.begin, (queue, stop, abort, threads))
         try:
             with _deaf():  # workers inherit the ignored signal, so Ctrl-C in their first second cannot end them
                 checks = [pool.submit(worker.check, setting.recipe) for setting in unchecked]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -23,18 +24,19 @@ _DATA: dict[str, Federated] = {}  # at most one federation, the last one used
 PAUSE = 0.2  # seconds between looks at the flags
 
 
-def begin(queue: Any, stop: Any, abort: Any, threads: int, parent: int) -> None:
+def begin(queue: Any, stop: Any, abort: Any, threads: int) -> None:
     """Start of a worker. Ctrl-C is the parent's to handle; a worker ends at once when its parent is gone."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     _SHARED.update(queue=queue, stop=stop)
-    threading.Thread(target=_watch, args=(abort, parent), daemon=True).start()
+    threading.Thread(target=_watch, args=(abort,), daemon=True).start()
 
 
-def _watch(abort: Any, parent: int) -> None:
-    while os.getppid() == parent and not abort.is_set():
+def _watch(abort: Any) -> None:
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive() and not abort.is_set():
         time.sleep(PAUSE)
     os._exit(1)  # no clean-up: a run killed at any point can be gone on with
 

@@ -41,7 +41,7 @@ def test_empty_clients_send_whole_messages_and_add_up_to_nothing() -> None:
     assert min(alone(inner)) > 0
     waiting = loop(dataclasses.replace(small, pause=0.05))
     seconds, cpu = alone(waiting)
-    assert seconds >= 0.15 > cpu
+    assert seconds - cpu >= 0.149  # three pauses, in which nothing is worked
     assert torch.equal(Pause(0.0)(torch.ones(2), None), torch.ones(2))  # type: ignore[arg-type]
 
 

@@ -85,12 +85,3 @@ def test_a_run_changes_neither_the_callers_module_nor_torchs_generator() -> None
         fedflat.run(recipe("dp2-fedsam", {"engine": engine}), model=network, clients=clients())
     assert all(torch.equal(v, before[n]) for n, v in network.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.slow
-def test_worker_processes_are_the_sequential_engine_bit_for_bit() -> None:
-    alone = run("dp2-fedsam", {"backend": "sequential"})
-    shared = run("dp2-fedsam", {"backend": "workers", "processes": 2})
-    assert torch.equal(weights(shared.model), weights(alone.model))
-    assert shared.private_history == alone.private_history
-    assert all(torch.equal(shared.heads[i], head) for i, head in alone.heads.items())

@@ -88,20 +88,6 @@ def test_a_memory_of_the_unclipped_message_is_caught(monkeypatch: pytest.MonkeyP
         remembered_is_added(ENGINES[0], 0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["workers", "ray"])
-@pytest.mark.parametrize("method", KEEPING)
-def test_processes_keep_the_same(method: str, backend: str) -> None:
-    if backend == "ray":
-        pytest.importorskip("ray")
-    alone = train(made(method))
-    job = made(method, {"engine": {"backend": backend, "processes": 2}})
-    found = train(job)
-    getattr(job.backend, "close", lambda: None)()
-    assert torch.equal(found.state.shared, alone.state.shared)
-    same(found.heads, alone.heads)
-
-
 def same(one: Heads, other: Heads) -> None:
     assert one.states.keys() == other.states.keys() and one.states
     for name, states in one.states.items():

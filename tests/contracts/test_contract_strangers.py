@@ -138,14 +138,6 @@ def test_nobodys_message_depends_on_another_clients_data(kind: str, engine: dict
     strangers(kind, method, **engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["workers", "ray"])
-def test_nor_does_it_in_other_processes(backend: str) -> None:
-    kinds = ("dense",) if backend == "ray" else ("dense", "dropout")  # Ray's workers cannot import this file's class
-    for kind in kinds:
-        strangers(kind, "dp-fedsam", backend=backend, processes=2)
-
-
 def test_masks_are_those_of_the_client_alone_in_every_back_end() -> None:
     alone = messages("present", "dropout", "dp-fedsam", backend="sequential")
     for engine in ({"backend": "vectorized"}, {"backend": "vectorized", "block": 2}, {"backend": "auto"}):

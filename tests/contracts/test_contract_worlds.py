@@ -115,14 +115,6 @@ def test_local_adam(engine: Engine) -> None:
     assert too_far(replace(made, recipe=adam), engine, FEW) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["workers", "ray"])
-def test_processes(name: str) -> None:
-    if name == "ray":
-        pytest.importorskip("ray")
-    assert too_far(stage("dp-fedsam", "linear 12"), Engine(name, {"processes": 1}), SHORT[1:2]) == []
-
-
 def test_the_harness_is_no_formality() -> None:
     """A client at the clip moves the release by C, not less; the weights agree with the mean."""
     moved = Worlds(stage("dp-fedavg")).movement(ENGINES[0], Case("ordinary"))

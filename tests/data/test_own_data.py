@@ -269,6 +269,7 @@ def test_a_run_takes_them_with_its_test_data() -> None:
         "local": {"steps": 1, "batch_size": 10, "lr": 0.1},
         "cohort": {"size": 5},
         "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
+        "engine": {"backend": "sequential"},  # bit for bit: auto may choose another from run to run
     }
     data = fedflat.clients(table(), by="user", **FORM)
     test = (data.inputs[:10], data.targets[:10])

@@ -161,13 +161,6 @@ def test_a_users_own_rule_and_odd_messages() -> None:
             both(engine, algorithm=short)
 
 
-def test_another_number_of_workers_gives_the_same_numbers() -> None:
-    found, expected = both(method="dp-fedsam")
-    same(found, expected)
-    one, _ = both({"backend": "ray", "processes": 1, "block": 2}, method="dp-fedsam")
-    same(one, expected)
-
-
 def test_the_comparison_would_notice_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin: blocks are taken back in another order than clients."""
     in_order = RayTasks.blocks
@@ -322,6 +315,14 @@ def test_a_method_that_cannot_be_sent_is_refused_with_one_line() -> None:
     own = Algorithm("own", transforms=(lambda update, view: update * bool(lock),))
     with pytest.raises(InputError, match=r"^engine\.backend: found ray with a model or method that [^\n]*$"):
         both(algorithm=own)
+
+
+def test_another_number_of_workers_gives_the_same_numbers() -> None:
+    """The last here with a session: it closes that of two workers for one of one."""
+    found, expected = both(method="dp-fedsam")
+    same(found, expected)
+    one, _ = both({"backend": "ray", "processes": 1, "block": 2}, method="dp-fedsam")
+    same(one, expected)
 
 
 CLUSTER = """

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_server import CONTEXT
 
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
+from fedflat.engine import train
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
 from fedflat.records import keys
@@ -33,22 +32,19 @@ RECIPE = {
     "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": True},
     "engine": {"backend": "sequential"},
 }
-SCRIPT = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-import fedflat
-from fedflat.engine import train
-folder, resume, kill_at = sys.argv[1], sys.argv[2] == "resume", int(sys.argv[3])
-save = train._save
-def deadly(job, state, *rest):
-    if state.round - 1 == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return save(job, state, *rest)
-train._save = deadly
-recipe = fedflat.Recipe.load(sys.argv[4])
-fedflat.run(recipe, out=folder, resume=resume)
-"""
+
+
+def deadly(folder: Path, state: str, resume: bool, kill_at: int) -> None:
+    os.environ["XDG_STATE_HOME"] = state
+    save = train._save
+
+    def kill(job, state, *rest):
+        if state.round - 1 == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(job, state, *rest)
+
+    train._save = kill  # in a process of its own: nobody else's
+    fedflat.run(RECIPE, out=folder, resume=resume)
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +53,12 @@ def state_home(tmp_path, monkeypatch):
     return tmp_path / "state"
 
 
-def start(tmp_path: Path, folder: Path, kill_at: int = -1, resume: bool = False) -> int:
+def start(folder: Path, kill_at: int = -1, resume: bool = False) -> int | None:
     """Run in a process of its own; ``kill_at``: kill -9 after that round was charged and before it is saved."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps(RECIPE))
-    word = "resume" if resume else "new"
-    command = [sys.executable, "-c", SCRIPT, str(folder), word, str(kill_at), str(recipe)]
-    root = Path(fedflat.__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, cwd=tmp_path, timeout=120, check=False).returncode
+    process = CONTEXT.Process(target=deadly, args=(folder, os.environ["XDG_STATE_HOME"], resume, kill_at))
+    process.start()
+    process.join(timeout=120)
+    return process.exitcode
 
 
 def released(folder: Path) -> list[dict]:
@@ -82,7 +75,7 @@ def mark_files(state: Path) -> list[Path]:
 
 def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
     folder, twin = tmp_path / "run", tmp_path / "twin"
-    assert start(tmp_path, folder, kill_at=2) == -signal.SIGKILL
+    assert start(folder, kill_at=2) == -signal.SIGKILL
     (key,) = key_files(state_home)
     assert key.stat().st_mode & 0o777 == 0o600 and key.parent.stat().st_mode & 0o077 == 0
     secret = key.read_bytes()
@@ -94,12 +87,12 @@ def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
     (mark,) = mark_files(state_home)
     used = mark.read_bytes()
     mark.unlink()
-    assert start(tmp_path, twin, resume=True) == 0
+    assert start(twin, resume=True) == 0
     assert not key_files(state_home), "the key is deleted at the end"
     key.write_bytes(secret)
     key.chmod(0o600)
     mark.write_bytes(used)
-    assert start(tmp_path, folder, resume=True) == 0
+    assert start(folder, resume=True) == 0
     assert not key_files(state_home)
     assert released(folder) == released(twin) and len(released(folder)) == ROUNDS
     states = [sorted((f / "checkpoints").glob("*.safetensors"))[-1].read_bytes() for f in (folder, twin)]
@@ -113,7 +106,7 @@ def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
 
 def test_resumed_without_the_key_the_open_round_is_charged_again(tmp_path, state_home):
     folder = tmp_path / "run"
-    assert start(tmp_path, folder, kill_at=2) == -signal.SIGKILL
+    assert start(folder, kill_at=2) == -signal.SIGKILL
     first = released(folder)
     key_files(state_home)[0].unlink()
     result = simulation.run(Recipe.load(folder), out=folder, resume=True)
@@ -131,10 +124,10 @@ def test_resumed_without_the_key_the_open_round_is_charged_again(tmp_path, state
 
 def test_killed_twice_the_second_resume_with_its_key_charges_no_more(tmp_path, state_home):
     folder = tmp_path / "run"
-    assert start(tmp_path, folder, kill_at=1) == -signal.SIGKILL
+    assert start(folder, kill_at=1) == -signal.SIGKILL
     key_files(state_home)[0].unlink()
-    assert start(tmp_path, folder, kill_at=1, resume=True) == -signal.SIGKILL
-    assert start(tmp_path, folder, resume=True) == 0
+    assert start(folder, kill_at=1, resume=True) == -signal.SIGKILL
+    assert start(folder, resume=True) == 0
     entries = read(folder / "ledger.jsonl")
     assert [(e["round"], e.get("attempt", 1)) for e in entries] == [(0, 1), (1, 1), (1, 2), (2, 1), (3, 1), (4, 1)]
 

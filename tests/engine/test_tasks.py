@@ -89,6 +89,7 @@ def test_losses_are_the_textbooks() -> None:
     assert Objective("multilabel", lambda o, y: o.sum(1))(outputs, torch.zeros(5))[1].isnan().all()
 
 
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize(("task", "outputs"), [("multilabel", 2), ("regression", 1), ("classification", 2)])
 def test_every_back_end_trains_the_same(task: str, outputs: int) -> None:
     expected = flat(trained(task, outputs).model)

@@ -375,9 +375,7 @@ def test_slow_clients_are_zero_in_their_round_and_late_in_the_next(federation: t
         return handle
 
     grid.handlers[0] = slow(clients[0])
-    began = time.monotonic()
     serve(grid, task, settings(folder, answer_seconds=0.3))
-    assert time.monotonic() - began < 20
     operator = next((keys.folder().parent / "operator").iterdir())
     counts = [json.loads(line) for line in operator.read_text().splitlines()]
     assert counts == [

@@ -179,14 +179,14 @@ def test_a_cut_link_is_a_zero_vector_and_the_client_comes_back(tmp_path: Path, n
         number = federation.run(config=f"answer-seconds={ANSWER_SECONDS}")
         watch.until(lambda: programs("flwr-clientapp", node_port(federation.port, 1)))
         network.link(1, "down")  # client 1 trains, and its answer has no way back
-        cut, began = max(watch.models, default=0), time.monotonic()
-        watch.until(lambda: cut + 1 in watch.models)
+        cut = max(watch.models, default=0)
+        watch.until(lambda: cut + 1 in watch.models)  # the round ends while the link is down
         network.link(1, "up")
         mended = time.monotonic()
         watch.until(lambda: ROUNDS in watch.models and (run / "privacy.json").exists())
         assert federation.wait(number, PATIENCE) == "finished:completed", logs(federation)
     took = {round: takers(folder, federation, watch, round) for round in range(ROUNDS)}
-    assert took[cut] == (0,) and watch.seen[cut + 1] - began < ANSWER_SECONDS + 20
+    assert took[cut] == (0,)
     back = [round for round in range(cut + 1, ROUNDS) if 1 in took[round]]
     assert back, took
     print(f"round {cut} cut; took {took}; back after {watch.seen[back[0] + 1] - mended:.1f} s")

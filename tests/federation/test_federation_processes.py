@@ -20,10 +20,12 @@ pytest.importorskip("flwr")
 if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).parent / "flower-superlink").exists():  # type: ignore[attr-defined]
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
+from fork_server import CONTEXT
 from ports import free_port
 from stand_in import client_at, final_shared, small
 
 from fedflat.core.types import Broadcast
+from fedflat.federation import local
 from fedflat.federation.launch.project import PACKAGE, node_port, write_project
 from fedflat.federation.local import Federation
 from fedflat.federation.server.session import _name
@@ -178,10 +180,10 @@ def until_none(folder: Path, seconds: float) -> dict[int, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
 def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
-    """`python -m fedflat.federation.local`: SIGHUP (a closed terminal), then SIGTERM in a round end everything in
-    order; the third launcher, which goes on from there, is killed, and everything ends by itself."""
+    """`python -m fedflat.federation.local`: SIGHUP (a closed terminal) in a round ends everything in order; the second
+    launcher, which goes on from there, is killed, and everything ends by itself."""
     fed = tmp_path / "fed"
-    recipe = small(rounds=5, data={"clients": 2}, cohort={"size": 2})
+    recipe = small(rounds=4, data={"clients": 2}, cohort={"size": 2})
     write_project(recipe, fed, port=free_port())
 
     def launched() -> subprocess.Popen[bytes]:
@@ -189,8 +191,7 @@ def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "fedflat.federation.local", str(fed)]
         return subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
 
-    ends = [(signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGTERM, 2, 128 + signal.SIGTERM)]
-    for number, finished, status in [*ends, (signal.SIGKILL, 3, -signal.SIGKILL)]:
+    for number, finished, status in (signal.SIGHUP, 1, 128 + signal.SIGHUP), (signal.SIGKILL, 2, -signal.SIGKILL):
         launcher = launched()
         wait_for(fed / "run" / "checkpoints" / f"round-{finished:06d}.safetensors", PATIENCE)
         assert {"flwr-serverapp"} <= set(of(tmp_path).values())
@@ -199,4 +200,34 @@ def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
         assert until_none(tmp_path, 15) == {}
         assert not (fed / "run" / "privacy.json").exists()
     charged = [entry["round"] for entry in read_ledger(fed / "run" / "ledger.jsonl")]
-    assert {0, 1, 2} <= set(charged) <= {0, 1, 2, 3} and len(charged) <= 7
+    assert {0, 1} <= set(charged) <= {0, 1, 2} and len(charged) <= 5
+
+
+def idle(project: Path) -> int:
+    """A launcher's work, with a process that only waits."""
+    with Federation(project) as federation:
+        federation._spawn("idle", ["sleep", "600"])
+        (project / "started").touch()
+        time.sleep(600)
+    return 0
+
+
+def launch(project: Path) -> None:
+    local._whole_run = idle
+    sys.exit(local.main([str(project)]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_every_signal_that_asks_for_an_end_ends_what_was_started(tmp_path: Path, number: int) -> None:
+    fed = made(tmp_path / "fed", 2).project
+    launcher = CONTEXT.Process(target=launch, args=(fed,))
+    launcher.start()
+    wait_for(fed / "started", PATIENCE)
+    assert "sleep" in of(tmp_path).values()
+    os.kill(launcher.pid or 0, number)
+    launcher.join(30)
+    assert launcher.exitcode == 128 + number
+    end = time.monotonic() + 15
+    while time.monotonic() < end and "sleep" in of(tmp_path).values():
+        time.sleep(0.1)
+    assert "sleep" not in of(tmp_path).values()

@@ -56,6 +56,7 @@ def moved(before: nn.Module, after: nn.Module) -> set[str]:
         pytest.param("lora", "workers", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_only_what_is_trained_moves(sst2: Path, train: str, backend: str, tmp_path: Path) -> None:
     before = first(train)

@@ -11,6 +11,7 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import ROUNDING
+from fedflat.methods.ae_dpfl.plan import VotesPlan
 from fedflat.privacy.accounting import budget
 from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon, split_noise
 from fedflat.privacy.plan import Guarantee, Plan, build_plan
@@ -255,7 +256,7 @@ def test_an_approximation_is_a_series_of_its_own() -> None:
 
 
 def test_calibrate_table_meets_the_target_or_says_why_not() -> None:
-    rows = budget.calibrate_table(target=3.0, clients=100, cohort=10, rounds=5, delta=1e-3, max_cohort=12)
+    rows = budget.calibrate_table(target=3.0, clients=30, cohort=3, rounds=3, delta=1e-3)
     for row in rows:
         assert bool(row["reason"]) == (row["noise_multiplier"] is None)
         assert row["reason"] or 2.99 < row["epsilon"] <= 3.0
@@ -272,3 +273,9 @@ def test_what_a_budget_affords_and_series() -> None:
     assert fewer[0]["epsilon"] > fewer[1]["epsilon"]
     with pytest.raises(InputError, match="axis: found T"):
         budget.epsilon_against("T", [1], clients=100, cohort=10, noise_multiplier=1.5)
+
+
+def test_rounds_with_more_noise_than_planned_do_not_loosen_a_mechanism_with_its_own_account() -> None:
+    plan = plan_of(rounds=5, noise_multiplier=4.0, mechanism=VotesPlan(labels=1, total=10))
+    own = plan.event_multiplier
+    assert plan.guarantees_of({own: 3, 2 * own: 2}) == plan.guarantees(5)

@@ -20,10 +20,10 @@ def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:
     assert rows and all(row["epsilon"] is None and row["reason"] for row in rows)
 
 
-@pytest.mark.parametrize(("find", "step"), [("rounds", 1), ("cohort", 1), ("clients", -1)])
-def test_what_is_found_is_the_last_within_the_target(find: str, step: int) -> None:
+@pytest.mark.parametrize(("find", "step", "names"), [("rounds", 1, None), ("cohort", 1, "pld"), ("clients", -1, "pld")])
+def test_what_is_found_is_the_last_within_the_target(find: str, step: int, names: str | None) -> None:
     setting: dict[str, Any] = {"clients": 40, "cohort": 4, "rounds": 30, "noise_multiplier": 1.5, "delta": 1e-4}
-    for row in needed_table(target=2.0, find=find, **setting):
+    for row in needed_table(target=2.0, find=find, accountant=names, **setting):
         at = {**setting, "accountant": row["accountant"], find: row[find]}
         assert row["reason"] == "" and row["epsilon"] == epsilon(**at) <= 2.0
         assert epsilon(**{**at, find: row[find] + step}) > 2.0

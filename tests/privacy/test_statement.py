@@ -327,6 +327,7 @@ def test_markdown_cannot_be_broken_by_a_name() -> None:
 def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "privacy.json"
     found = make()
+    os.umask(0o022)  # put back after each test
     write(path, found)
     found = {**found, "checksum": module.checksum(found)}
     assert json.loads(path.read_text(encoding="utf-8")) == found and "ε" in path.read_text(encoding="utf-8")

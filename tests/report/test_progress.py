@@ -42,6 +42,7 @@ def run(shown: Progress, rounds: int, start: int = 0, **more: Any) -> None:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """An 80-column terminal whose output is kept."""
     out = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(
         progress, "console_now", lambda: Console(file=out, force_terminal=True, width=80, highlight=False)
     )
@@ -105,6 +106,17 @@ def test_a_terminal_gets_a_live_view_and_no_plain_lines(monkeypatch: pytest.Monk
         run(shown, 20)
     assert "round 20 of 300" in out.getvalue()
     assert "20/300" not in out.getvalue()
+
+
+def test_a_terminal_that_cannot_redraw_gets_the_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = drawn(monkeypatch)
+    monkeypatch.setenv("TERM", "dumb")
+    with Progress(RECIPE) as shown:
+        shown.start(job())
+        run(shown, 300)
+    assert out.getvalue() == "" and "300/300" in capsys.readouterr().out
 
 
 def test_a_published_protocol_shows_no_epsilon_while_it_runs() -> None:

@@ -138,6 +138,7 @@ def test_filters_that_fit_nothing_are_refused() -> None:
         dry(table, "tiny")
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_one_column_trained_on_digits(tmp_path: Path) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
     overrides = ["data.dataset=digits", "data.max_examples=200"]
@@ -149,6 +150,7 @@ def test_one_column_trained_on_digits(tmp_path: Path) -> None:
     assert "data.dataset cifar10 → digits" in " ".join(lines(found))
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_data_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg"])
     found = train(chosen, tmp_path / "runs", "smoke", overrides=["data.dataset=./nowhere"])

@@ -27,7 +27,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special, stats
 
 from fedflat.core.checks import in_range, one_of, whole
 from fedflat.core.discrete import MIN_SHARE_STD, inflated_bound
@@ -81,6 +80,7 @@ def poisson_curve(curve: Curve, rate: float, *, symmetric: bool = True) -> Curve
     symmetric=True needs a noise that is even around each output, as here (Mironov, Talwar, Zhang 2019, theorem 5);
     symmetric=False is theorem 5 of Zhu and Wang 2019 for every mechanism. `rate`: sampling probability in (0, 1].
     """
+    from scipy import special  # where it is used: it takes longer to load than most runs need it
 
     def one(order: int) -> float:
         if rate == 1:
@@ -112,6 +112,8 @@ def curve_delta(orders: Floats, values: Floats, epsilon: float) -> float:
 
 def participation_epsilon(curve: Curve, rounds: int, rate: float, delta: float) -> float:
     """ε when the adversary knows in which rounds a client took part: δ(ε) = Σ_n Bin(T, q)(n)·δ(ε after n rounds)."""
+    from scipy import stats
+
     weights = stats.binom.pmf(np.arange(rounds + 1), rounds, rate)
     counts = np.flatnonzero(weights > delta * 1e-9 / (rounds + 1))
     missed = max(0.0, 1.0 - float(weights[counts].sum()))  # the neglected counts are charged with δ = 1
@@ -213,6 +215,8 @@ class DDGaussAccount:
 
     def abort_probability(self, rounds: int) -> float:
         """Chance (union over rounds) that some round is aborted, with or without the client in question."""
+        from scipy import stats
+
         others = stats.binom(self.clients - 1, self.rate)
         chance = float(others.cdf(self.min_cohort + self.colluders - 1))
         if self.n_max is not None:

@@ -1,0 +1,69 @@
+"""Contracts 2 and 6 across processes: worker processes and Ray tasks are the sequential back end, bit for bit.
+
+One module, so that all of it is done by one process with one Ray session and one fork server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from small_federation import weights
+from test_contract_engines import run
+from test_contract_state import KEEPING, made, same
+from test_contract_strangers import strangers
+from test_contract_worlds import SHORT, stage, too_far
+
+from fedflat.audit.worlds import Engine
+from fedflat.engine.train import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_workers")]
+BOTH = pytest.mark.parametrize("backend", ["workers", "ray"])
+
+
+@pytest.fixture(autouse=True)
+def _installed(request: pytest.FixtureRequest) -> None:
+    if "ray" in request.node.name:
+        pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_session() -> Iterator[None]:
+    yield
+    try:
+        import ray
+    except ImportError:
+        return
+    ray.shutdown()  # a process that forks later must have none
+
+
+@BOTH
+def test_a_hostile_client_moves_a_release_by_c_at_most(backend: str) -> None:
+    assert too_far(stage("dp-fedsam", "linear 12"), Engine(backend, {"processes": 2}), SHORT[1:2]) == []
+
+
+@BOTH
+def test_nobodys_message_depends_on_another_clients_data(backend: str) -> None:
+    kinds = ("dense",) if backend == "ray" else ("dense", "dropout")  # Ray's workers cannot import a test's class
+    for kind in kinds:
+        strangers(kind, "dp-fedsam", backend=backend, processes=2)
+
+
+@BOTH
+@pytest.mark.parametrize("method", KEEPING)
+def test_clients_keep_the_same(method: str, backend: str) -> None:
+    alone = train(made(method))
+    job = made(method, {"engine": {"backend": backend, "processes": 2}})
+    found = train(job)
+    getattr(job.backend, "close", lambda: None)()
+    assert torch.equal(found.state.shared, alone.state.shared)
+    same(found.heads, alone.heads)
+
+
+def test_worker_processes_are_the_sequential_engine_bit_for_bit() -> None:
+    alone = run("dp2-fedsam", {"backend": "sequential"})
+    shared = run("dp2-fedsam", {"backend": "workers", "processes": 2})
+    assert torch.equal(weights(shared.model), weights(alone.model))
+    assert shared.private_history == alone.private_history
+    assert all(torch.equal(shared.heads[i], head) for i, head in alone.heads.items())
