@@ -75,7 +75,7 @@ def _run_sections(run: Run) -> list[Section]:
         Section("summary", "", "tiles", _summary(run)),
         Section("curves", "Curves", "cards", cards([figure for figure in figures if not figure.private])),
         Section("simulation", "Inside the simulation", "cards", _private_cards(figures)),
-        Section("card", "Privacy card", "card", brief(run) if run.privacy else None),
+        Section("card", "Privacy card", "privacy_card", brief(run) if run.privacy else None),
         Section("privacy", "Privacy statement", "statement", statement_of(run)),
         Section("audit", "Audit", "audit", _audit(run)),
         Section("recipe", "Recipe", "recipe", _recipe(run)),

@@ -113,7 +113,7 @@ def test_the_report_shows_it(folder: Path) -> None:
     assert 'id="card"' in page and "whoever guesses from the release" in page
     found = brief(read_run(folder / "one"))
     assert not isinstance(found, str) and page.count(str(escape(found.sentence))) == 1
-    empty = read_run(folder / "one").__class__(folder, "x", {}, [], [], {}, 0)
+    empty = read_run(folder / "one").__class__(folder, "x", {}, [], [], {})
     assert "without privacy.json" in str(brief(empty)) and 'id="card"' not in render([empty])
 
 
