@@ -1,6 +1,6 @@
 """The papers' bounds and diagnostics, each with its equation. None of them enters a privacy statement.
 
-``convergence`` has what they state of convergence; ``statements`` evaluates all of it for a recipe (``fedflat bounds``).
+``convergence`` has what they state of convergence; ``statements`` evaluates all of it (``fedflat bounds``).
 
 Paper files: 000 (DP-FedSAM), 001 (DP2-FedSAM), 003 (DP-FedSAM, journal version), 004 (BLUR and LUS). Symbols: η local
 learning rate, K local steps, L smoothness, ρ perturbation radius, σ_l local gradient standard deviation, C (004: S)

@@ -106,7 +106,10 @@ def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
 
 
 def blur_lus(facts: Facts) -> Terms:
-    """004 Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²), P = m, Q = K. Enters no privacy statement."""
+    """004 Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²) with P = m and Q = K.
+
+    Enters no privacy statement.
+    """
     lr, server, steps = facts.lr, facts.server_lr, facts.steps
     noise = server * (facts.noise_multiplier * facts.clip) ** 2 * facts.dimension / (lr * steps * facts.cohort**2)
     return Terms({**_averaging(facts), "noise": noise})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fedflat.analysis import bounds, convergence
 from fedflat.analysis.convergence import Facts, Terms
 from fedflat.core.checks import InputError
+from fedflat.engine.cost import Cost
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Setting:
     """What the statements are evaluated at, besides the theorems' constants.
 
     q, delta, relation: of the plan; epsilon: proven at delta, inf where nothing is. rho, lam, beta, keep: the method's,
-    None where it has none of them. samples: N of 003's Theorems 4 and 5. delta_tilde: δ̃ of these.
+    None where it has none of them. samples: N of 003's Theorems 4 and 5. delta_tilde: δ̃ of these. cost: of a round.
     """
 
     facts: Facts
@@ -30,6 +31,7 @@ class Setting:
     keep: float | None = None
     samples: int | None = None
     delta_tilde: float = 0.001
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Statement:
 
 def statements(setting: Setting) -> list[Statement]:
     """Every statement of 000–004 that has a value at this setting, in the order of the sections."""
-    parts = (_sensitivity, _noise, _per_sample, _drift, _convergence)
+    parts = (_sensitivity, _noise, _per_sample, _drift, _convergence, _cost)
     return [found for part in parts for found in part(setting)]
 
 
@@ -167,6 +169,16 @@ def _convergence(setting: Setting) -> Iterator[Statement]:
     if math.isfinite(setting.epsilon):
         found = convergence.blur_lus_at(facts, epsilon=setting.epsilon, delta=setting.delta)
         yield from _terms("004 Corollary 1", found, "with Theorem 1's σ at the proven ε")
+
+
+def _cost(setting: Setting) -> Iterator[Statement]:
+    if setting.cost is None:
+        return
+    name, table = "Cost of a round, for each client", "002 Table I"
+    yield Statement(name, table, "gradient passes of a local step", setting.cost.per_step)
+    yield Statement(name, table, "gradient passes in all", setting.cost.passes)
+    yield Statement(name, "dense float32, before encryption", "bytes sent", setting.cost.up)
+    yield Statement(name, "dense float32, before encryption", "bytes received", setting.cost.down)
 
 
 def _terms(reference: str, found: Terms, said: str = "") -> Iterator[Statement]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,6 +86,7 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     from fedflat.analysis.convergence import Facts
     from fedflat.analysis.statements import Setting
     from fedflat.assembly.plans import algorithm_of, plan_of, server_of
+    from fedflat.engine.cost import cost_of
 
     method = algorithm_of(recipe)
     if method.kind != "update" or not method.private:
@@ -101,11 +103,12 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
         noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
         **constants,
     )  # fmt: skip
+    batches = math.ceil((samples or local.batch_size * clients) / clients / local.batch_size)
     options = recipe.algorithm.options
     numbers = {key: options.get(key, _default(recipe.algorithm.name, key)) for key in ("rho", "lam", "beta", "keep")}
     return Setting(
         facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
-        **numbers,
+        cost=cost_of(method, size, count, batches), **numbers,
     )  # fmt: skip
 
 
@@ -159,13 +162,13 @@ def lines(setting: Setting, found: list[Statement], measured: dict[str, Any]) ->
         if each.reference != reference:
             reference = each.reference
             shown.append(f"  {reference}")
-        value = "–" if each.value is None else f"{each.value:.4g}"
+        value = "–" if each.value is None else f"{each.value:,}" if isinstance(each.value, int) else f"{each.value:.4g}"
         shown.append(f"    {each.what:<58} {value:>13}".rstrip())
         shown += [f"      {text}" for text in textwrap.wrap(each.said, WIDTH - 6)]
     return [*shown, "", "None of this enters a privacy statement; equations: docs/bounds.md."]
 
 
-def _mean(values: Any) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 

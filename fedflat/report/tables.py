@@ -19,6 +19,7 @@ from fedflat.report.equal import Targets, accuracy_at_epsilon, targets
 from fedflat.report.equal import epsilon_at_accuracy as epsilon_at_accuracy
 from fedflat.report.fates import FATES, MARKS, fate
 from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
+from fedflat.report.measures import generalisation_gap, rounds_to
 from fedflat.report.metrics import Run
 from fedflat.report.together import Cost, cost_record, cost_sentences, costs
 
@@ -35,7 +36,8 @@ class Row:
     """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
 
     ``epsilon_at_accuracy`` and ``accuracy_at_epsilon`` are read at the comparison's ``equal`` targets. ``fates``: of
-    the runs that came to nothing (``fates.FATES``), whose last round counts as their best.
+    the runs that came to nothing (``fates.FATES``), whose last round counts as their best. ``gap``: training minus test
+    accuracy at the end, private to the simulation. ``rounds_to_accuracy``: rounds until the target was first reached.
     """
 
     method: str
@@ -53,6 +55,8 @@ class Row:
     epsilon_at_accuracy: Spread | None = None
     accuracy_at_epsilon: Spread | None = None
     fates: tuple[str, ...] = ()
+    gap: Spread | None = None
+    rounds_to_accuracy: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
         epsilon_at_accuracy=over(lambda run: epsilon_at_accuracy(run, equal.accuracy)) if equal else None,
         accuracy_at_epsilon=over(lambda run: accuracy_at_epsilon(run, equal.epsilon)) if equal else None,
         fates=tuple(found for run in group.runs if (found := fate(run))),
+        gap=over(generalisation_gap),
+        rounds_to_accuracy=over(lambda run: rounds_to(run, equal.accuracy)) if equal else None,
     )
 
 
@@ -387,7 +393,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     parts = {
         "difference": ("mean", "low", "high", "pairs"),
         "personal_difference": ("mean", "low", "high", "pairs"),
-        **dict.fromkeys(("final", "best", "personal", "seconds", *EQUAL), ("mean", "sd")),
+        **dict.fromkeys(("final", "best", "personal", "seconds", "gap", "rounds_to_accuracy", *EQUAL), ("mean", "sd")),
     }
     flat: dict[str, Any] = {}
     for key, value in record.items():

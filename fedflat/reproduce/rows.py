@@ -126,7 +126,7 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
 def _planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
     if cell.recipe is None:
         return Row(cell, None, None, None, missing="the paper's setting is not known")
-    recipe = scaled(_procedure(table, cell, protocol), scale)
+    recipe = scaled(_procedure(table, cell.recipe, cell.released, protocol), scale)
     mapping = recipe.dump()
     if cell.of in {each.of for each in table.cells if each.measure in COUNTED}:
         mapping["evaluation"]["every"] = 1  # rounds are counted at the evaluated ones
@@ -137,10 +137,8 @@ def _planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Seq
     return Row(cell, recipe, claimed_epsilon(table, cell), found.epsilon, found.delta, found.simulated)
 
 
-def _procedure(table: Table, cell: Cell, protocol: str) -> Recipe:
+def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
     """The recipe, or the paper's released procedure with its numbers; votes and ddgauss have only their own."""
-    recipe = cell.recipe
-    assert recipe is not None
     if protocol == "sound":
         return recipe
     if protocol != "published" or table.paper not in PAPERS:
@@ -151,7 +149,7 @@ def _procedure(table: Table, cell: Cell, protocol: str) -> Recipe:
     sampling = "poisson" if table.paper == "004" else "fixed"
     size = recipe.cohort.size if sampling == "poisson" else round(recipe.cohort.size)
     found = recipe.dump()
-    for text in cell.released:
+    for text in released:
         found = override(found, text)
     found["privacy"].update(protocol="published", published=table.paper)
     if table.paper == "002":

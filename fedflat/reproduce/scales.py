@@ -51,7 +51,7 @@ class Scale:
 
 SCALES: dict[str, Scale] = {
     "smoke": Scale(20, 5, 2, 2, 8, 600, 200, 10, TINY, 1),
-    "small": Scale(100, 10, 30, 5, 32, 10_000, 2_000, 200, SMALL, 3),
+    "small": Scale(100, 10, 30, 5, 16, 10_000, 1_000, 200, SMALL, 3),
     "full": Scale(),
 }
 
@@ -81,12 +81,7 @@ def scaled(recipe: Recipe, name: str) -> Recipe:
     found["rounds"] = min(recipe.rounds, scale.rounds or recipe.rounds)
     found["privacy"].update(_noise(recipe, size, before))
     batch = min(recipe.local.batch_size, scale.batch or recipe.local.batch_size)
-    steps = _least(recipe.local.steps, scale.steps)
-    epochs = None
-    if recipe.privacy.protocol == "published" and recipe.local.epochs is not None and scale.examples and steps:
-        # A released procedure's steps follow each client's own data (algorithms.md, item 6): they stay epochs.
-        steps, epochs = None, max(1, round(steps * batch * clients / scale.examples))
-    found["local"].update(steps=steps, epochs=epochs, batch_size=batch)
+    found["local"].update(batch_size=batch, **_training(recipe, scale, batch / (scale.examples or 1) * clients))
     found["model"] = dict(scale.models.get(recipe.model.name, found["model"]))
     if recipe.model.name == "roberta-base":
         found["data"]["tokenizer"] = None
@@ -95,6 +90,17 @@ def scaled(recipe: Recipe, name: str) -> Recipe:
         found["algorithm"].update(queries=scale.queries, student_epochs=2)
     found["name"] = f"{recipe.name}_{name}"
     return Recipe.of(found, where=found["name"])
+
+
+def _training(recipe: Recipe, scale: Scale, share: float) -> dict[str, Any]:
+    """Steps, or epochs where a released procedure's steps follow each client's own data (algorithms.md, item 6).
+
+    share: of a client's examples that one batch has.
+    """
+    steps = _least(recipe.local.steps, scale.steps)
+    if recipe.privacy.protocol != "published" or recipe.local.epochs is None or steps is None:
+        return {"steps": steps, "epochs": None}
+    return {"steps": None, "epochs": max(1, round(steps * share))}
 
 
 def _noise(recipe: Recipe, size: float, clients: int) -> dict[str, Any]:
