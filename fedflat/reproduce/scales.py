@@ -95,9 +95,10 @@ def scaled(recipe: Recipe, name: str) -> Recipe:
 def _training(recipe: Recipe, scale: Scale, share: float) -> dict[str, Any]:
     """Steps, or epochs where a released procedure's steps follow each client's own data (algorithms.md, item 6).
 
-    share: of a client's examples that one batch has.
+    share: of a client's examples that one batch has. Voters train once in a run, and so keep their steps.
     """
-    steps = _least(recipe.local.steps, scale.steps)
+    voters = algorithm_of(recipe).kind == "votes" and recipe.local.steps is not None
+    steps = recipe.local.steps if voters else _least(recipe.local.steps, scale.steps)
     if recipe.privacy.protocol != "published" or recipe.local.epochs is None or steps is None:
         return {"steps": steps, "epochs": None}
     return {"steps": None, "epochs": max(1, round(steps * share))}

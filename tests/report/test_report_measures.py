@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedflat.report import fates, measures, metrics
+from fedflat.report import endings, fates, measures, metrics
 
 HIDDEN = [{"round": turn, "cohort": 5, "train_loss": 1.0, "train_accuracy": 0.5 + turn / 10} for turn in range(4)]
 
@@ -62,3 +62,10 @@ def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: 
     best = metrics.best_accuracy(run)
     assert best == (metrics.final_accuracy(run) if found else 0.8)
     assert metrics.summary(run)["best_accuracy"] == best
+
+
+def test_the_summary_of_such_a_run_names_no_best_round(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "a", [0.8, 0.1], test_loss=None)
+    assert endings._accuracy(run.metrics, run.private) == "10.00 % final: the run left finite numbers"
+    run = run_of(tmp_path / "b", [0.8, 0.5])
+    assert "best 80.00 % after round 1" in endings._accuracy(run.metrics, run.private)
