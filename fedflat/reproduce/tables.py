@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,12 @@ def _recipe(name: str, column: Mapping[str, Any], algorithm: Mapping[str, Any]) 
     """The column's recipe with the method in it; the column's own algorithm keys go to the methods that take them."""
     taken = inspect.signature(ALGORITHMS[algorithm["name"]]).parameters
     extra = {key: value for key, value in column.get("algorithm", {}).items() if key in taken}
-    mapping = Recipe.load(column["recipe"]).dump()
+    mapping = _packaged(column["recipe"]).dump()
     for text in column.get("set", ()):
         mapping = override(mapping, text)
     return Recipe.of({**mapping, "name": name, "algorithm": {**algorithm, **extra}}, where=name)
+
+
+@lru_cache(maxsize=32)
+def _packaged(name: str) -> Recipe:
+    return Recipe.load(name)
