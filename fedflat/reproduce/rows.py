@@ -44,7 +44,7 @@ class Row:
     ours: by seed, in the cell's unit (inf: the target was never reached). claimed: ε as the paper has it for its own
     setting. proven, delta: ε and δ of what runs here, inf where nothing finite is proven, None where nothing is known.
     simulated: ε of the larger system whose noise is simulated. fates: how runs came to nothing, by seed. missing: why
-    there is no value of ours.
+    there is no value of ours; void: because there is none to have, not because runs are missing.
     """
 
     cell: Cell
@@ -56,6 +56,7 @@ class Row:
     ours: Mapping[int, float] = field(default_factory=dict)
     fates: Mapping[int, str] = field(default_factory=dict)
     missing: str = ""
+    void: bool = False
 
     @property
     def spread(self) -> tuple[float, float | None] | None:
@@ -89,8 +90,8 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell whose setting is known has a value of ours."""
-        return all(row.ours or row.recipe is None for row in self.rows)
+        """Whether every cell whose setting is known has a value of ours, as far as there is one to have."""
+        return all(row.ours or row.void or row.recipe is None for row in self.rows)
 
     def columns(self) -> dict[str, list[Row]]:
         """The rows by column."""
@@ -279,7 +280,11 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
     against = runs.get((row.cell.of, first), {})
     values = {seed: numbers.measured(row.cell, run, against.get(seed)) for seed, run in mine.items()}
     ours = {seed: value for seed, value in values.items() if value is not None}
-    return replace(row, ours=ours, missing="" if ours else _why(row.cell, against, first))
+    if ours:
+        return replace(row, ours=ours)
+    if row.cell.measure == "speedup" and against:
+        return replace(row, missing=f"{first} never reached {row.cell.target:g} %", void=True)
+    return replace(row, missing=_why(row.cell, against, first))
 
 
 def _why(cell: Cell, against: Mapping[int, Run], first: str) -> str:

@@ -162,7 +162,8 @@ def sentences(found: Verdict | None) -> list[str]:
     if total:
         sure, loose = found.which(1, True), found.which(1, False)
         holds = len(sure) + len(loose)
-        said.append(f"Of the paper's {total} orderings {holds} hold here, {len(sure)} of them at 95 %{_list(sure)}.")
+        told = "holds" if holds == 1 else "hold"
+        said.append(f"Of the paper's {total} orderings {holds} {told} here, {len(sure)} of them at 95 %{_list(sure)}.")
         against, leaning = found.which(-1, True), found.which(-1, False)
         if against:
             said.append(f"Not here, at 95 %: {_names(against)}.")

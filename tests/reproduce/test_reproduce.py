@@ -233,7 +233,7 @@ def test_small_where_no_larger_cohort_can_be_simulated() -> None:
     )
     [row] = dry(find("000", "1").only(["CIFAR-10, IID"], ["DP-FedSAM"]), "small", "published").rows
     assert row.recipe is not None and row.recipe.privacy.noise_multiplier == pytest.approx(0.95 / 5)
-    assert row.recipe.privacy.noise_cohort is None and row.recipe.local.epochs == 2 and row.simulated is None
+    assert row.recipe.privacy.noise_cohort is None and row.recipe.local.epochs == 1 and row.simulated is None
 
 
 def test_the_simulated_epsilon_has_a_column_of_its_own() -> None:

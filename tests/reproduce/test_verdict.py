@@ -74,6 +74,11 @@ def test_fewer_rounds_are_better_and_never_is_last() -> None:
     assert "Equal here: middle over slow." in " ".join(sentences(found))
 
 
+def test_one_ordering_holds() -> None:
+    rows = [ranked("a", "1", [1.0]), ranked("b", "2", [2.0])]
+    assert sentences(judge(rows, 3))[1] == "Of the paper's 1 orderings 1 holds here, 0 of them at 95 %."
+
+
 def test_nothing_to_compare() -> None:
     assert judge(ROWS[:1], 3) is None and judge([ranked("a", "–", [1.0]), ranked("b", "2.0", [])], 3) is None
     assert sentences(None) == []
