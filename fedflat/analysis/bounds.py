@@ -1,9 +1,10 @@
 """The papers' bounds and diagnostics, each with its equation. None of them enters a privacy statement.
 
+``convergence`` has what they state of convergence; ``statements`` evaluates all of it (``fedflat bounds``).
+
 Paper files: 000 (DP-FedSAM), 001 (DP2-FedSAM), 003 (DP-FedSAM, journal version), 004 (BLUR and LUS). Symbols: η local
 learning rate, K local steps, L smoothness, ρ perturbation radius, σ_l local gradient standard deviation, C (004: S)
 clip, σ noise multiplier, q sampling probability, T rounds, m cohort, M clients, d parameters, δ failure probability.
-The convergence theorems state orders, not numbers, and are not here.
 """
 
 from __future__ import annotations
@@ -100,6 +101,86 @@ def noise_multiplier_001(*, q: float, rounds: int, epsilon: float, delta: float)
     epsilon = in_range("epsilon", epsilon, 0, 2 * log_delta, open_low=True, open_high=True)
     q = in_range("q", q, 0, 1, open_low=True)
     return math.sqrt(max(0.7, 7 * q**2 * whole("rounds", rounds, 1) * (epsilon + 2 * log_delta) / epsilon**2))
+
+
+def rdp_001(q: float, noise_multiplier: float, order: float) -> float:
+    """3.5·q²α/σ², one round's RDP at order α (001 Lemma 4), where :func:`order_limit_001` allows the order.
+
+    Enters no privacy statement, for the reason given at :func:`noise_multiplier_001`.
+    """
+    sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
+    return 3.5 * in_range("q", q, 0, 1) ** 2 * in_range("alpha", order, 1, open_low=True) / sigma**2
+
+
+def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
+    """The right side of Lemma 4's condition α ≤ 1 + ⅔σ²·ln(1/(qα(1 + σ²))), beside σ² ≥ 0.7 (001).
+
+    The condition is lost in 001's text. This is the form of the lemma with the same 3.5q²α/σ² in Wang, Jayaraman, Evans
+    and Gu (2019, Lemma 3.7). Enters no privacy statement.
+    """
+    squared = in_range("noise_multiplier", noise_multiplier, 0, open_low=True) ** 2
+    share = in_range("q", q, 0, 1, open_low=True) * in_range("alpha", order, 1, open_low=True)
+    return 1 - 2 / 3 * squared * math.log(share * (1 + squared))
+
+
+@dataclass(frozen=True)
+class NoiseCondition:
+    """001 Theorem 2 at its order α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
+
+    holds: whether α is within the limit. Where it is not, the lemma says nothing and the theorem's σ proves nothing.
+    """
+
+    noise_multiplier: float
+    order: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Lemma 4's condition on α."""
+        return self.order <= self.limit
+
+
+def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) -> NoiseCondition:
+    """:func:`noise_multiplier_001` with Lemma 4's condition on α checked. Enters no privacy statement."""
+    sigma = noise_multiplier_001(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
+    order = 1 - 2 * math.log(delta) / epsilon
+    return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
+
+
+def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float, c2: float = 1.0) -> float:
+    """σ ≥ c₂·q√(T·ln(1/δ))/ε, q = P/N (004 Theorem 1), for ε < c₁q²T; the theorem says only that c₁, c₂ exist.
+
+    Enters no privacy statement. :func:`constant_004` gives the c₂ that a proven σ amounts to.
+    """
+    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    wanted = in_range("epsilon", epsilon, 0, open_low=True)
+    scale = in_range("q", q, 0, 1) * math.sqrt(whole("rounds", rounds, 1) * -math.log(delta))
+    return in_range("c2", c2, 0, open_low=True) * scale / wanted
+
+
+def constant_004(noise_multiplier: float, *, q: float, rounds: int, epsilon: float, delta: float) -> float:
+    """c₂ = σε/(q√(T·ln(1/δ))) of 004 Theorem 1 for a σ that is proven to give (ε, δ). Enters no privacy statement."""
+    sigma = in_range("noise_multiplier", noise_multiplier, 0)
+    return sigma / noise_multiplier_004(
+        q=in_range("q", q, 0, 1, open_low=True), rounds=rounds, epsilon=epsilon, delta=delta
+    )
+
+
+def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``(printed, exact)`` discounts γ_q of 004 Lemma 2, Δ = −η·Σ γ_q·g_q, one for each local step q = 0 … Q−1.
+
+    far: whether ‖w^q − w^t‖ > S at step q. Printed: (1 − λη)^q where far, 1 elsewhere. Exact, by unrolling BLUR's step
+    w ← w − η(g + λ(w − w^t)·1[far]): Π_{j>q}(1 − λη·1[far at j]), so a step is discounted by what comes after it. The
+    two agree where no step is far. λ < 1/η is the lemma's condition. Enters no privacy statement.
+    """
+    lr = in_range("lr", lr, 0, open_low=True)
+    kept = 1 - lr * in_range("lam", lam, 0, 1 / lr, open_high=True)
+    beyond = np.asarray(list(far), dtype=bool)
+    steps = np.where(beyond, kept, 1.0)
+    printed = np.where(beyond, kept ** np.arange(len(beyond)), 1.0)
+    after = np.append(steps[1:], 1.0)
+    exact: NDArray[np.float64] = np.cumprod(after[::-1])[::-1]
+    return printed, exact
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def _assemble() -> None:
     """Every command, once in a process."""
     from fedflat.cli import (
         audit,
+        bounds,
         card,
         catalogue,
         deploy,
@@ -77,6 +78,7 @@ def _assemble() -> None:
     deploy.add_to(app)
     landscape.add_to(app)
     reproduce.add_to(app)
+    bounds.add_to(app)
     catalogue.add_to(app)
     explain.add_to(app)
     export.add_to(app)

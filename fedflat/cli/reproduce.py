@@ -6,6 +6,7 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from fedflat.reproduce.rows import Row
 
 WIDTH = 80
-HEADS = ("method", "published", "ours", "claimed ε", "proven ε")
 PROTOCOLS = ("sound", "published")
 
 
@@ -34,7 +34,10 @@ def reproduce(
         ),
     ] = None,
     column: Annotated[
-        list[str] | None, typer.Option(help="Only columns of the paper whose name contains this; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Only the column of this name, or those whose name contains it (numbers whole); may be repeated."
+        ),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only this method, as printed; may be repeated.")] = None,
     protocol: Annotated[
@@ -52,10 +55,11 @@ def reproduce(
     list_all: Annotated[bool, typer.Option("--list", help="What can be reproduced, one line each.")] = False,
     as_json: Json = False,
 ) -> None:
-    """A table of the papers: the published accuracy, ours, the ε that the paper claims and the ε that is proven.
+    """A table of the papers: the published number, ours, the ε that the paper claims and the ε that is proven.
 
-    Claimed is the paper's own ε for its own setting; proven is ε of what runs here. Runs that are done are kept:
-    after Ctrl-C the same command goes on. Below the table stands what differs from the paper.
+    Claimed is the paper's own ε for its own setting; proven is ε of what runs here. Under each column stands whether
+    its methods rank as in the paper, below the table what differs from it. Runs that are done are kept: after Ctrl-C
+    the same command goes on.
 
     Example: fedflat reproduce --list
 
@@ -110,28 +114,72 @@ def _list(as_json: bool) -> None:
 
 
 def lines(found: Outcome, dry_run: bool = False) -> list[str]:
-    """The outcome as text of at most 80 columns."""
+    """The outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
+    from fedflat.reproduce.verdict import sentences
+
     table = found.table
     shown = [*_wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *_wrapped(table.about)]
-    widths = (18, 14, 14, 11, 11)
-    for column in dict.fromkeys(row.cell.column for row in found.rows):
-        rows = [row for row in found.rows if row.cell.column == column]
-        shown += ["", column, _line(HEADS, widths)]
-        shown += [_line(_texts(row), widths) for row in rows]
+    simulated = any(row.simulated is not None for row in found.rows)
+    verdicts = {} if dry_run else found.verdicts()
+    for column, rows in found.columns().items():
+        shown += ["", _headed(column, rows[0]), *_grid([_heads(dry_run, simulated), *_body(rows, dry_run, simulated)])]
         why = dict.fromkeys(row.missing for row in rows if row.missing)
         shown += [text for reason in why for text in _wrapped(f"  {reason}")]
+        shown += [text for said in sentences(verdicts.get(column)) for text in _wrapped(f"  {said}")]
     return [*shown, "", *_remarks(found, dry_run)]
+
+
+def _headed(column: str, row: Row) -> str:
+    target = "" if row.cell.target is None or row.cell.measure != "rounds" else f" to {row.cell.target:g} %"
+    return column + target
+
+
+def _heads(dry_run: bool, simulated: bool) -> list[str]:
+    own = [] if dry_run else ["ours", "diff."]
+    return ["method", "published", *own, "claimed ε", "proven ε", *(["simul. ε"] if simulated else []), "δ"]
+
+
+def _body(rows: Iterable[Row], dry_run: bool, simulated: bool) -> list[list[str]]:
+    found = []
+    for row in rows:
+        own = [] if dry_run else [_ours(row), _points(row.difference)]
+        more = [_epsilon(row.simulated)] if simulated else []
+        delta = "–" if row.delta is None else f"{row.delta:.2g}"
+        epsilons = [_epsilon(row.claimed), _epsilon(row.proven), *more]
+        found.append([row.cell.method, row.cell.published, *own, *epsilons, delta])
+    return found
+
+
+def _grid(texts: list[list[str]]) -> list[str]:
+    """Rows of texts under each other; headings fold at their space where the whole would be wider than WIDTH."""
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    if sum(widths) + len(widths) - 1 > WIDTH:
+        folded = [text.split(" ", 1) if " " in text else ["", text] for text in texts[0]]
+        texts = [[top for top, _ in folded], [low for _, low in folded], *texts[1:]]
+        widths = [max(map(len, column)) for column in zip(*texts)]
+    return [_line(row, widths) for row in texts]
 
 
 def _remarks(found: Outcome, dry_run: bool) -> list[str]:
     table = found.table
-    kept = "the best round" if table.measure == "best" else "the last round"
-    remarks = [f"Published and ours: mean ± sd over seeds, of {kept}."]
+    remarks = [_counted(found)]
     remarks.append(
-        "Claimed ε: the paper's, for its setting. Proven ε: of "
+        "Claimed ε: the paper's, for its setting. Proven ε, at δ: of "
         + ("what is planned here" if dry_run else "what ran here")
         + (", the paper's released procedure." if found.protocol == "published" else ", the sound round.")
     )
+    if any(row.simulated is not None for row in found.rows):
+        remarks.append(
+            "Simulated ε: of the paper's clients, cohort and σ over the rounds here, a projection. The noise in each "
+            "coordinate of the mean is that of the paper's cohort (privacy.noise_cohort)."
+        )
+    if not dry_run and any(row.fates for row in found.rows):
+        remarks += [f"{mark} {text}: the last round is shown, never the best." for mark, text in _marks(found)]
+    if not dry_run and found.verdicts():
+        remarks.append(
+            "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
+            "Orderings at 95 %: one-sided paired t test over the seeds."
+        )
     if found.scale != "full":
         remarks.append(f"Scale {found.scale}: NOT COMPARABLE with the published values.")
     texts = dict.fromkeys(found.changed.values())
@@ -140,26 +188,56 @@ def _remarks(found: Outcome, dry_run: bool) -> list[str]:
             of = [name for name, mine in found.changed.items() if mine == changes]
             where = "" if len(texts) == 1 else f" ({'; '.join(of)})"
             remarks.append(f"Changed{where}: {', '.join(changes)}.")
-    remarks += [f"Differs: {note}." for note in table.notes]
+    remarks += [f"Differs: {note}." for note in table.said(found.protocol)]
     remarks += [f"Missing: {text}" for text in found.missing]
     if found.folder is not None:
         remarks.append(f"Runs: {found.folder}")
     return [text for remark in remarks for text in _wrapped(remark)]
 
 
+def _counted(found: Outcome) -> str:
+    """What the numbers are, for each measure that is shown."""
+    from fedflat.reproduce.tables import MEASURES
+
+    kinds = dict.fromkeys(row.cell.measure for row in found.rows)
+    private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
+    return f"Published and ours: mean ± sd over seeds, of {'; '.join(MEASURES[kind] for kind in kinds)}{private}."
+
+
+def _marks(found: Outcome) -> list[tuple[str, str]]:
+    from fedflat.report.fates import FATES, MARKS
+
+    seen = {fate for row in found.rows for fate in row.fates.values()}
+    return [(MARKS[fate], f"{text[:1].upper()}{text[1:]}") for fate, text in FATES.items() if fate in seen]
+
+
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _line(cells: Iterable[str], widths: tuple[int, ...]) -> str:
+def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
     texts = [f"{cell:<{w}}" if place == 0 else f"{cell:>{w}}" for place, (cell, w) in enumerate(zip(cells, widths))]
     return " ".join(texts).rstrip()
 
 
-def _texts(row: Row) -> tuple[str, ...]:
+def _ours(row: Row) -> str:
+    """Mean ± sd, and a mark where runs came to nothing."""
+    from fedflat.report.fates import MARKS
+    from fedflat.reproduce.tables import COUNTED
+
     found = row.spread
-    ours = "–" if found is None else f"{found[0]:.2f}" + ("" if found[1] is None else f" ± {found[1]:.2f}")
-    return row.cell.method, row.cell.published, ours, _epsilon(row.claimed), _epsilon(row.proven)
+    marks = "".join(dict.fromkeys(MARKS[fate] for fate in row.fates.values()))
+    if found is None:
+        return f"–{marks}"
+    if math.isinf(found[0]):
+        return f"never{marks}"
+    digits = 1 if row.cell.measure in COUNTED else 2
+    text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
+    return f"{text}{marks}".replace("-", "−")
+
+
+def _points(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.1f}".replace("-", "−")
 
 
 def _epsilon(value: float | None) -> str:
@@ -169,26 +247,33 @@ def _epsilon(value: float | None) -> str:
 
 
 def as_dict(found: Outcome) -> dict[str, Any]:
-    """Plain values for ``--json``; an infinite ε is null."""
+    """Plain values for ``--json``; an infinite ε, or a target that was never reached, is null."""
+    from fedflat.report.metrics import plain
+    from fedflat.reproduce.verdict import sentences
 
-    def finite(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
-    rows = [
-        {
-            "column": row.cell.column, "method": row.cell.method, "published": row.cell.published,
-            "ours": list(row.ours), "claimed_epsilon": finite(row.claimed), "proven_epsilon": finite(row.proven),
-            "missing": row.missing,
-        }
-        for row in found.rows
-    ]  # fmt: skip
-    table = found.table
+    table, verdicts = found.table, found.verdicts()
     return {
         "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
-        "comparable": found.scale == "full" and found.complete, "protocol": found.protocol, "rows": rows,
-        "changed": {name: list(texts) for name, texts in found.changed.items()}, "notes": list(table.notes),
-        "missing": list(found.missing), "folder": None if found.folder is None else str(found.folder),
+        "comparable": found.scale == "full" and found.complete, "protocol": found.protocol,
+        "rows": [_record(row) for row in found.rows],
+        "verdicts": {name: plain(asdict(one)) | {"text": sentences(one)} for name, one in verdicts.items()},
+        "changed": {name: list(texts) for name, texts in found.changed.items()},
+        "notes": table.said(found.protocol), "missing": list(found.missing),
+        "folder": None if found.folder is None else str(found.folder),
     }  # fmt: skip
+
+
+def _record(row: Row) -> dict[str, Any]:
+    from fedflat.report.metrics import plain
+
+    values = {
+        "column": row.cell.column, "method": row.cell.method, "measure": row.cell.measure, "target": row.cell.target,
+        "published": row.cell.published, "ours": list(row.ours.values()), "seeds": list(row.ours),
+        "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
+        "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
+    }  # fmt: skip
+    found: dict[str, Any] = plain(values)
+    return found
 
 
 def add_to(app: typer.Typer) -> None:

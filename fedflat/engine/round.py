@@ -154,7 +154,7 @@ def finish_round(
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.min_cohort is not None:
         shown["aborted"] = False
-    info = RoundInfo(released=shown, private=_private_facts(aggregate, wide.distance(released, aggregate.total), bound))
+    info = RoundInfo(released=shown, private=_private_facts(aggregate, wide.distance(released, aggregate.total)))
     return RoundState(round + 1, shared, clip, slots), info
 
 
@@ -201,8 +201,12 @@ def _malformed(aggregate: Aggregate) -> dict[str, int]:
     return {MALFORMED: found} if found else {}
 
 
-def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dict[str, Any]:
-    """Norms against the clip, ᾱ and α̃ (000 Eq. 15), clip bias (004 Eq. 2, first term) and signal-to-noise."""
+def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
+    """Norms against the clip, ᾱ and α̃ (000 Eq. 15), signal-to-noise, and the two errors as norms of the round's sum.
+
+    noise_norm is the L2 norm of what the noise added to the sum; clip_bias = Σ‖Δ_i‖·|1 − α_i| is at least the norm of
+    what the clip took from it (004 Eq. 2 has the mean square of each for one client, per coordinate).
+    """
     norms, factors = aggregate.norms, aggregate.factors
     facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     signal = float(wide.norm(aggregate.total))
@@ -212,7 +216,7 @@ def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dic
     if finite.numel():
         points = torch.quantile(finite, torch.tensor(list(QUANTILES.values()), dtype=finite.dtype))
         alpha = factors.mean()
-        excess = (finite - bound).clamp_min(0) if math.isfinite(bound) else torch.zeros_like(finite)
+        lost = finite * (1 - factors[torch.isfinite(norms)]).abs()
         facts |= {
             "update_norm_mean": float(finite.mean()),
             "update_norm_sd": float(finite.std(correction=0)),
@@ -220,6 +224,6 @@ def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dic
             "clipped_fraction": float((factors < 1).double().mean()),
             "alpha_mean": float(alpha),
             "alpha_spread": float((factors - alpha).abs().mean()),
-            "clip_bias": float((excess**2).mean()) / aggregate.total.numel(),
+            "clip_bias": float(lost.sum()),
         }
     return facts

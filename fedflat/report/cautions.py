@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from fedflat.report import tables
+from fedflat.report.fates import first_lost, guess
 from fedflat.report.metrics import Record, number
 
 PRIVATE = "(private to the simulation, not covered by the guarantee)"
@@ -58,9 +59,9 @@ class Watch:
 
 
 def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
-    for record in released:
-        if number(record.get("test_accuracy")) is not None and number(record.get("test_loss")) is None:
-            return [f"The test loss is not finite from round {record.get('round')} on: training diverged."]
+    lost = first_lost(released)
+    if lost is not None:
+        return [f"The test loss is not finite from round {lost.get('round')} on: training diverged."]
     for record in private:
         if "train_loss" in record and number(record["train_loss"]) is None and record.get("cohort"):
             return [f"A training loss is not finite in round {record.get('round')}: lower local.lr. {PRIVATE}"]
@@ -68,17 +69,13 @@ def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
 
 
 def _chance(released: Sequence[Record]) -> list[str]:
-    last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), None)
-    by_class = [] if last is None else [number(value) for value in last.get("class_accuracy") or []]
-    known = [value for value in by_class if value is not None]
-    if last is None or len(known) < 2:
+    found = guess(released)
+    if found is None:
         return []
-    accuracy = float(last["test_accuracy"])
-    if sorted(known) == [0.0] * (len(known) - 1) + [1.0]:
-        return [f"The model gives every test example the same class (accuracy {tables.percent(accuracy)} %)."]
-    if accuracy > CHANCE / len(known):
-        return []
-    return [f"Test accuracy {tables.percent(accuracy)} % is what guessing among {len(known)} classes gives."]
+    accuracy = tables.percent(found.accuracy)
+    if found.one_class:
+        return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
+    return [f"Test accuracy {accuracy} % is what guessing among {found.classes} classes gives."]
 
 
 def _noise(private: Sequence[Record]) -> list[str]:

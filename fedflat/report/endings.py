@@ -11,6 +11,7 @@ from typing import Any
 
 from fedflat.report import tables
 from fedflat.report.cautions import cautions
+from fedflat.report.fates import FATES, fate_of
 from fedflat.report.metrics import number, own_metrics
 from fedflat.report.progress import ASKED, console_now
 
@@ -46,7 +47,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     rows = [
         ("algorithm", f"{recipe.algorithm.name} ({recipe.name}, seed {recipe.seed})"),
         ("rounds", f"{len(result.history)} of {recipe.rounds}"),
-        _tested(result.history),
+        _tested(result.history, result.private_history),
         *[(key.replace("_", " "), _final(result.history, key)) for key in own_metrics(result.history)],
     ]
     personal = [
@@ -72,12 +73,12 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     return rows
 
 
-def _tested(history: list[dict[str, Any]]) -> tuple[str, str]:
+def _tested(history: list[dict[str, Any]], private: list[dict[str, Any]]) -> tuple[str, str]:
     """Test accuracy, or the loss of a task without one."""
     losses = any(number(record.get("test_loss")) is not None for record in history)
     if losses and all(record.get("test_accuracy") is None for record in history):
         return "test loss", _final(history, "test_loss")
-    return "test accuracy", _accuracy(history)
+    return "test accuracy", _accuracy(history, private)
 
 
 def _final(history: list[dict[str, Any]], key: str) -> str:
@@ -85,12 +86,15 @@ def _final(history: list[dict[str, Any]], key: str) -> str:
     return f"{found[-1]:.4g} final" if found else "never a finite number"
 
 
-def _accuracy(history: list[dict[str, Any]]) -> str:
+def _accuracy(history: list[dict[str, Any]], private: list[dict[str, Any]]) -> str:
     found = [
         (value, record["round"]) for record in history if (value := number(record.get("test_accuracy"))) is not None
     ]
     if not found:
         return "never evaluated on test data"
+    came_to = fate_of(history, private)
+    if came_to:
+        return f"{tables.percent(found[-1][0])} % final: the run {FATES[came_to]}"
     best = max(found, key=lambda pair: pair[0])
     final, top = tables.percent(found[-1][0]), tables.percent(best[0])
     return f"{final} % final; best {top} % after round {best[1] + 1} (chosen on test data)"

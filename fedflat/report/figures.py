@@ -236,8 +236,9 @@ def _alphas(run: Run) -> Figure | None:
 
 
 def _errors(run: Run) -> Figure | None:
-    figure = Figure("errors", "Clip bias and noise", (), "L2", "Error that clipping and noise add, per client.", True)
-    pairs = [("Clip bias", "clip_bias"), ("Noise", "noise_norm")]
+    note = "Norms of what the clip took from the round's sum (at most) and of what the noise added to it."
+    figure = Figure("errors", "Clip bias and noise", (), "L2", note, True)
+    pairs = [("Clip bias, at most", "clip_bias"), ("Noise", "noise_norm")]
     return _with(
         figure, [_series(label, column(run.private, key), {}, place) for place, (label, key) in enumerate(pairs)]
     )

@@ -10,8 +10,9 @@ from typing import Any
 
 from fedflat.report.metrics import Run
 
-# What makes a setting; the seed, the versions that ran it and whatever else a run notes down do not.
-SETTING = ("name", "rounds", "data", "model", "algorithm", "local", "cohort", "privacy", "server", "engine")
+# What makes a setting; the seed, the versions that ran it and whatever else a run notes down do not. Nor does the
+# engine, of which a recipe holds what ``auto`` chose: two seeds may have met different back ends.
+SETTING = ("name", "rounds", "data", "model", "algorithm", "local", "cohort", "privacy", "server")
 
 
 @dataclass(frozen=True)
@@ -54,31 +55,48 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def setting(run: Run) -> dict[str, Any]:
-    """The flat recipe without seeds and without what only describes the machine."""
-    return flatten({key: run.recipe[key] for key in SETTING if key in run.recipe})
+def setting(run: Run, engine: bool = False) -> dict[str, Any]:
+    """The flat recipe without seeds and without what only describes the machine, unless ``engine`` is asked for."""
+    keys = (*SETTING, "engine") if engine else SETTING
+    return flatten({key: run.recipe[key] for key in keys if key in run.recipe})
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Runs whose recipes differ in nothing but the seed, in the order given.
 
-    A group is labelled with its method, and where two groups share a method also with the keys in which they differ.
+    Engines count only where one seed ran on several: then they are what is compared. A group is labelled with its
+    method, and where two groups share a method also with the keys in which they differ.
     """
     members: dict[str, list[Run]] = {}
     for run in runs:
-        # Without a recipe there is nothing to compare by: such a run stays alone.
-        key = json.dumps(setting(run), sort_keys=True) if run.recipe else str(run.path)
-        members.setdefault(key, []).append(run)
-    firsts = [group[0] for group in members.values()]
-    labels = _distinct([_label(first, firsts) for first in firsts])
-    return [Group(label, tuple(group)) for label, group in zip(labels, members.values(), strict=True)]
+        members.setdefault(_key(run), []).append(run)
+    kept = [part for group in members.values() for part in _by_engine(group)]
+    firsts = [group[0] for group in kept]
+    engines = len(kept) > len(members)
+    labels = _distinct([_label(first, firsts, engines) for first in firsts])
+    return [Group(label, tuple(group)) for label, group in zip(labels, kept, strict=True)]
 
 
-def _label(run: Run, others: Sequence[Run]) -> str:
-    same = [setting(other) for other in others if other.algorithm == run.algorithm]
+def _key(run: Run, engine: bool = False) -> str:
+    """What runs of one group share; without a recipe there is nothing to compare by, so such a run stays alone."""
+    return json.dumps(setting(run, engine), sort_keys=True) if run.recipe else str(run.path)
+
+
+def _by_engine(group: list[Run]) -> list[list[Run]]:
+    """The runs as they are, or by engine where a seed is among them more than once."""
+    if len({run.seed for run in group}) == len(group):
+        return [group]
+    parts: dict[str, list[Run]] = {}
+    for run in group:
+        parts.setdefault(_key(run, engine=True), []).append(run)
+    return list(parts.values())
+
+
+def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:
+    same = [setting(other, engine) for other in others if other.algorithm == run.algorithm]
     if len(same) == 1:
         return run.algorithm
-    own = setting(run)
+    own = setting(run, engine)
     keys = [key for key in differing(same) if key != "name"]
     if not keys or len(keys) > 3:
         return str(run.recipe.get("name") or run.name)

@@ -232,9 +232,22 @@ def final_accuracy(run: Run) -> float | None:
 
 
 def best_accuracy(run: Run) -> float | None:
-    """The highest test accuracy of any round: a choice made on test data, so reports say so."""
+    """The highest test accuracy of any round: a choice made on test data, so reports say so.
+
+    The last round's for a run that came to nothing (``fates.fate``), for which its best round must not stand.
+    """
+    found = best_point(run)
+    return None if found is None else found[1]
+
+
+def best_point(run: Run) -> tuple[int, float] | None:
+    """(round, test accuracy) of the best round, of the last one where the run came to nothing; None without any."""
+    from fedflat.report.fates import fate  # it reads records by this module
+
     points = column(run.metrics, "test_accuracy")
-    return max(value for _, value in points) if points else None
+    if not points:
+        return None
+    return points[-1] if fate(run) else max(points, key=lambda point: point[1])
 
 
 def personal_accuracy(run: Run) -> float | None:
@@ -282,7 +295,7 @@ def summary(run: Run) -> Record:
     """The headline numbers of a run, ready for JSON. Global and personal accuracy are separate keys."""
     accuracy = column(run.metrics, "test_accuracy")
     loss = column(run.metrics, "test_loss")
-    best = max(accuracy, key=lambda point: point[1]) if accuracy else (None, None)
+    best = best_point(run) or (None, None)
     return {
         "name": run.name,
         "recipe": run.recipe.get("name"),

@@ -17,7 +17,9 @@ from fedflat.core.checks import wrong
 from fedflat.report import metrics
 from fedflat.report.equal import Targets, accuracy_at_epsilon, targets
 from fedflat.report.equal import epsilon_at_accuracy as epsilon_at_accuracy
+from fedflat.report.fates import FATES, MARKS, fate
 from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
+from fedflat.report.measures import generalisation_gap, rounds_to
 from fedflat.report.metrics import Run
 from fedflat.report.together import Cost, cost_record, cost_sentences, costs
 
@@ -33,7 +35,9 @@ PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered b
 class Row:
     """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
 
-    ``epsilon_at_accuracy`` and ``accuracy_at_epsilon`` are read at the comparison's ``equal`` targets.
+    ``epsilon_at_accuracy`` and ``accuracy_at_epsilon`` are read at the comparison's ``equal`` targets. ``fates``: of
+    the runs that came to nothing (``fates.FATES``), whose last round counts as their best. ``gap``: training minus test
+    accuracy at the end, private to the simulation. ``rounds_to_accuracy``: rounds until the target was first reached.
     """
 
     method: str
@@ -50,6 +54,9 @@ class Row:
     reasons: tuple[str, ...]
     epsilon_at_accuracy: Spread | None = None
     accuracy_at_epsilon: Spread | None = None
+    fates: tuple[str, ...] = ()
+    gap: Spread | None = None
+    rounds_to_accuracy: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,9 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
         reasons=tuple(metrics.reasons(shown)),
         epsilon_at_accuracy=over(lambda run: epsilon_at_accuracy(run, equal.accuracy)) if equal else None,
         accuracy_at_epsilon=over(lambda run: accuracy_at_epsilon(run, equal.epsilon)) if equal else None,
+        fates=tuple(found for run in group.runs if (found := fate(run))),
+        gap=over(generalisation_gap),
+        rounds_to_accuracy=over(lambda run: rounds_to(run, equal.accuracy)) if equal else None,
     )
 
 
@@ -174,7 +184,7 @@ def columns(table: Comparison) -> list[Column]:
     found: list[tuple[bool, Column]] = [
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
-        (True, Column("final", "accuracy %", lambda row: percent_spread(row.final))),
+        (True, Column("final", "accuracy %", _final_text)),
         (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
         (True, Column("proven_epsilon", "ε proven", lambda row: epsilon_text(row.proven_epsilon))),
@@ -183,6 +193,10 @@ def columns(table: Comparison) -> list[Column]:
         (True, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
     ]
     return [column for wanted, column in found if wanted]
+
+
+def _final_text(row: Row) -> str:
+    return percent_spread(row.final) + "".join(MARKS[found] for found in dict.fromkeys(row.fates))
 
 
 def _equal_columns(table: Comparison) -> list[tuple[bool, Column]]:
@@ -213,6 +227,9 @@ def notes(table: Comparison) -> list[str]:
     found += _equal_notes(table.equal)
     if any(row.personal for row in rows):
         found.append(PRIVATE_NOTE)
+    for row in rows:
+        for kind in dict.fromkeys(row.fates):
+            found.append(f"{MARKS[kind]} {row.method}: {row.fates.count(kind)} of {row.seeds} runs {FATES[kind]}.")
     for row in rows:
         if row.proven_epsilon is None:
             found.append(f"{row.method}: no finite ε is proven. {' '.join(row.reasons[:1])}".strip())
@@ -376,7 +393,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     parts = {
         "difference": ("mean", "low", "high", "pairs"),
         "personal_difference": ("mean", "low", "high", "pairs"),
-        **dict.fromkeys(("final", "best", "personal", "seconds", *EQUAL), ("mean", "sd")),
+        **dict.fromkeys(("final", "best", "personal", "seconds", "gap", "rounds_to_accuracy", *EQUAL), ("mean", "sd")),
     }
     flat: dict[str, Any] = {}
     for key, value in record.items():

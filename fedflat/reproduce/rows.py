@@ -4,47 +4,76 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 from fedflat.assembly.plans import algorithm_of, plan_of
-from fedflat.config.recipe import Recipe, override
+from fedflat.config.recipe import ClipSection, Recipe, override
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
 from fedflat.core.params import Layout, layout_of
 from fedflat.methods.published.accounting import PAPERS, Published, formula, with_tensors
 from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
+from fedflat.report.fates import fate
+from fedflat.report.metrics import Run
 from fedflat.report.progress import RunEvent
+from fedflat.reproduce import numbers
 from fedflat.reproduce.scales import SCALES, differences, scaled
-from fedflat.reproduce.tables import Cell, Table
+from fedflat.reproduce.tables import COUNTED, RELATIVE, Cell, Table
+from fedflat.reproduce.verdict import Ranked, Verdict, judge
 from fedflat.simulation.experiment import compare
 from fedflat.simulation.experiment_settings import expand
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is proven of a plan: ε (inf where nothing finite is) at δ, and ε of the larger system it simulates."""
+
+    epsilon: float
+    delta: float
+    simulated: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One published number beside ours.
 
-    ours: accuracy in percent for each seed. claimed: ε as the paper has it for its own setting. proven: ε of what runs
-    here, inf where nothing finite is proven, None where nothing is known. missing: why there is no value of ours.
+    ours: by seed, in the cell's unit (inf: the target was never reached). claimed: ε as the paper has it for its own
+    setting. proven, delta: ε and δ of what runs here, inf where nothing finite is proven, None where nothing is known.
+    simulated: ε of the larger system whose noise is simulated. fates: how runs came to nothing, by seed. missing: why
+    there is no value of ours; void: because there is none to have, not because runs are missing.
     """
 
     cell: Cell
     recipe: Recipe | None
     claimed: float | None
     proven: float | None
-    ours: tuple[float, ...] = ()
+    delta: float | None = None
+    simulated: float | None = None
+    ours: Mapping[int, float] = field(default_factory=dict)
+    fates: Mapping[int, str] = field(default_factory=dict)
     missing: str = ""
+    void: bool = False
 
     @property
     def spread(self) -> tuple[float, float | None] | None:
-        """Mean and standard deviation (n − 1; None for one seed) of ours, or None."""
-        if not self.ours:
+        """Mean and standard deviation (n − 1; None for one seed) of ours, or None; inf if a seed never got there."""
+        values = list(self.ours.values())
+        if not values:
             return None
-        return statistics.fmean(self.ours), statistics.stdev(self.ours) if len(self.ours) > 1 else None
+        if any(map(math.isinf, values)):
+            return math.inf, None
+        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the published mean."""
+        if self.spread is None or self.cell.value is None or math.isinf(self.spread[0]):
+            return None
+        return self.spread[0] - self.cell.value[0]
 
 
 @dataclass(frozen=True)
@@ -61,8 +90,23 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell whose setting is known has a value of ours."""
-        return all(row.ours or row.recipe is None for row in self.rows)
+        """Whether every cell whose setting is known has a value of ours, as far as there is one to have."""
+        return all(row.ours or row.void or row.recipe is None for row in self.rows)
+
+    def columns(self) -> dict[str, list[Row]]:
+        """The rows by column."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.cell.column, []).append(row)
+        return found
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """For each column with two methods or more that ran: does it rank them as the paper does?"""
+        judged = {
+            name: judge([Ranked(row.cell, dict(row.ours)) for row in rows], self.table.seeds)
+            for name, rows in self.columns().items()
+        }
+        return {name: found for name, found in judged.items() if found is not None}
 
 
 def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: Sequence[str] = ()) -> Outcome:
@@ -75,7 +119,7 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
     changed: dict[str, list[str]] = {}
     for row in rows:
         if row.cell.recipe is not None and row.recipe is not None:
-            known = changed.setdefault(row.cell.column, [])
+            known = changed.setdefault(row.cell.of, [])
             known += [text for text in differences(row.cell.recipe, row.recipe) if text not in known]
     return Outcome(table, tuple(rows), scale, protocol, {name: tuple(texts) for name, texts in changed.items()})
 
@@ -83,15 +127,18 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
 def _planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
     if cell.recipe is None:
         return Row(cell, None, None, None, missing="the paper's setting is not known")
-    recipe = _procedure(table, scaled(cell.recipe, scale), protocol)
+    recipe = scaled(_procedure(table, cell.recipe, cell.released, protocol), scale)
     mapping = recipe.dump()
+    if cell.of in {each.of for each in table.cells if each.measure in COUNTED}:
+        mapping["evaluation"]["every"] = 1  # rounds are counted at the evaluated ones
     for text in overrides:
         mapping = override(mapping, text)
     recipe = Recipe.of(mapping, where=recipe.name)
-    return Row(cell, recipe, claimed_epsilon(table, cell), _proven(recipe, cell.input, cell.classes))
+    found = _proven(recipe, cell.input, cell.classes)
+    return Row(cell, recipe, claimed_epsilon(table, cell), found.epsilon, found.delta, found.simulated)
 
 
-def _procedure(table: Table, recipe: Recipe, protocol: str) -> Recipe:
+def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
     """The recipe, or the paper's released procedure with its numbers; votes and ddgauss have only their own."""
     if protocol == "sound":
         return recipe
@@ -103,6 +150,8 @@ def _procedure(table: Table, recipe: Recipe, protocol: str) -> Recipe:
     sampling = "poisson" if table.paper == "004" else "fixed"
     size = recipe.cohort.size if sampling == "poisson" else round(recipe.cohort.size)
     found = recipe.dump()
+    for text in released:
+        found = override(found, text)
     found["privacy"].update(protocol="published", published=table.paper)
     if table.paper == "002":
         found["privacy"]["clip"] = {"kind": "median"}
@@ -122,8 +171,8 @@ def claimed_epsilon(table: Table, cell: Cell) -> float | None:
     return formula(Poisson(clients, cohort.size), privacy.noise_multiplier or 0.0, delta, cell.recipe.rounds)
 
 
-def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> float:
-    """ε of the recipe's plan; the many cells that share a plan share its account."""
+def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Account:
+    """What the recipe's plan proves; the many cells that share a plan share its account."""
     blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": Recipe.model_fields["evaluation"].default})
     method = algorithm_of(recipe)
     if method.kind == "update" and recipe.privacy.protocol == "sound":  # the account knows no method and no data
@@ -134,18 +183,21 @@ def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> float:
 
 
 @lru_cache(maxsize=512)
-def _account(text: str, shape: tuple[int, ...], classes: int) -> float:
+def _account(text: str, shape: tuple[int, ...], classes: int) -> Account:
     recipe = Recipe.model_validate_json(text)
     method, clients = algorithm_of(recipe), recipe.data.clients or 1
     layout = _layout(recipe, shape, classes) if _needs_model(recipe, method.kind) else None
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
     if isinstance(plan.mechanism, Published) and layout is not None:
         plan = with_tensors(plan, layout.shared)
-    return plan.epsilon() if plan.private else math.inf
+    return Account(plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon())
 
 
 def _needs_model(recipe: Recipe, kind: str) -> bool:
-    return kind == "ddgauss" or recipe.privacy.protocol == "published"
+    """Whether the account asks for the model: for d, or for the number of tensors that are clipped one by one."""
+    clip = recipe.privacy.clip
+    own_median = isinstance(clip, ClipSection) and clip.kind == "median"  # proves nothing, whatever the model
+    return kind == "ddgauss" or (recipe.privacy.protocol == "published" and not own_median)
 
 
 def _layout(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Layout:
@@ -167,22 +219,29 @@ def train(
 ) -> Outcome:
     """Train every cell whose data can be had, as ``fedflat compare`` does (what is done in ``folder`` is kept).
 
-    seeds: default the scale's, at full scale the paper's. Raises InputError as ``dry`` does, before any training.
+    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. Raises
+    InputError as ``dry`` does, before any training.
     """
     plan = dry(table, scale, protocol, overrides)
     lacking = _lacking([row.recipe for row in plan.rows if row.recipe is not None])
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in lacking]
     count = seeds or SCALES[scale].seeds or table.seeds
     missing = list(lacking.values())
-    values: dict[int, Row] = {}
+    runs: dict[tuple[str, str], dict[int, Run]] = {}
     if chosen:
-        recipes = [row.recipe for row in chosen if row.recipe is not None]
-        found = compare(recipes, (), count, folder, processes, update)
+        recipes = {(row.cell.of, row.cell.method): row.recipe for row in chosen if row.recipe is not None}
+        found = compare(list(recipes.values()), (), count, folder, processes, update)
         missing += [f"{name}: {why}" for name, why in found.failed.items()]
-        for row, setting in zip(chosen, expand(recipes, (), count)):
-            values[id(row)] = _measured(row, folder / setting.slug, setting.seeds, table.measure)
-    rows = tuple(values.get(id(row)) or _not_run(row) for row in plan.rows)
+        for key, setting in zip(recipes, expand(list(recipes.values()), (), count)):
+            runs[key] = _runs(folder / setting.slug, setting.seeds)
+    rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
     return replace(plan, rows=rows, missing=tuple(missing), folder=folder)
+
+
+def _runs(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:
+    """The runs that have ended, by seed."""
+    places = {seed: folder / f"seed-{seed}" for seed in seeds}
+    return {seed: metrics.read_run(place) for seed, place in places.items() if (place / "privacy.json").is_file()}
 
 
 def _lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
@@ -199,24 +258,36 @@ def _lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
     return found
 
 
-def _not_run(row: Row) -> Row:
-    """Nothing ran, so nothing is proven of it."""
-    return replace(row, proven=None, missing=row.missing or "the data set cannot be had")
+def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
+    """The row with its number and the proven ε of the runs that are there; where nothing ran, nothing is proven."""
+    nothing = replace(row, proven=None, delta=None, simulated=None)
+    if row.recipe is None:
+        return nothing
+    if (row.cell.of, row.cell.method) not in runs:
+        return replace(nothing, missing=row.missing or "the data set cannot be had")
+    mine = runs[row.cell.of, row.cell.method]
+    if not mine:
+        return replace(nothing, missing="no run ended")
+    proven = [metrics.proven_epsilon(run) for run in mine.values()]
+    projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
+    row = replace(
+        row,
+        proven=max((math.inf if value is None else value for value in proven), default=row.proven),
+        delta=metrics.number(next(iter(mine.values())).privacy.get("delta")) or row.delta,
+        simulated=max((value for value in projected if value is not None), default=row.simulated),
+        fates={seed: found for seed, run in mine.items() if (found := fate(run))},
+    )
+    against = runs.get((row.cell.of, first), {})
+    values = {seed: numbers.measured(row.cell, run, against.get(seed)) for seed, run in mine.items()}
+    ours = {seed: value for seed, value in values.items() if value is not None}
+    if ours:
+        return replace(row, ours=ours)
+    if row.cell.measure == "speedup" and against:
+        return replace(row, missing=f"{first} never reached {row.cell.target:g} %", void=True)
+    return replace(row, missing=_why(row.cell, against, first))
 
 
-def _measured(row: Row, folder: Path, seeds: Sequence[int], measure: str) -> Row:
-    """The row with the accuracy and the proven ε of the runs that are there."""
-    runs = [
-        metrics.read_run(place)
-        for place in (folder / f"seed-{seed}" for seed in seeds)
-        if (place / "privacy.json").is_file()
-    ]
-    if not runs:
-        return replace(row, proven=None, missing="no run ended")
-    key = "personal_accuracy" if row.cell.personal else "test_accuracy"
-    series = [metrics.column(run.private if row.cell.personal else run.metrics, key) for run in runs]
-    points = [[value for _, value in one] for one in series if one]
-    ours = tuple(100 * (max(one) if measure == "best" else one[-1]) for one in points)
-    proven = [metrics.proven_epsilon(run) for run in runs]
-    worst = max((math.inf if value is None else value for value in proven), default=row.proven)
-    return replace(row, ours=ours, proven=worst, missing="" if ours else f"no {key} in the runs")
+def _why(cell: Cell, against: Mapping[int, Run], first: str) -> str:
+    if cell.measure in RELATIVE and not against:
+        return f"it is against {first}, of which no run ended"
+    return f"the runs have no {'personal' if cell.personal else 'test'} accuracy"

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of
+from fedflat.privacy.accounting.epsilon import default_delta
+
+RESNETS = {name: {"name": name, "width": 8, "groups": 4} for name in ("resnet10", "resnet18")}
+SMALL: dict[str, dict[str, Any]] = {
+    **RESNETS,
+    "cnn": {"name": "cnn", "hidden": 64},
+    "cnn-2-layers": {"name": "cnn-2-layers", "hidden": 32},
+    "cnn-3": {"name": "cnn", "hidden": 64},
+    "vit-base": RESNETS["resnet10"],
+    "roberta-base": {"name": "bow"},
+}
+"""The nearest small network of the same kind that a processor trains in seconds a round."""
+SHARES = 30
+"""Expected cohort that ddgauss needs at least."""
+TINY = {
+    name: {"name": "bow", "embedding": 4} if name == "roberta-base" else {"name": "mlp", "hidden": 16} for name in SMALL
+}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """At most so many of everything; None keeps the recipe's. model: the network for images instead of the paper's."""
+    """At most so many of everything; None keeps the recipe's. models: what stands for the paper's networks.
+
+    least_cohort: clients are as many as this expected cohort needs at the paper's q.
+    """
 
     clients: int | None = None
     least_cohort: int = 1
@@ -23,43 +45,103 @@ class Scale:
     examples: int | None = None
     test: int | None = None
     queries: int | None = None
-    model: Mapping[str, Any] | None = None
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seeds: int | None = None
 
 
 SCALES: dict[str, Scale] = {
-    "smoke": Scale(20, 10, 2, 2, 8, 600, 200, 10, {"name": "mlp", "hidden": 16}, 1),
-    "small": Scale(100, 10, 30, 10, 32, 10_000, 2_000, 200, {"name": "cnn-2-layers"}, 3),
+    "smoke": Scale(20, 5, 2, 2, 8, 600, 200, 10, TINY, 1),
+    "small": Scale(100, 10, 30, 5, 16, 10_000, 1_000, 200, SMALL, 3),
     "full": Scale(),
 }
 
 
 def scaled(recipe: Recipe, name: str) -> Recipe:
-    """``recipe`` at a scale: q is kept unless the cohort would be too small; σ or ε, clip and rates are kept.
+    """``recipe`` at a scale: q, C, δ, the rates, and σ/m, the noise in each coordinate of the mean over C, are kept.
 
-    Raises InputError for a scale that does not exist.
+    So the noise of a round is that of the paper's cohort m (``privacy.noise_cohort``), and where the paper names an ε,
+    σ is the one that all of its rounds need. The smaller network has fewer coordinates. Raises InputError for a scale
+    that does not exist.
     """
     scale = SCALES[one_of("--scale", name, SCALES)]
     if scale.clients is None:
         return recipe
     found = recipe.dump()
     before = recipe.data.clients or scale.clients
-    clients = min(before, scale.clients)
     share = recipe.cohort.size / before
+    # ddgauss aborts a round with too few shares, which costs δ: its cohorts must hardly ever be small.
+    least = max(scale.least_cohort, SHARES) if algorithm_of(recipe).kind == "ddgauss" else scale.least_cohort
+    clients = min(before, max(scale.clients, math.ceil(least / share)))
+    size = share * clients if recipe.cohort.sampling == "poisson" else float(math.ceil(share * clients))
     found["data"].update(
         clients=clients, max_examples=_least(recipe.data.max_examples, scale.examples),
         max_test=_least(recipe.data.max_test, scale.test),
     )  # fmt: skip
-    found["cohort"]["size"] = min(clients, max(scale.least_cohort, math.ceil(share * clients)))
+    found["cohort"]["size"] = int(size) if size == int(size) else size
     found["rounds"] = min(recipe.rounds, scale.rounds or recipe.rounds)
+    found["privacy"].update(_noise(recipe, size, before))
     batch = min(recipe.local.batch_size, scale.batch or recipe.local.batch_size)
-    found["local"].update(steps=_least(recipe.local.steps, scale.steps), epochs=None, batch_size=batch)
-    found["model"] = dict(scale.model or found["model"])
+    found["local"].update(batch_size=batch, **_training(recipe, scale, batch / (scale.examples or 1) * clients))
+    found["model"] = dict(scale.models.get(recipe.model.name, found["model"]))
+    if recipe.model.name == "roberta-base":
+        found["data"]["tokenizer"] = None
     found["evaluation"]["every"] = max(1, found["rounds"] // 10)
     if found["algorithm"].get("queries"):
         found["algorithm"].update(queries=scale.queries, student_epochs=2)
     found["name"] = f"{recipe.name}_{name}"
     return Recipe.of(found, where=found["name"])
+
+
+def _training(recipe: Recipe, scale: Scale, share: float) -> dict[str, Any]:
+    """Steps, or epochs where a released procedure's steps follow each client's own data (algorithms.md, item 6).
+
+    share: of a client's examples that one batch has. Voters train once in a run, and so keep their steps.
+    """
+    voters = algorithm_of(recipe).kind == "votes" and recipe.local.steps is not None
+    steps = recipe.local.steps if voters else _least(recipe.local.steps, scale.steps)
+    if recipe.privacy.protocol != "published" or recipe.local.epochs is None or steps is None:
+        return {"steps": steps, "epochs": None}
+    return {"steps": None, "epochs": max(1, round(steps * share))}
+
+
+def _noise(recipe: Recipe, size: float, clients: int) -> dict[str, Any]:
+    """The paper's σ and δ, with the noise of its cohort in each coordinate of the mean.
+
+    A recipe says so by ``noise_cohort``; ddgauss, whose grid is made for the cohort that runs, and released procedures
+    take no such key: there σ itself is smaller, and no larger system is simulated.
+    """
+    method, privacy = algorithm_of(recipe), recipe.privacy
+    if not method.private:
+        return {}
+    sigma = sigma_of(recipe)
+    found = {"noise_multiplier": sigma, "epsilon": None, "delta": privacy.delta or default_delta(clients)}
+    if sigma == 0:
+        return found
+    if method.kind == "ddgauss" or privacy.protocol == "published":
+        return {**found, "noise_multiplier": sigma * size / recipe.cohort.size}
+    return {**found, "noise_cohort": recipe.cohort.size}
+
+
+def sigma_of(recipe: Recipe) -> float:
+    """σ of a recipe at full scale: as given, or what its ε needs over all of its rounds.
+
+    ddgauss takes that of the Gaussian sum at the same ε, and a released procedure what its paper's formula asks for.
+    """
+    if recipe.privacy.noise_multiplier is not None:
+        return recipe.privacy.noise_multiplier
+    found = recipe.dump()
+    options = {"queries", "labels_per_draw"} if algorithm_of(recipe).kind == "votes" else set()
+    kept = {key: value for key, value in found["algorithm"].items() if key in options}
+    method = {"name": "ae-dpfl", **kept} if options else {"name": "dp-fedavg"}
+    plain = {"name": "run", "rounds": found["rounds"], "data": {"clients": found["data"]["clients"]}, "model": "mlp"}
+    plain |= {"algorithm": method, "cohort": found["cohort"], "privacy": found["privacy"]}
+    return _calibrated(Recipe.of(plain).model_dump_json(), recipe.data.clients or 1)
+
+
+@lru_cache(maxsize=128)
+def _calibrated(text: str, clients: int) -> float:
+    recipe = Recipe.model_validate_json(text)
+    return plan_of(recipe, algorithm_of(recipe), clients).noise_multiplier
 
 
 def _least(given: int | None, limit: int | None) -> int | None:
@@ -83,4 +165,4 @@ def _flat(value: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]
 
 
 def _text(value: Any) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "–" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)

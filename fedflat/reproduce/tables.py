@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,33 @@ from fedflat.core.checks import nearest, one_of, wrong
 FOLDER = Path(__file__).parent
 ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "v": "5", "vi": "6"}
 
+MEASURES = {
+    "best": "test accuracy of the best round, %",
+    "final": "test accuracy of the last round, %",
+    "train": "training accuracy of the cohort's minibatches in the round of the test accuracy, %",
+    "gap": "training minus test accuracy, points",
+    "rounds": "rounds until the test accuracy is at least the target",
+    "speedup": "rounds of the table's first method over this one's, ×",
+    "gain": "test accuracy minus that of the table's first method, points",
+}
+"""What a printed number counts, and its unit."""
+COUNTED = ("rounds", "speedup")
+"""Measures that count rounds."""
+RELATIVE = ("speedup", "gain")
+"""Measures against the first method of the table."""
+LOWER = ("rounds", "gap")
+"""Measures of which less is better."""
+
 
 @dataclass(frozen=True)
 class Cell:
     """One published number.
 
-    published: accuracy in percent, mean ± sd as printed; – where the text has lost it. recipe: the setting at full
-    scale, sound; None where the text does not say the setting. input, classes: the data's form, for plans that need
-    the model. personal: the accuracy is that of the clients' own models.
+    published: as printed, mean ± sd where it has one; – where the text has lost it. recipe: the setting at full scale,
+    sound; None where the text does not say the setting. released: what ``--protocol published`` changes in it first.
+    input, classes: the data's form, for plans that need the model. personal: the accuracy is that of the clients' own
+    models. measure: a key of MEASURES; base: the table's own, best or final; target: of rounds and speedup, %. of: the
+    column whose runs this number is of.
     """
 
     column: str
@@ -33,6 +53,22 @@ class Cell:
     input: tuple[int, ...] = ()
     classes: int = 0
     personal: bool = False
+    measure: str = "final"
+    base: str = "final"
+    target: float | None = None
+    of: str = ""
+    released: tuple[str, ...] = ()
+
+    @property
+    def value(self) -> tuple[float, float | None] | None:
+        """The published mean and sd (None where none is printed), or None for a number that is lost."""
+        return printed(self.published)
+
+
+def printed(text: str) -> tuple[float, float | None] | None:
+    """``53.92 ± 0.55``, ``40``, ``3.3×`` or ``+1.04`` as (mean, sd or None); None for –."""
+    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)×?(?: ± (\d+(?:\.\d+)?))?", text)
+    return None if found is None else (float(found[1]), None if found[2] is None else float(found[2]))
 
 
 @dataclass(frozen=True)
@@ -40,8 +76,9 @@ class Table:
     """A table of a paper.
 
     measure: best (over the rounds) or final accuracy. seeds: the paper's trials. claimed: whether the claimed ε is the
-    paper's formula for its σ (``formula``) or the budget that the table names (``epsilon``). notes: how what runs here
-    differs from what the paper ran.
+    paper's formula for its σ (``formula``) or the budget that the table names (``epsilon``). notes: (protocol, how what
+    runs here differs from what the paper ran); protocol empty where the note holds for both. first: the method that
+    relative numbers are against.
     """
 
     paper: str
@@ -51,27 +88,44 @@ class Table:
     measure: str
     seeds: int
     claimed: str
-    notes: tuple[str, ...]
+    notes: tuple[tuple[str, str], ...]
     cells: tuple[Cell, ...]
+    first: str = ""
+
+    def said(self, protocol: str) -> list[str]:
+        """The notes that hold under a protocol."""
+        return [text for only, text in self.notes if only in ("", protocol)]
 
     def only(self, columns: Iterable[str] = (), methods: Iterable[str] = ()) -> Table:
-        """The cells of these columns (any that contain one of the texts) and these methods (exact names).
+        """The cells of these columns and these methods (exact names).
 
-        Raises InputError for a text that no column contains or a method that is not in the table.
+        A text that is a column's whole name means that one; any other those that contain it, numbers being whole: with
+        ``Dirichlet 1`` comes no ``Dirichlet 10``. Raises InputError for a text that no column contains or a method that
+        is not in the table.
         """
         every = list(dict.fromkeys(cell.column for cell in self.cells))
         known = list(dict.fromkeys(cell.method for cell in self.cells))
-        kept, wanted = list(columns), [one_of("--method", name, known) for name in methods]
-        for text in kept:
-            if not any(text.lower() in column.lower() for column in every):
+        wanted = [one_of("--method", name, known) for name in methods]
+        kept: set[str] = set()
+        for text in columns:
+            found = _named(text, every)
+            if not found:
                 raise wrong("--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
+            kept.update(found)
         cells = tuple(
-            cell
-            for cell in self.cells
-            if (not kept or any(text.lower() in cell.column.lower() for text in kept))
-            and (not wanted or cell.method in wanted)
+            cell for cell in self.cells if (not kept or cell.column in kept) and (not wanted or cell.method in wanted)
         )
         return Table(**{**vars(self), "cells": cells})
+
+
+def _named(text: str, every: list[str]) -> list[str]:
+    """The columns that ``text`` names: the one of that name, or those with it as a part, whole numbers whole."""
+    small = text.strip().lower()
+    exact = [column for column in every if column.lower() == small]
+    before = r"(?<![\d.])" if small[:1].isdigit() else ""
+    after = r"(?!\d|\.\d)" if small[-1:].isdigit() else ""
+    part = re.compile(before + re.escape(small) + after)
+    return exact or [column for column in every if part.search(column.lower())]
 
 
 def names() -> list[str]:
@@ -96,42 +150,80 @@ def find(paper: str, table: str) -> Table:
 
 
 def load(stem: str) -> Table:
-    """The table in the file ``stem``.yaml."""
+    """The table in the file ``stem``.yaml.
+
+    columns: each with its recipe; methods: each with one value for each column under ``values``, and under the name of
+    each of ``shows`` one for each column of what else is printed of the same runs.
+    """
     import yaml
 
     found: dict[str, Any] = yaml.safe_load((FOLDER / f"{stem}.yaml").read_text(encoding="utf-8"))
-    cells = tuple(
-        _cell(stem, place, column, method, entry)
-        for place, column in enumerate(found["columns"])
-        for method, entry in found["methods"].items()
-    )
-    notes = tuple(found.get("notes", ()))
-    rest = {key: found[key] for key in ("paper", "table", "title", "about", "measure", "seeds", "claimed")}
-    return Table(**rest, notes=notes, cells=cells)
+    notes = tuple(pair for note in found.get("notes", ()) for pair in _note(note))
+    keys = ("paper", "table", "title", "about", "measure", "seeds", "claimed")
+    rest = {key: found[key] for key in keys}
+    return Table(**rest, notes=notes, cells=tuple(_cells(stem, found)), first=next(iter(found["methods"])))
 
 
-def _cell(stem: str, place: int, column: dict[str, Any], method: str, entry: dict[str, Any]) -> Cell:
-    published = entry["values"][place]
+def _note(note: str | Mapping[str, str]) -> list[tuple[str, str]]:
+    return [("", note)] if isinstance(note, str) else list(note.items())
+
+
+def _cells(stem: str, found: Mapping[str, Any]) -> Iterator[Cell]:
+    """The cells of a file, column by column, each column's further numbers after its first."""
+    methods: dict[str, dict[str, Any]] = found["methods"]
+    algorithms = [entry["algorithm"]["name"] for entry in methods.values()]
+    alone = len(set(algorithms)) == len(algorithms)  # otherwise runs are told apart by the method's printed name
+    released = tuple(found.get("released", ()))
+    for place, column in enumerate(found["columns"]):
+        runs = {name: _runs(stem, column, "" if alone else name, entry) for name, entry in methods.items()}
+        for label, show in [("", {"measure": found["measure"]}), *found.get("shows", {}).items()]:
+            for name, entry in methods.items():
+                listed = entry[label or "values"]
+                if len(listed) != len(found["columns"]):
+                    raise ValueError(f"{stem}: {name}, {label or 'values'}: {len(listed)} values")
+                known = {} if runs[name] is None else _form(column, entry)
+                yield Cell(
+                    column=f"{column['name']}: {label}" if label else column["name"],
+                    method=name,
+                    published=str(listed[place]),
+                    recipe=runs[name],
+                    measure=show["measure"],
+                    base=found["measure"],
+                    target=column.get("target"),
+                    of=column["name"],
+                    released=released,
+                    **known,
+                )
+
+
+def _form(column: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input": tuple(column["input"]), "classes": column["classes"], "personal": entry.get("personal", False),
+    }  # fmt: skip
+
+
+def _runs(stem: str, column: Mapping[str, Any], method: str, entry: Mapping[str, Any]) -> Recipe | None:
+    """The recipe of a column's runs with a method; None where the text does not say the setting."""
     if "recipe" not in column:
-        return Cell(column["name"], method, published, None)
-    slug = re.sub(r"[^a-z0-9.]+", "-", column["name"].lower().replace("ε", "eps")).strip("-")
-    recipe = _recipe(f"{stem}_{slug}", column, entry["algorithm"])
-    return Cell(
-        column["name"],
-        method,
-        published,
-        recipe,
-        tuple(column["input"]),
-        column["classes"],
-        entry.get("personal", False),
-    )
+        return None
+    parts = [stem, *(_slug(text) for text in (column["name"], method) if text)]
+    return _recipe("_".join(parts), column, entry["algorithm"])
 
 
-def _recipe(name: str, column: dict[str, Any], algorithm: dict[str, Any]) -> Recipe:
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("ε", "eps")).strip("-")
+
+
+def _recipe(name: str, column: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Recipe:
     """The column's recipe with the method in it; the column's own algorithm keys go to the methods that take them."""
     taken = inspect.signature(ALGORITHMS[algorithm["name"]]).parameters
     extra = {key: value for key, value in column.get("algorithm", {}).items() if key in taken}
-    mapping = Recipe.load(column["recipe"]).dump()
+    mapping = _packaged(column["recipe"]).dump()
     for text in column.get("set", ()):
         mapping = override(mapping, text)
     return Recipe.of({**mapping, "name": name, "algorithm": {**algorithm, **extra}}, where=name)
+
+
+@lru_cache(maxsize=32)
+def _packaged(name: str) -> Recipe:
+    return Recipe.load(name)

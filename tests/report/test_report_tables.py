@@ -34,6 +34,41 @@ def test_groups_ignore_the_seed_only(tmp_path: Path) -> None:
     assert len({group.label for group in found}) == 2
 
 
+def test_the_chosen_engine_splits_no_seeds(tmp_path: Path) -> None:
+    """A recipe holds what auto chose, which may be another back end for another seed."""
+    engines = [{"device": "cpu", "backend": name} for name in ("vectorized", "workers", "sequential")]
+    folders = [write_run(tmp_path / f"s{seed}", seed=seed, rounds=2, engine=engines[seed]) for seed in range(3)]
+    assert [len(group.runs) for group in grouped(folders)] == [3]
+    folders.append(write_run(tmp_path / "again", seed=0, rounds=2, engine=engines[1]))
+    found = grouped(folders)  # one seed on two engines: they are what is compared
+    assert sorted(len(group.runs) for group in found) == [1, 1, 2]
+    assert {group.label for group in found} == {f"dp-fedsam (backend={engine['backend']})" for engine in engines}
+
+
+def test_a_run_that_came_to_nothing_is_marked_and_has_no_best(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"s{seed}", seed=seed, rounds=6) for seed in range(2)]
+    for folder, change in zip(
+        folders, ({"test_loss": None}, {"class_accuracy": [1.0, *[0.0] * 9], "test_accuracy": 0.1})
+    ):
+        path = folder / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records[-1] |= change
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        hidden = folder / "private" / "private.jsonl"
+        secret = [json.loads(line) for line in hidden.read_text().splitlines()]
+        hidden.write_text(
+            "".join(json.dumps({k: v for k, v in r.items() if k != "personal_accuracy"}) + "\n" for r in secret)
+        )
+    runs = metrics.read_runs(folders)
+    assert [metrics.best_accuracy(run) == metrics.final_accuracy(run) for run in runs] == [True, True]
+    table = tables.comparison_table(groups.group_runs(runs))
+    assert table.rows[0].fates == ("diverged", "chance")
+    assert "!?" in tables.to_terminal(table) and all(len(line) <= 80 for line in tables.to_terminal(table).splitlines())
+    said = " ".join(tables.notes(table))
+    assert "! dp-fedsam: 1 of 2 runs left finite numbers." in said
+    assert "? dp-fedsam: 1 of 2 runs ended at the accuracy of guessing." in said
+
+
 def test_label_names_the_key_that_differs(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / f"rho{rho}", rounds=2, server={"optimizer": "sgd", "lr": rho}) for rho in (0.5, 1.0)

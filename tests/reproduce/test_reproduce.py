@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 from fedflat.cli.reproduce import WIDTH, as_dict, lines
-from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.reproduce import SCALES, Table, dry, find, load, names, scaled, train
 from fedflat.reproduce.rows import claimed_epsilon
-from fedflat.reproduce.scales import differences
+from fedflat.reproduce.scales import differences, sigma_of
+from fedflat.reproduce.tables import COUNTED, MEASURES
+from fedflat.reproduce.tables import printed as parsed
 
 TABLES = {name: load(name.replace(" ", "-")) for name in names()}
 SIZES = {
-    "000 table-1": 42, "000 table-2": 28, "001 table-2": 24, "001 table-3": 24, "002 table-2": 28, "002 table-3": 28,
-    "002 table-4": 70, "003 table-1": 63, "003 table-2": 56, "004 table-1": 32, "004 table-2": 32,
+    "000 table-1": 84, "000 table-2": 28, "000 table-3": 12, "001 table-2": 24, "001 table-3": 24, "002 table-2": 84,
+    "002 table-3": 84, "002 table-4": 70, "002 table-5": 42, "003 table-1": 126, "003 table-2": 56, "003 table-3": 36,
+    "003 table-4": 12, "004 table-1": 32, "004 table-2": 32, "004 table-3": 22,
 }  # fmt: skip
+NUMBER = r"[+-]?\d+(\.\d\d?)?( ± \d\.\d\d?)?|\d(\.\d)?×|–"
 
 
 def printed(paper: str, table: str, column: str, method: str) -> str:
@@ -32,6 +35,7 @@ def test_every_table_is_whole() -> None:
     assert {name: len(table.cells) for name, table in TABLES.items()} == SIZES
     for table in TABLES.values():
         assert table.measure in ("best", "final") and table.claimed in ("formula", "epsilon") and table.notes
+        assert table.said("sound") and all(only in ("", "sound", "published") for only, _ in table.notes)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,20 @@ def test_every_table_is_whole() -> None:
         (("001", "II", "CIFAR-10, third, split lost", "CENTAUR"), "–"),
         (("004", "1", "ResNet-18, ε = 8", "BLUR + LUS"), "82.12 ± 0.52"),
         (("004", "2", "CNN-2-Layers, Dirichlet 0.1", "AE-DPFL"), "55.79 ± 0.86"),
+        (("000", "1", "EMNIST, Dirichlet 0.6: train", "DP-FedSAM-top_k"), "95.87 ± 1.52"),
+        (("000", "3", "EMNIST, Dirichlet 0.6: train", "DP-FedSAM-top_k"), "95.87 ± 0.52"),
+        (("000", "3", "EMNIST, Dirichlet 0.6: difference", "DP-FedSAM-top_k"), "11.07 ± 0.08"),
+        (("003", "1", "CIFAR-100, IID: train", "DP-FedAvg-blurs"), "95.46 ± 0.05"),
+        (("003", "3", "CIFAR-100: gain", "p = 0.2"), "1.53 ± 0.80"),
+        (("003", "3", "CIFAR-10", "p = 1.0"), "54.14 ± 0.60"),
+        (("003", "4", "EMNIST, Dirichlet 0.6: train", "Fed-SMP-top_k"), "99.72 ± 0.02"),
+        (("002", "II", "CIFAR-10, Dirichlet 0.1: rounds", "DP-FedSAM"), "118"),
+        (("002", "II", "CIFAR-100, Dirichlet 0.1: speed-up", "DP-FedPGN-LS"), "3.4×"),
+        (("002", "III", "CIFAR-10, Dirichlet 0.6: rounds", "DP-FedPGN-LS"), "12"),
+        (("002", "V", "RoBERTa-Base, QNLI", "DP-FedPGN-LS"), "90.66 ± 0.16"),
+        (("002", "V", "ViT-Base, CIFAR-100", "DP-FedSAM"), "57.22 ± 0.28"),
+        (("004", "3", "EMNIST, ResNet-18, ε = 6", "BLUR+LUS, c = 0.7"), "80.32"),
+        (("004", "3", "EMNIST, ResNet-18, ε = 6: gain", "LUS, c = 0.5"), "+1.51"),
     ],
 )
 def test_values_as_printed(where: tuple[str, str, str, str], value: str) -> None:
@@ -57,14 +75,16 @@ def test_values_as_printed(where: tuple[str, str, str, str], value: str) -> None
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_cell_has_a_recipe_or_says_why_not(table: Table) -> None:
     for cell in table.cells:
-        assert re.fullmatch(r"\d\d?\.\d\d? ± \d\.\d\d?|–", cell.published), cell
-        if cell.recipe is None:
-            assert "lost" in cell.column
-        else:
-            for scale in SCALES:
-                assert Recipe.of(scaled(cell.recipe, scale).dump()).algorithm == cell.recipe.algorithm or (
-                    cell.recipe.algorithm.name == "ae-dpfl"
-                )
+        assert re.fullmatch(NUMBER, cell.published), cell
+        assert (cell.value is None) == (cell.published == "–") and cell.measure in MEASURES
+        assert (cell.target is not None) or cell.measure not in COUNTED
+        assert cell.recipe is not None or "lost" in cell.column
+    runs = {(cell.of, cell.method): cell.recipe for cell in table.cells if cell.recipe is not None}
+    for recipe in runs.values():
+        for scale in SCALES:
+            found = scaled(recipe, scale)
+            assert found.algorithm == recipe.algorithm or recipe.algorithm.name == "ae-dpfl"
+            assert found.rounds == min(recipe.rounds, SCALES[scale].rounds or recipe.rounds)
 
 
 @pytest.mark.parametrize("name", ["000 table-1", "001 table-3", "002 table-2", "004 table-2"])
@@ -105,7 +125,7 @@ def test_dry_run_as_text() -> None:
     found = dry(find("000", "Table 1").only(["CIFAR-10, Dirichlet 0.6"]))
     text = lines(found, dry_run=True)
     assert all(len(line) <= WIDTH for line in text)
-    assert "DP-FedSAM            54.14 ± 0.60              –       10.83        9.37" in text
+    assert "DP-FedSAM       54.14 ± 0.60     10.83     9.37 0.002" in text
     assert not any("NOT COMPARABLE" in line for line in text)
     assert any(line.startswith("Differs: the released code clips each tensor") for line in text)
     json.dumps(as_dict(found))
@@ -139,15 +159,21 @@ def test_filters_that_fit_nothing_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("quick_workers")
-def test_one_column_trained_on_digits(tmp_path: Path) -> None:
-    chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
-    overrides = ["data.dataset=digits", "data.max_examples=200"]
+def test_two_columns_of_the_same_runs_trained_on_digits(tmp_path: Path) -> None:
+    chosen = find("000", "1").only(["CIFAR-10, IID", "CIFAR-10, IID: train"], ["DP-FedAvg", "DP-FedSAM"])
+    overrides = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
     found = train(chosen, tmp_path / "runs", "smoke", overrides=overrides, processes=1)
-    assert found.complete and found.missing == ()
+    assert found.complete and found.missing == () and len(list((tmp_path / "runs").glob("*/seed-0"))) == 2
+    planned = dry(chosen, "smoke", overrides=overrides).rows[0]
     for row in found.rows:
-        assert len(row.ours) == 1 and 0 <= row.ours[0] <= 100
-        assert row.proven == pytest.approx(dry(chosen, "smoke", overrides=overrides).rows[0].proven, rel=1e-6)
-    assert "data.dataset cifar10 → digits" in " ".join(lines(found))
+        assert list(row.ours) == [0] and 0 <= row.ours[0] <= 100 and row.difference is not None
+        assert row.proven == pytest.approx(planned.proven, rel=1e-6)
+        assert row.simulated == pytest.approx(planned.simulated, rel=1e-6) and row.delta == 0.002
+    text = lines(found)
+    assert "data.dataset cifar10 → digits" in " ".join(text) and all(len(line) <= WIDTH for line in text)
+    assert set(found.verdicts()) == {"CIFAR-10, IID", "CIFAR-10, IID: train"}
+    record = json.loads(json.dumps(as_dict(found), allow_nan=False))
+    assert record["verdicts"]["CIFAR-10, IID"]["text"][0].startswith("Rank agreement: Kendall τ")
 
 
 @pytest.mark.usefixtures("quick_workers")
@@ -157,3 +183,85 @@ def test_data_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     assert not found.complete and len(found.missing) == 1 and "nowhere" in found.missing[0]
     assert found.rows[0].proven is None  # nothing ran, so nothing is proven of it
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_column_by_its_whole_name_and_whole_numbers() -> None:
+    def columns(paper: str, table: str, text: str) -> list[str]:
+        return list(dict.fromkeys(cell.column for cell in find(paper, table).only(columns=[text]).cells))
+
+    assert columns("004", "2", "Dirichlet 1") == ["CNN-2-Layers, Dirichlet 1", "ResNet-18, Dirichlet 1"]
+    assert columns("004", "2", "ResNet-18, Dirichlet 10") == ["ResNet-18, Dirichlet 10"]
+    assert columns("000", "1", "cifar-10, iid") == ["CIFAR-10, IID"]
+    assert len(columns("003", "1", "CIFAR-10")) == 6 and len(columns("003", "1", "train")) == 9
+    with pytest.raises(InputError, match="--column"):
+        columns("004", "2", "richlet 10.")
+
+
+def test_printed_numbers() -> None:
+    assert parsed("53.92 ± 0.55") == (53.92, 0.55) and parsed("+1.04") == (1.04, None)
+    assert parsed("3.3×") == (3.3, None) and parsed("118") == (118.0, None) and parsed("–") is None
+
+
+def test_numbers_of_the_same_runs_share_them() -> None:
+    for table in TABLES.values():
+        runs = {(cell.of, cell.method): cell.recipe for cell in table.cells}
+        assert all(cell.recipe == runs[cell.of, cell.method] for cell in table.cells)
+        slugs = [f"{recipe.name} {recipe.algorithm.name}" for recipe in runs.values() if recipe is not None]
+        assert len(set(slugs)) == len(slugs)
+
+
+def test_small_keeps_the_noise_of_the_papers_cohort() -> None:
+    """σ, C, q, δ and σ/m, the noise in each coordinate of the mean over C, are those of full scale."""
+    for paper, table, column, method in (
+        ("000", "1", "CIFAR-10, IID", "DP-FedSAM"), ("004", "1", "ResNet-18, ε = 2", "DP-FedAvg"),
+        ("004", "1", "ResNet-18, ε = 2", "AE-DPFL"),
+    ):  # fmt: skip
+        full = find(paper, table).only([column], [method]).cells[0].recipe
+        assert full is not None
+        small = scaled(full, "small")
+        assert small.privacy.noise_multiplier == sigma_of(full) and small.privacy.epsilon is None
+        assert small.privacy.noise_cohort == full.cohort.size and small.privacy.clip == full.privacy.clip
+        clients = (full.data.clients or 0, small.data.clients or 0)
+        assert small.cohort.size / clients[1] == pytest.approx(full.cohort.size / clients[0])
+        assert small.cohort.size >= 10
+
+
+def test_small_where_no_larger_cohort_can_be_simulated() -> None:
+    full = find("004", "2").only(["CNN-2-Layers, Dirichlet 1"], ["DDGauss"]).cells[0].recipe
+    assert full is not None
+    small = scaled(full, "small")
+    assert small.privacy.noise_cohort is None and small.privacy.noise_multiplier == pytest.approx(
+        sigma_of(full) * small.cohort.size / full.cohort.size
+    )
+    [row] = dry(find("000", "1").only(["CIFAR-10, IID"], ["DP-FedSAM"]), "small", "published").rows
+    assert row.recipe is not None and row.recipe.privacy.noise_multiplier == pytest.approx(0.95 / 5)
+    assert row.recipe.privacy.noise_cohort is None and row.recipe.local.epochs == 1 and row.simulated is None
+
+
+def test_the_simulated_epsilon_has_a_column_of_its_own() -> None:
+    found = dry(find("000", "1").only(["CIFAR-10, IID"], ["DP-FedSAM"]), "small")
+    [row] = found.rows
+    assert row.simulated is not None and row.proven is not None and row.simulated < row.proven
+    full = dry(found.table, "full", overrides=["rounds=30"])
+    assert row.simulated == pytest.approx(full.rows[0].proven, rel=1e-9)  # the paper's system over as many rounds
+    text = lines(found, dry_run=True)
+    assert any("simul. ε" in line for line in text) and all(len(line) <= WIDTH for line in text)
+
+
+def test_a_released_procedure_keeps_its_epochs_and_its_notes() -> None:
+    chosen = find("003", "2").only(["CIFAR-10, ε = 8"], ["DP-FedSAM"])
+    [row] = dry(chosen, "full", "published").rows
+    assert row.recipe is not None and row.recipe.local.epochs == 30 and row.recipe.local.steps is None
+    assert not any("here the round is sound" in note for note in chosen.said("published"))
+    assert any("here the round is sound" in note for note in chosen.said("sound"))
+    [row] = dry(chosen).rows
+    assert row.recipe is not None and row.recipe.local.epochs is None and row.recipe.local.steps == 60
+
+
+def test_every_table_names_what_the_text_leaves_open() -> None:
+    for name, words in {
+        "000 table-1": "EMNIST's split and batch", "003 table-2": "0.0005", "000 table-2": "0.005, is no factor",
+        "002 table-3": "no local momentum", "001 table-3": "11,181,642", "004 table-1": "AE-DPFL's local training",
+        "000 table-3": "Fed-SMP-top_k has no public data", "004 table-3": "77.19 in Table 1",
+    }.items():  # fmt: skip
+        assert any(words in note for note in TABLES[name].said("sound")), name

@@ -1,0 +1,189 @@
+"""Does a column rank its methods as the paper does? Kendall's τ with an interval, and which orderings hold.
+
+τ is τ-b of ``scipy.stats.kendalltau`` between the published means and ours. Its 95 % interval is a parametric bootstrap
+(percentiles of 2,000 draws): each mean is redrawn as mean + sd/√n·t with n − 1 degrees of freedom, ours from its seeds
+and the published one from its printed sd and the paper's trials; a number printed without sd stays. An ordering is told
+here by the paired t test over the seeds that both methods ran, one-sided at 5 %.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from fedflat.core.rng import stream
+from fedflat.reproduce.tables import LOWER, Cell
+
+LEVEL = 0.95
+DRAWS = 2000
+NAMED = 4
+"""Orderings of a kind that the verdict names."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One method of a column: its cell, and ours by seed (inf: the target was never reached)."""
+
+    cell: Cell
+    ours: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """Two methods that the paper puts in this order. here: 1 as in the paper, −1 against it, 0 equal.
+
+    told: whether the seeds tell them apart at the verdict's level.
+    """
+
+    better: str
+    worse: str
+    here: int
+    told: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """τ (None where fewer than two methods, or all equal, are compared), its interval (None for a single seed each),
+    and every ordering that the paper prints among the methods that ran."""
+
+    tau: float | None
+    interval: tuple[float, float] | None
+    orderings: tuple[Ordering, ...]
+
+    def which(self, here: int, told: bool) -> list[Ordering]:
+        """The orderings of one kind."""
+        return [each for each in self.orderings if each.here == here and each.told == told]
+
+
+def judge(rows: Sequence[Ranked], seeds: int) -> Verdict | None:
+    """The verdict on one column; None where fewer than two of its methods have both numbers. seeds: the trials."""
+    kept = [row for row in rows if row.cell.value is not None and row.ours]
+    if len(kept) < 2:
+        return None
+    published = [_value(row)[0] for row in kept]
+    ours = [_mean(row) for row in kept]
+    return Verdict(_tau(published, ours), _interval(kept, seeds), tuple(_orderings(kept)))
+
+
+def _value(row: Ranked) -> tuple[float, float | None]:
+    return row.cell.value or (math.nan, None)  # judge keeps only what has one
+
+
+def _mean(row: Ranked) -> float:
+    values = list(row.ours.values())
+    return math.inf if any(map(math.isinf, values)) else statistics.fmean(values)
+
+
+def _tau(left: Sequence[float], right: Sequence[float]) -> float | None:
+    from scipy.stats import kendalltau
+
+    found = float(kendalltau(left, right).statistic)
+    return found if math.isfinite(found) else None
+
+
+def _interval(rows: Sequence[Ranked], seeds: int) -> tuple[float, float] | None:
+    """Percentiles of τ over redrawn means; None where no method of ours has two seeds."""
+    if all(len(row.ours) < 2 for row in rows):
+        return None
+    draw = stream(0, "rank agreement")
+    theirs = np.stack([_redrawn(draw, _value(row)[0], _value(row)[1], seeds) for row in rows], 1)
+    ours = np.stack([_redrawn(draw, _mean(row), _sd(row), len(row.ours)) for row in rows], 1)
+    found = taus(theirs, ours)
+    found = found[np.isfinite(found)]
+    if not found.size:
+        return None
+    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def taus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """τ-b of each row of two ``(n, methods)`` arrays, NaN where one is all equal: scipy's, for many rows at once."""
+    one, two = np.triu_indices(left.shape[1], 1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        signs = [np.nan_to_num(np.sign(values[:, one] - values[:, two])) for values in (left, right)]
+        ties = [np.abs(each).sum(1) for each in signs]
+        found: np.ndarray = (signs[0] * signs[1]).sum(1) / np.sqrt(ties[0] * ties[1])
+    return found
+
+
+def _sd(row: Ranked) -> float | None:
+    values = list(row.ours.values())
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+
+
+def _redrawn(draw: np.random.Generator, mean: float, sd: float | None, count: int) -> np.ndarray:
+    """DRAWS means ``(DRAWS,)`` that could have been seen instead."""
+    if not sd or count < 2:
+        return np.full(DRAWS, mean)
+    return mean + sd / math.sqrt(count) * draw.standard_t(count - 1, DRAWS)
+
+
+def _orderings(rows: Sequence[Ranked]) -> list[Ordering]:
+    found = []
+    for one, other in combinations(rows, 2):
+        gap = _value(one)[0] - _value(other)[0]
+        if gap == 0:
+            continue  # equal in print: no ordering
+        better, worse = (one, other) if (gap > 0) != (one.cell.measure in LOWER) else (other, one)
+        ahead = _mean(better), _mean(worse)
+        lead = 0.0 if ahead[0] == ahead[1] else ahead[0] - ahead[1]
+        here = int(np.sign(lead)) * (-1 if one.cell.measure in LOWER else 1)
+        found.append(Ordering(better.cell.method, worse.cell.method, here, _told(better, worse)))
+    return found
+
+
+def _told(one: Ranked, other: Ranked) -> bool:
+    """Whether the paired t test over common seeds tells two methods apart, one-sided; never from a single seed."""
+    from scipy.stats import t
+
+    gaps = [one.ours[seed] - other.ours[seed] for seed in one.ours if seed in other.ours]
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
+        return False
+    mean, sd = statistics.fmean(gaps), statistics.stdev(gaps)
+    if sd == 0:
+        return mean != 0
+    return float(t.sf(abs(mean) / sd * math.sqrt(len(gaps)), len(gaps) - 1)) < 1 - LEVEL
+
+
+def sentences(found: Verdict | None) -> list[str]:
+    """The verdict in words: agreement, how many orderings hold, and which do not."""
+    if found is None:
+        return []
+    tau = "cannot be given: all are equal" if found.tau is None else f"= {_signed(found.tau)}"
+    if found.tau is not None and found.interval is not None:
+        tau += f" [{_signed(found.interval[0])}, {_signed(found.interval[1])}]"
+    said = [f"Rank agreement: Kendall τ {tau}."]
+    total = len(found.orderings)
+    if total:
+        sure, loose = found.which(1, True), found.which(1, False)
+        holds = len(sure) + len(loose)
+        told = "holds" if holds == 1 else "hold"
+        said.append(f"Of the paper's {total} orderings {holds} {told} here, {len(sure)} of them at 95 %{_list(sure)}.")
+        against, leaning = found.which(-1, True), found.which(-1, False)
+        if against:
+            said.append(f"Not here, at 95 %: {_names(against)}.")
+        if leaning:
+            said.append(f"Not here, within the seeds' spread: {_names(leaning)}.")
+        equal = [each for each in found.orderings if each.here == 0]
+        if equal:
+            said.append(f"Equal here: {_names(equal)}.")
+    return said
+
+
+def _list(sure: Sequence[Ordering]) -> str:
+    return f" ({_names(sure)})" if sure else ""
+
+
+def _names(found: Sequence[Ordering]) -> str:
+    shown = [f"{each.better} over {each.worse}" for each in found[:NAMED]]
+    more = len(found) - len(shown)
+    return "; ".join(shown) + (f"; {more} more" if more else "")
+
+
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")

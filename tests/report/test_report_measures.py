@@ -1,0 +1,71 @@
+"""Rounds to a target, the generalisation gap, and runs that came to nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedflat.report import endings, fates, measures, metrics
+
+HIDDEN = [{"round": turn, "cohort": 5, "train_loss": 1.0, "train_accuracy": 0.5 + turn / 10} for turn in range(4)]
+
+
+def run_of(folder: Path, accuracies: list[float | None], hidden: list[Any] | None = None, **last: Any) -> metrics.Run:
+    folder.mkdir()
+    records = [
+        {"round": t, "test_loss": None if a is None else 1.0, "test_accuracy": a} for t, a in enumerate(accuracies)
+    ]
+    records[-1] |= last
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "private").mkdir()
+    secret = HIDDEN[: len(records)] if hidden is None else hidden
+    (folder / "private" / "private.jsonl").write_text("".join(json.dumps(record) + "\n" for record in secret))
+    return metrics.read_run(folder)
+
+
+def test_rounds_to_a_target(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "a", [0.1, None, 0.3, 0.25])
+    assert measures.rounds_to(run, 0.3) == 3 and measures.rounds_to(run, 0.31) is None
+    assert measures.rounds_to(run, 0.05) == 1
+
+
+def test_the_gap_is_taken_in_the_round_that_is_shown(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "a", [0.1, 0.4, 0.3])
+    assert measures.shown_round(run, "best") == (1, 0.4) and measures.shown_round(run) == (2, 0.3)
+    assert measures.generalisation_gap(run, "best") == pytest.approx(0.2)
+    assert measures.generalisation_gap(run) == pytest.approx(0.4)
+    assert measures.train_accuracy(run) == pytest.approx(0.7) and measures.train_accuracy(run, 0) == 0.5
+    empty = run_of(tmp_path / "b", [None], hidden=[])
+    assert measures.shown_round(empty, "best") is None and measures.generalisation_gap(empty) is None
+    assert measures.train_accuracy(empty) is None
+
+
+@pytest.mark.parametrize(
+    ("last", "hidden", "found"),
+    [
+        ({}, None, ""),
+        ({"test_loss": None}, None, "diverged"),
+        ({}, [{"round": 0, "cohort": 3, "train_loss": None}], "diverged"),
+        ({}, [{"round": 0, "cohort": 0, "train_loss": None}], ""),
+        ({"class_accuracy": [0.1, 0.2, None], "test_accuracy": 0.15}, None, "chance"),
+        ({"class_accuracy": [0.0, 1.0, 0.0], "test_accuracy": 0.6}, None, "chance"),
+        ({"class_accuracy": [0.5, 0.9, 0.1], "test_accuracy": 0.5}, None, ""),
+        ({"class_accuracy": [0.0, 1.0], "test_accuracy": 0.5}, [{"round": 0, "personal_accuracy": 0.9}], ""),
+    ],
+)
+def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: list[Any] | None, found: str) -> None:
+    run = run_of(tmp_path / "a", [0.8, 0.5], hidden, **last)
+    assert fates.fate(run) == found
+    best = metrics.best_accuracy(run)
+    assert best == (metrics.final_accuracy(run) if found else 0.8)
+    assert metrics.summary(run)["best_accuracy"] == best
+
+
+def test_the_summary_of_such_a_run_names_no_best_round(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "a", [0.8, 0.1], test_loss=None)
+    assert endings._accuracy(run.metrics, run.private) == "10.00 % final: the run left finite numbers"
+    run = run_of(tmp_path / "b", [0.8, 0.5])
+    assert "best 80.00 % after round 1" in endings._accuracy(run.metrics, run.private)
