@@ -157,7 +157,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
-    kept = settled(recipe, parts, data.clients)
+    kept = settled(recipe, parts, data.clients, pristine)
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
     what = identity(kept, made.digest, pristine, layout, given)
     refuse_change(untouched, everything=True)  # features were computed on it

@@ -130,7 +130,7 @@ def _recipe_text(recipe: Recipe, job: Job) -> str:
     """The recipe with everything that depends on data or calibration as numbers, so that every party has the same."""
     from fedflat.assembly.records import settled
 
-    found = settled(recipe, job.parts, job.data.clients)
+    found = settled(recipe, job.parts, job.data.clients, job.problem.pristine)
     return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
 
 

@@ -42,14 +42,16 @@ class BodyOptions:
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> BodyOptions:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
-        found = {"kind": given} if isinstance(given, str) else dict(given)
+        found: dict[str, Any] = {"kind": given} if isinstance(given, str) else dict(given)
         kind, seed = one_of("model.body.kind", found.pop("kind", None), KINDS), found.pop("seed", 0)
         maps, shared = _OPTIONS[kind], ProjectionOptions
         names = [field.name for of in (maps, shared) for field in dataclasses.fields(of)]
         for key in found:
             if key not in names:
                 raise wrong(f"model.body.{key}", key, f"for {kind}: seed, {', '.join(names)}", hint=nearest(key, names))
-        own, rest = ({f.name: found[f.name] for f in dataclasses.fields(of) if f.name in found} for of in (maps, shared))
+        own, rest = (
+            {f.name: found[f.name] for f in dataclasses.fields(of) if f.name in found} for of in (maps, shared)
+        )
         return cls(kind, whole("model.body.seed", seed), maps(**own), shared(**rest))
 
     def text(self, shape: Shape) -> str:

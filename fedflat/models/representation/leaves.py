@@ -56,18 +56,18 @@ def _chunk(shape: tuple[int, int, int], draw: np.random.Generator) -> Tensor:
     return (images + (strength * _texture(draw, height, width))[:, None]).clamp(0, 1)
 
 
-def _leaf(
-    draw: np.random.Generator, rows: Tensor, columns: Tensor, side: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _leaf(draw: np.random.Generator, rows: Tensor, columns: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
     """One leaf of every image: coordinates along its two axes ``(CHUNK, h, w)``, and where it is."""
     ratio = (SMALLEST / LARGEST) ** 2
     radius = SMALLEST * side / np.sqrt(ratio + (1 - ratio) * draw.random(CHUNK))  # density ∝ r⁻³
     flat, angle = draw.uniform(0.2, 1.0, CHUNK), draw.uniform(0, math.pi, CHUNK)
     y, x = draw.uniform(-0.2 * side, 1.2 * side, (2, CHUNK))
-    cosine, sine, y, x, radius, flat = (_of(v)[:, None, None] for v in (np.cos(angle), np.sin(angle), y, x, radius, flat))
-    across = (columns - x) * cosine + (rows - y) * sine
-    along = (rows - y) * cosine - (columns - x) * sine
-    u, v = across.abs() / radius, along.abs() / (radius * flat)
+    cos, sin, up, right, long, thin = (
+        _of(v)[:, None, None] for v in (np.cos(angle), np.sin(angle), y, x, radius, flat)
+    )
+    across = (columns - right) * cos + (rows - up) * sin
+    along = (rows - up) * cos - (columns - right) * sin
+    u, v = across.abs() / long, along.abs() / (long * thin)
     round_ones = torch.from_numpy(draw.random(CHUNK) < 0.5)[:, None, None]
     return across, along, torch.where(round_ones, u * u + v * v, torch.maximum(u, v)) < 1
 

@@ -79,7 +79,9 @@ class Patches(nn.Module):
     def fit(self, images: Tensor, seed: int) -> None:
         """Fill the filters with whitened patches of ``images`` (n, c, h, w)."""
         draw = stream(seed, "dictionary")
-        patches = F.unfold(images, self.size, stride=max(self.size - 1, 1)).transpose(1, 2).reshape(-1, self.filters.shape[1])
+        patches = (
+            F.unfold(images, self.size, stride=max(self.size - 1, 1)).transpose(1, 2).reshape(-1, self.filters.shape[1])
+        )
         patches = patches[patches.std(1) > FLATTEST]
         patches = patches[torch.from_numpy(draw.permutation(len(patches))[:100_000])]
         known = normalised(patches[..., None])[..., 0].double()

@@ -72,10 +72,10 @@ class Projection(nn.Module):
             _products((self._standard(part) - centre).transpose(1, 2 if over else 1).flatten(0, 1) for part in parts)
             for over in (True, False)
         )
-        (_, across), (_, over) = torch.linalg.eigh(among), torch.linalg.eigh(places)
-        self.channels, self.positions = _signed(across).T.float().contiguous(), _signed(over).float().contiguous()
+        across, along = torch.linalg.eigh(among)[1], torch.linalg.eigh(places)[1]
+        self.channels, self.positions = _signed(across).T.float().contiguous(), _signed(along).float().contiguous()
         shift = self._directions(parts[0]).mean(0)  # for the sake of the subtraction's accuracy
-        sums = sum(_sums(self._directions(part) - shift) for part in parts) / len(maps)
+        sums = cast(Tensor, sum(_sums(self._directions(part) - shift) for part in parts)) / len(maps)
         found = sums[1] - sums[0].square()
         variance, order = found.float().clamp_min(0).sort(descending=True)
         kept = order[: options.dimension]
@@ -118,4 +118,5 @@ def _signed(vectors: Tensor) -> Tensor:
     """Eigenvectors as columns, from the largest eigenvalue on, each with its largest entry positive."""
     vectors = vectors.flip(1)
     largest = vectors.abs().argmax(0, keepdim=True)
-    return vectors * vectors.gather(0, largest).sign()
+    signs: Tensor = vectors.gather(0, largest).sign()
+    return vectors * signs
