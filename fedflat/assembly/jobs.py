@@ -17,7 +17,7 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
-from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_of, plan_of, weighted
+from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.tasks import check_metrics, objective_of, suited, try_metrics
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
@@ -31,7 +31,7 @@ from fedflat.core.checks import wrong
 from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import Objective, OwnLoss
-from fedflat.core.params import Layout, flatten, layout_of
+from fedflat.core.params import Layout, flatten, last_linear, layout_of, zero
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
@@ -138,6 +138,8 @@ def _ingredients(
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module, random = module_of(recipe, model, data, objective)
+    if method.zero_head:
+        zero(module, last_linear(module))
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
     own += (module,) if model is not None or ":" in recipe.model.name else ()
@@ -219,6 +221,7 @@ def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -
         local=local_of(recipe, method, data),
         layout=layout,
         weighted=weighted(recipe, method),
+        average=average_of(recipe, method),
     )
     return published.parts_of(parts) if as_published else parts, threshold
 

@@ -71,7 +71,7 @@ def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state, _, facts = newest
     named = facts["tensors"][: facts["shared_tensors"]]
     lengths = [math.prod(shape) for _, shape in named]
-    pieces = state.shared.split(lengths)
+    pieces = state.released.split(lengths)
     return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}, {
         "round": state.round,
         "made_for": facts.get("made_for") or {},

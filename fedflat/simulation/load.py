@@ -74,7 +74,7 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
     state, heads, facts = newest
     named = facts["tensors"]
-    pieces = torch.cat([state.shared, heads.first]).split([math.prod(shape) for _, shape in named])
+    pieces = torch.cat([state.released, heads.first]).split([math.prod(shape) for _, shape in named])
     weights = {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}
     return weights, facts.get("made_for") or {}, dict(heads.kept)
 
