@@ -183,7 +183,7 @@ def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
 
 def examples_of(data: LocalData, weights: Tensor) -> Tensor:
     """How many examples a client, or each of a block, has ``(…, 1)``."""
-    total = weights.new_zeros(*weights.shape[:-1], 1)
+    total = weights.new_zeros((*weights.shape[:-1], 1))
     for batch, _ in data.everything():
         total += len(batch.targets) if batch.weights is None else batch.weights.sum(-1, keepdim=True)
     return total

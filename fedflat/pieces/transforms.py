@@ -26,10 +26,9 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassSums:
-    """The update's place is taken by −n_i·∇L_i: Σ_j φ_j(y_j − p_j)ᵀ on the last layer's weights, Σ_j (y_j − p_j) on its
-    bias.
+    """−n_i·∇L_i in the update's place: Σ_j φ_j(y_j − p_j)ᵀ on the last layer's weights, Σ_j (y_j − p_j) on its bias.
 
-    φ are the layer's inputs and p the model's probabilities. Where the layer is zero, p = 1/K: sums of features by class.
+    φ are the layer's inputs and p the model's probabilities. Where the layer is zero, p = 1/K: class sums.
     """
 
     def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
