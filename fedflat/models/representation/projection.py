@@ -87,21 +87,20 @@ class Projection(nn.Module):
 
 def fitted_maps(body: nn.Module, images: Tensor) -> Tensor:
     """Maps of synthetic images (n, channels, positions), in blocks."""
-    found: Tensor | None = None
     with torch.no_grad():
+        few = body(images[:1])
+        found: Tensor = few.new_empty(len(images), *few.shape[1:])
         for start in range(0, len(images), BLOCK):
             told("dictionary from random images", start, len(images))
-            maps = body(images[start : start + BLOCK])
-            found = maps.new_empty(len(images), *maps.shape[1:]) if found is None else found
-            found[start : start + BLOCK] = maps
+            found[start : start + BLOCK] = body(images[start : start + BLOCK])
     told("dictionary from random images", len(images), len(images))
-    assert found is not None
     return found
 
 
 def unit(rows: Tensor) -> Tensor:
     """Rows (b, n) of length 1."""
-    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9)
+    length: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9)
+    return rows / length
 
 
 def _products(parts: Iterable[Tensor]) -> Tensor:
