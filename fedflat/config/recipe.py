@@ -233,7 +233,7 @@ class ServerSection(Section):
     rounds. ema: a moving average. Costs no privacy, takes noise off; training goes on from the last iterate.
     Example: tail"""
     decay: Share = 0.9
-    """Share of the old average that average: ema keeps in a round. Example: 0.95"""
+    """Share of the old average that average: ema keeps in a round. Example: 0.9"""
     weights: Literal["uniform", "samples"] = "uniform"
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""

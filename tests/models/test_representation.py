@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import fedflat
 from fedflat.assembly.jobs import prepare
+from fedflat.audit.hostile import Case
+from fedflat.audit.worlds import Engine, Stage, Worlds
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.config.recipe import Recipe
@@ -265,3 +267,27 @@ def test_a_network_beside_its_prior() -> None:
 def test_options_know_what_they_make() -> None:
     assert BodyOptions.of("patches").maps == PatchOptions()
     assert BodyOptions.of("patches").text(SHAPE) != BodyOptions.of({"kind": "patches", "seed": 1}).text(SHAPE)
+
+
+@pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized"), Engine("lowrank")], ids=str)
+@pytest.mark.parametrize("method", ["dp-fedavg", "class-statistics"])
+def test_one_client_s_images_move_a_release_by_the_clip_at_most(method: str, engine: Engine) -> None:
+    privacy = {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5}
+    local = {"steps": 2, "batch_size": 3, "lr": 0.3}
+    settings = {"rounds": 1, "algorithm": method, "cohort": {"size": 6}, "local": local, "privacy": privacy}
+    template = from_pairs([(images(40), torch.arange(40) % 3)])
+    worlds = Worlds(Stage(Recipe.of(settings), made(), template))
+    for case in (Case("ordinary"), Case("cancelling 1e6"), Case("huge 1e14"), Case("pixels", others="pixels")):
+        moved = worlds.movement(engine, case)
+        assert not moved.over, f"{case.name}: {moved.value} {moved.stopped}"
+
+
+def test_features_that_mix_clients_would_be_noticed() -> None:
+    """The broken twin standardises by what is in its batch, and a client's features follow who else is there."""
+    module = made()
+    batched = lambda x: (f := module.features(x)) - f.mean(0)  # noqa: E731
+    x = images(9)
+    changed = x.clone()
+    changed[1:] *= 3
+    assert not torch.equal(batched(x)[0], batched(changed)[0])
+    assert torch.equal(module.features(x)[0], module.features(changed)[0])

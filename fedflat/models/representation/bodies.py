@@ -26,7 +26,7 @@ from fedflat.models.representation.patches import Patches, PatchOptions
 from fedflat.models.representation.projection import Projection, ProjectionOptions, fitted_maps
 
 FORMAT = "fedflat-body-1"
-KINDS = ("patches", "scattering")
+KINDS = ("patches",)
 Shape = tuple[int, int, int]
 
 
