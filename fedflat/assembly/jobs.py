@@ -56,14 +56,15 @@ def prepare(
     data: Federated | None = None,
     loss: OwnLoss | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    features: bool = True,
 ) -> Job:
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
-    loss, metrics: of the user's own, see ``fedflat.run``. A GPU that was not asked for, and fails, is left: the run
-    goes on with the processor.
+    loss, metrics: of the user's own, see ``fedflat.run``. features: whether the job's data become a frozen body's
+    features, or stay as they are. A GPU that was not asked for, and fails, is left: the run goes on with the processor.
     """
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
-    made = _ingredients(recipe, model, clients, test, algorithm, data, loss)
+    made = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
     check_metrics(metrics or {}, made.data)
     job = _placed(recipe, made)
     job.metrics = dict(metrics or {})
@@ -106,6 +107,7 @@ class _Ingredients:
     random: bool
     objective: Objective
     given: tuple[Any, ...]
+    features: bool = True
 
     @functools.cached_property
     def digest(self) -> str:
@@ -154,7 +156,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     pristine = copy.deepcopy(made.module).cpu()
     module, layout, precision = made.module.to(device), made.layout, made.precision
     untouched = Held(module)
-    data = _resident(made.data, module, device, precision)
+    data = _resident(made.data, module, device, precision, made.features)
     parts, threshold = _parts(recipe, made.method, data, layout)
     random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
@@ -226,9 +228,11 @@ def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -
     return published.parts_of(parts) if as_published else parts, threshold
 
 
-def _resident(data: Federated, module: nn.Module, device: torch.device, precision: str) -> Federated:
+def _resident(
+    data: Federated, module: nn.Module, device: torch.device, precision: str, features: bool = True
+) -> Federated:
     """The data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor cores."""
-    data = with_features(data, module, precision)
+    data = with_features(data, module, precision) if features else data
     return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
 
 

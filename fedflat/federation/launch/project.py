@@ -88,7 +88,7 @@ def _job(recipe: Recipe) -> Job:
 
     method = algorithm_of(recipe)
     check_deployable(recipe, method, trust_of(recipe, method))
-    return prepare(recipe)
+    return prepare(recipe, features=False)  # each client computes its own
 
 
 def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
