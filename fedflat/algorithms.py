@@ -27,7 +27,7 @@ from fedflat.pieces.server import (
     laplacian_smoothing,
     velocity,
 )
-from fedflat.pieces.transforms import add_back_direction, lus, rescale, top_k
+from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, rescale, top_k
 
 Factory = Callable[..., Algorithm]
 
@@ -138,6 +138,23 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
         vectors=2,
         momentum=0.0,
         fixed_momentum="Δw/(Kη) is the mean of the corrected gradients only without local momentum",
+    )
+
+
+def class_statistics() -> Algorithm:
+    """Class statistics: one clipped release of sums of features by class, S_i = Σ_j φ_j(y_j − 1/K)ᵀ, is the head.
+
+    The last linear layer starts at zero, and after a round it is ``server.lr``·ΣS_i/m: with features whitened by public
+    numbers (``model: representation``), Fisher's discriminant under a public covariance. ``rounds: 1`` is the method;
+    further rounds add the sums of what the head so far leaves unexplained, each with its share of the budget.
+    """
+    return Algorithm(
+        "class-statistics",
+        phases=(Phase(steps=0),),
+        transforms=(ClassSums(),),
+        zero_head=True,
+        momentum=0.0,
+        fixed_momentum="there is no local step",
     )
 
 
@@ -293,6 +310,7 @@ ALGORITHMS: dict[str, Factory] = {
     "dp-disk": dp_disk,
     "dp-scaffold": dp_scaffold,
     "fed-normec": fed_normec,
+    "class-statistics": class_statistics,
     "dp-fedavg-ft": dp_fedavg_ft,
     "dp-fedsam-ft": dp_fedsam_ft,
     "centaur": centaur,

@@ -148,7 +148,7 @@ def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[
     layout = job.parts.layout
     if layout.shared < len(layout.names):
         notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
-    whole_model = torch.cat([state.shared, heads.first])
+    whole_model = torch.cat([state.released, heads.first])
     yield Model("global", None, whole_model, *_data(job, None, settings)), layout, job
     for client in settings.clients:
         weights = local_model(job, state, heads, client)
@@ -189,7 +189,7 @@ def local_model(job: Job, state: RoundState, heads: Heads, client: int) -> Tenso
     if parts.algorithm.kind == "votes":
         raise wrong("--clients", client, f"no clients for {parts.algorithm.name}, whose clients send votes, not models")
     whole("--clients", client, 0, data.clients - 1)
-    weights = heads.whole(state.shared, client)
+    weights = heads.whole(state.released, client)
     if len(data.parts[client]) == 0:
         return weights
     public = None if job.public_update is None else lambda: job.public_update(state)  # type: ignore[misc]

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
-from fedflat.assembly.plans import algorithm_of, clip_of, local_of, optimizer_of, plan_of, weighted
+from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
@@ -31,7 +31,7 @@ from fedflat.core.checks import wrong
 from fedflat.core.held import Held
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import Objective, OwnLoss
-from fedflat.core.params import Layout, flatten, layout_of
+from fedflat.core.params import Layout, flatten, last_linear, layout_of, zero
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import Federated
@@ -56,14 +56,15 @@ def prepare(
     data: Federated | None = None,
     loss: OwnLoss | None = None,
     metrics: Mapping[str, Metric] | Sequence[str] | None = None,
+    features: bool = True,
 ) -> Job:
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
-    loss, metrics: of the user's own, see ``fedflat.run``. A GPU that was not asked for, and fails, is left: the run
-    goes on with the processor.
+    loss, metrics: of the user's own, see ``fedflat.run``. features: whether the job's data become a frozen body's
+    features, or stay as they are. A GPU that was not asked for, and fails, is left: the run goes on with the processor.
     """
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
-    made = _ingredients(recipe, model, clients, test, algorithm, data, loss)
+    made = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
     wanted = metrics_of(metrics, recipe, made.data)
     job = _placed(recipe, made)
     job.metrics = wanted
@@ -106,6 +107,7 @@ class _Ingredients:
     random: bool
     objective: Objective
     given: tuple[Any, ...]
+    features: bool = True
 
     @functools.cached_property
     def digest(self) -> str:
@@ -138,6 +140,8 @@ def _ingredients(
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module, random = module_of(recipe, model, data, objective)
+    if method.zero_head:
+        zero(module, last_linear(module))
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
     own += (module,) if model is not None or ":" in recipe.model.name else ()
@@ -152,12 +156,12 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     pristine = copy.deepcopy(made.module).cpu()
     module, layout, precision = made.module.to(device), made.layout, made.precision
     untouched = Held(module)
-    data = _resident(made.data, module, device, precision)
+    data = _resident(made.data, module, device, precision, made.features)
     parts, threshold = _parts(recipe, made.method, data, layout)
     random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
     compiled = bool(recipe.engine.compile)
     onednn = not compiled and made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
-    kept = settled(recipe, parts, data.clients)
+    kept = settled(recipe, parts, data.clients, pristine)
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
     what = identity(kept, made.digest, pristine, layout, given)
     refuse_change(untouched, everything=True)  # features were computed on it
@@ -220,13 +224,16 @@ def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -
         local=local_of(recipe, method, data),
         layout=layout,
         weighted=weighted(recipe, method),
+        average=average_of(recipe, method),
     )
     return published.parts_of(parts) if as_published else parts, threshold
 
 
-def _resident(data: Federated, module: nn.Module, device: torch.device, precision: str) -> Federated:
+def _resident(
+    data: Federated, module: nn.Module, device: torch.device, precision: str, features: bool = True
+) -> Federated:
     """The data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor cores."""
-    data = with_features(data, module, precision)
+    data = with_features(data, module, precision) if features else data
     return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
 
 

@@ -13,12 +13,13 @@ from fedflat.config.recipe import GIVEN, ClipSection, Recipe, ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Clip, Local, MeanView, Optimizer
+from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Optimizer
 from fedflat.data.clients import Federated
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
 from fedflat.pieces import clipping
+from fedflat.pieces.averaging import MovingAverage, TailAverage
 from fedflat.pieces.server import optimizer
 from fedflat.privacy.plan import Plan, build_plan
 
@@ -199,6 +200,16 @@ def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Opti
     options = ("momentum",) if server["optimizer"] == "sgd" else ("beta1", "beta2", "tau")
     made = optimizer(server["optimizer"], **{key: server[key] for key in ("lr", *options)})
     return lambda view: made
+
+
+def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
+    """What is released of the server's iterates; None: the last one."""
+    server = recipe.server
+    if server.average == "none":
+        return None
+    if published.applies(recipe, method):
+        raise wrong("server.average", f"{server.average} with privacy.protocol: published", "none")
+    return TailAverage(recipe.rounds) if server.average == "tail" else MovingAverage(server.decay)
 
 
 def weighted(recipe: Recipe, method: Algorithm) -> bool:

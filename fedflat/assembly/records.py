@@ -23,7 +23,8 @@ from fedflat.engine.train import Job, Outcome
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
-from fedflat.privacy.statement import rounds_charged, statement
+from fedflat.models.representation import FILE, Representation, write_body
+from fedflat.privacy.statement import PRIORS, rounds_charged, statement
 from fedflat.records.opening import Identity
 
 UNCHANGING = ("engine", "evaluation", "name")
@@ -45,11 +46,16 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
     )
 
 
-def settled(recipe: Recipe, parts: Parts, clients: int) -> dict[str, Any]:
-    """The recipe as a dict with what depends on data and calibration filled in; settling it again changes nothing."""
+def settled(recipe: Recipe, parts: Parts, clients: int, module: nn.Module | None = None) -> dict[str, Any]:
+    """The recipe as a dict with what depends on data and calibration filled in; settling it again changes nothing.
+
+    module: the run's; a frozen body's digest is among what is filled in.
+    """
     dump, plan, local = recipe.dump(), parts.plan, parts.local
     dump["server"] = server_of(recipe, parts.algorithm).model_dump(mode="json")
     dump["data"]["clients"] = clients
+    if isinstance(module, Representation):
+        dump["model"]["sha256"] = module.sha256
     dump["privacy"]["trust"] = plan.trust
     dump["local"] |= {
         "steps": local.steps,
@@ -73,7 +79,7 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     """recipe.yaml of a run: every default resolved, and the versions of what runs it. run: the name of its key file."""
     import yaml
 
-    dump = settled(recipe, job.parts, job.data.clients)
+    dump = settled(recipe, job.parts, job.data.clients, job.problem.pristine)
     # The back end that was chosen, so that a resumed run adds in the same order, bit for bit.
     dump["engine"] |= {"backend": job.backend.name, "block": getattr(job.backend, "block", None)}
     dump["engine"] |= {"device": str(job.problem.device), "compile": job.problem.compiled}
@@ -120,8 +126,23 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
         **({"client_state": [state.name for state in method.client_state]} if method.client_state else {}),
         "public_data": job.data.test_inputs is not None,
         **({"unidentified": True} if job.identity.method is None else {}),
+        "prior": prior_of(recipe, job.problem.pristine),
         "held_out": held_out(job.parts.algorithm, recipe.data.dataset, job.data.name),
     }
+
+
+def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
+    """What shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``."""
+    own = recipe.model.name == GIVEN or ":" in recipe.model.name
+    found = getattr(module, "prior", "unknown" if own else "none")
+    return found if found in PRIORS else "unknown"
+
+
+def write_frozen(job: Job, folder: Path) -> None:
+    """Keep a frozen body beside what is trained on it: another machine may make another one from the same seed."""
+    module = job.problem.pristine
+    if isinstance(module, Representation) and not (folder / FILE).exists():
+        write_body(module.body, folder / FILE)
 
 
 def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
@@ -135,7 +156,7 @@ def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     """The privacy statement of a run so far."""
     plan, asked = job.parts.plan, {}
-    facts = settled(recipe, job.parts, job.data.clients) | stated_facts(recipe, job)
+    facts = settled(recipe, job.parts, job.data.clients, job.problem.pristine) | stated_facts(recipe, job)
     # Where it ran changes nothing that is guaranteed, and whoever knows the seed of a simulation knows its noise.
     del facts["engine"], facts["seed"]
     facts |= noising.facts(recipe, plan) | voting.facts(job)

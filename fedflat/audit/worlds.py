@@ -21,7 +21,7 @@ from fedflat.assembly.plans import algorithm_of, server_of
 from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.params import last_linear
+from fedflat.core.params import last_linear, zero
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, RoundedBound, RoundState, ServerView
 from fedflat.data.clients import Federated
@@ -268,9 +268,7 @@ def _without_public_examples(options: Mapping[str, Any], rounds: int) -> dict[st
 def headless(module: nn.Module) -> nn.Module:
     """A copy whose last linear layer is zero: every class is as likely, whatever the input."""
     found = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in found.get_submodule(last_linear(found)).parameters():
-            parameter.zero_()
+    zero(found, last_linear(found))
     return found
 
 

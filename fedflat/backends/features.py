@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedflat.core.cache import cache_folder, read_tensors, write_tensors
 from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
 from fedflat.core.threads import using_threads
-from fedflat.data.clients import Federated
+from fedflat.core.waiting import told
+from fedflat.data.clients import GIVEN, Federated
 from fedflat.engine.device import exact
 
 BATCH = 64
 """Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
+WORTH_KEEPING = 10.0
+"""Seconds of computing from which features are kept on disk. A client of a deployment, with its few examples, is far
+below: no copy of its data comes to lie where nobody looks for it."""
+KEPT = 3
+"""Federations whose features are kept on disk, the newest ones."""
 
 
 class Frozen(Protocol):
@@ -45,19 +56,41 @@ def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -
     name = _name(data, module, f"{precision} {_device(module, data.inputs)}")
     if name not in _LAST:
         _LAST.clear()
-        test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
-        owned = [
-            np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)
-        ]
-        before = global_generators()
-        found = computed(module, data.inputs, precision, owned)
-        if global_generators() != before:  # how often the others' are drawn would follow from each client's size
-            raise wrong(
-                "model", "features that draw random numbers", "a frozen body that draws none, or frozen = False"
-            )
-        _LAST[name] = found, test
+        _LAST[name] = _kept(name) or _of_all(data, module, precision, name)
     inputs, test = _LAST[name]
     return replace(data, inputs=inputs, test_inputs=test)
+
+
+def _of_all(data: Federated, module: nn.Module, precision: str, name: str) -> tuple[Tensor, Tensor | None]:
+    """Features of all clients' examples and of the test set, kept on disk where they took long."""
+    began = time.monotonic()
+    test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
+    owned = [np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)]
+    before = global_generators()
+    found = computed(module, data.inputs, precision, owned)
+    if global_generators() != before:  # how often the others' are drawn would follow from each client's size
+        raise wrong("model", "features that draw random numbers", "a frozen body that draws none, or frozen = False")
+    if time.monotonic() - began >= WORTH_KEEPING and data.name != GIVEN:
+        _keep(name, {"inputs": found} if test is None else {"inputs": found, "test": test})
+    return found, test
+
+
+def _path(name: str) -> Path:
+    return cache_folder() / f"features-{name}.safetensors"
+
+
+def _kept(name: str) -> tuple[Tensor, Tensor | None] | None:
+    """Features from the disk, mapped into memory, so that what is not being read need not be there."""
+    found = read_tensors(_path(name))
+    return None if found is None else (found["inputs"], found.get("test"))
+
+
+def _keep(name: str, found: dict[str, Tensor]) -> None:
+    with contextlib.suppress(OSError):
+        write_tensors(_path(name), found)
+        files = sorted(cache_folder().glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+        for old in files[:-KEPT]:
+            old.unlink()
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -88,11 +121,13 @@ def computed(
         with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
             return body.features(batch.to(device)).float().to(inputs.device)
 
+    result, done, total = torch.zeros(0), itertools.count(1), len(rows)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found: Tensor = torch.cat(list(pool.map(one, rows)))
-    result = found.new_zeros(len(inputs), found.shape[1])
-    result[torch.cat(rows)] = found
+        for chosen, found in zip(rows, pool.map(one, rows)):
+            result = found.new_zeros(len(inputs), found.shape[1]) if not len(result) else result
+            result[chosen] = found
+            told("features of a frozen body", next(done), total)
     return result
 
 

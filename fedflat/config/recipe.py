@@ -261,6 +261,12 @@ class ServerSection(Section):
     """Second moment's decay of adam and yogi. Example: 0.99"""
     tau: Positive = 1e-3
     """Added to the root of the second moment: the larger, the less adaptive. Example: 0.001"""
+    average: Literal["none", "tail", "ema"] = "none"
+    """What is released: none: the last iterate. tail: the mean of the iterates of the second half of the planned
+    rounds. ema: a moving average. Costs no privacy, takes noise off; training goes on from the last iterate.
+    Example: tail"""
+    decay: Share = 0.9
+    """Share of the old average that average: ema keeps in a round. Example: 0.9"""
     weights: Literal["uniform", "samples"] = "uniform"
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""
@@ -379,6 +385,7 @@ class Recipe(Section):
         if isinstance(clip, ClipSection):
             _refuse_foreign(f"{where}: privacy.clip", "kind", clip, CLIP_KEYS)
         _refuse_foreign(f"{where}: server", "optimizer", self.server.filled(), SERVER_KEYS)
+        _refuse_foreign(f"{where}: server", "average", self.server, {"decay": ("ema",)})
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:
             raise wrong(f"{where}: privacy", "both noise_multiplier and epsilon", "one of them (epsilon is calibrated)")
 

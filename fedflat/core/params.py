@@ -75,6 +75,13 @@ def last_linear(module: nn.Module) -> str:
     return str(linear[-1])
 
 
+def zero(module: nn.Module, layer: str) -> None:
+    """Set a layer's parameters to zero."""
+    with torch.no_grad():
+        for parameter in module.get_submodule(layer).parameters():
+            parameter.zero_()
+
+
 def _is_personal(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, p) or name == p or name.startswith(p + ".") for p in patterns)
 

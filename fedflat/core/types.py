@@ -69,6 +69,7 @@ class UpdateView:
     gradient: () -> gradient ``(…, d)`` of the client's full local loss (no penalty, eval mode) at its final weights.
     steps, lr: the public K and η_t of the phase that trained the shared part.
     broadcast, state, generator: as in :class:`LocalView`.
+    examples: () -> the client's number of training examples ``(…, 1)``, which the clip must follow.
     """
 
     tensors: tuple[slice, ...]
@@ -78,6 +79,7 @@ class UpdateView:
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
     generator: np.random.Generator = NO_GENERATOR
+    examples: Callable[[], Tensor] = lambda: torch.ones(1)
 
 
 Transform = Callable[[Tensor, UpdateView], Tensor]
@@ -291,6 +293,11 @@ class MeanView:
 Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(w^t, processed mean, slots) -> (w^{t+1}, changed slots)."""
 
+Average = Callable[[int, Tensor, Tensor | None], Tensor | None]
+"""(rounds done, w^t, average so far) -> the average now, None before it begins."""
+AVERAGE = "released average"
+"""The slot it is kept in."""
+
 OwnOptimizer = Callable[[float, MeanView], Optimizer]
 """(``server.lr``, what is public of the round's noise) -> the server optimiser of that round."""
 
@@ -307,6 +314,7 @@ class Algorithm:
     vectors: k, of how many vectors ``(d,)`` a message consists; they are clipped as one, and noise is on all of them.
     scale: the method's own factor in place of the clip's min(1, C/‖message‖): (norms ``(n,)`` float64, C) -> factors
         ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
+    zero_head: the last linear layer starts at zero.
     private: clip and noise. False only for the non-private twins.
     momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
     optimizer: a server optimiser of the method's own, in place of the recipe's; server_lr: ``server.lr`` for it when
@@ -324,6 +332,7 @@ class Algorithm:
     client_state: tuple[ClientState, ...] = ()
     vectors: int = 1
     scale: Callable[[Tensor, float], Tensor] | None = None
+    zero_head: bool = False
     private: bool = True
     momentum: float = 0.5
     fixed_momentum: str = ""
@@ -362,12 +371,20 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class RoundState:
-    """The server between rounds. Everything here has been released (or is public)."""
+    """The server between rounds. Everything here has been released (or is public).
+
+    shared: w^t, from which training goes on. released: what a run gives back after round t, which is w^t or, with
+    ``server.average``, an average of iterates.
+    """
 
     round: int
     shared: Tensor
     clip: float
     slots: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def released(self) -> Tensor:
+        return self.slots.get(AVERAGE, self.shared)
 
 
 @dataclass(frozen=True)

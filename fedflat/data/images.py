@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedflat.core.cache import cache_folder
 from fedflat.core.checks import wrong
 
 FORMAT = "fedflat-images-1"
@@ -83,7 +84,7 @@ def cached(key: str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
     """
     if key is None:
         return build()
-    path = _folder() / f"{key}.safetensors"
+    path = cache_folder() / f"{key}.safetensors"
     found = _read(path)
     if found is not None:
         return found
@@ -91,11 +92,6 @@ def cached(key: str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
     with contextlib.suppress(OSError):
         _write(path, images)
     return images
-
-
-def _folder() -> Path:
-    chosen = os.environ.get("FEDFLAT_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fedflat"
 
 
 def _checksum(images: torch.Tensor) -> str:

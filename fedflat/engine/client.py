@@ -77,6 +77,7 @@ def train_client(
         broadcast=broadcast.vectors,
         state=own.state,
         generator=own.generator,
+        examples=lambda: examples_of(data, weights),
     )
     last, like = len(algorithm.transforms) - 1, update
     for index, transform in enumerate(algorithm.transforms):
@@ -212,6 +213,14 @@ def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
         norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         vector = vector * (local.max_grad_norm / norm.clamp_min(TINY)).clamp(max=1.0)
     return vector.add(at, alpha=local.weight_decay) if local.weight_decay else vector
+
+
+def examples_of(data: LocalData, weights: Tensor) -> Tensor:
+    """How many examples a client, or each of a block, has ``(…, 1)``."""
+    total = weights.new_zeros((*weights.shape[:-1], 1))
+    for batch, _ in data.everything():
+        total += len(batch.targets) if batch.weights is None else batch.weights.sum(-1, keepdim=True)
+    return total
 
 
 def local_gradient(problem: Problem, weights: Tensor, data: LocalData) -> Tensor:

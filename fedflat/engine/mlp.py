@@ -50,7 +50,8 @@ def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
     ``stack()``. What was read is compared with the module itself, loss and gradient, before it is believed.
     """
     layers = _layers(module)
-    if layers is None or len(layout.names) != sum(1 for _ in module.parameters()):
+    counted = sum(p.requires_grad or not _headed(module) for p in module.parameters())
+    if layers is None or len(layout.names) != counted:
         return None
     where = dict(zip(layout.names, layout.tensors()))
     names = {id(p): n for n, p in module.named_parameters()}
@@ -71,7 +72,7 @@ def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
 def _layers(module: nn.Module) -> list[nn.Module] | None:
     listed = getattr(module, "stack", None)
     layers = list(module) if type(module) is nn.Sequential else listed() if callable(listed) else None
-    if layers is None or any(True for _ in module.buffers()):
+    if layers is None or (any(True for _ in module.buffers()) and not _headed(module)):
         return None
     linear = [layer for layer in layers if type(layer) is nn.Linear]
     plain = all(type(layer) in (nn.Linear, nn.Identity, *_ACTIVATIONS) or _flattens(layer) for layer in layers)
@@ -80,6 +81,11 @@ def _layers(module: nn.Module) -> list[nn.Module] | None:
     early = not any(_flattens(layer) for layer in layers[first:])
     once = len({id(layer) for layer in linear}) == len(linear)
     return layers if linear and plain and fits and early and once else None
+
+
+def _headed(module: nn.Module) -> bool:
+    """Whether the layers are the head on features of a frozen body, which no training pass runs."""
+    return getattr(module, "frozen", False) is True
 
 
 def _flattens(layer: nn.Module) -> bool:

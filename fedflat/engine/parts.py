@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
+from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
 from fedflat.privacy.plan import Plan
 
 
@@ -18,6 +18,7 @@ class Parts:
 
     optimizer: what is public of a round's noise -> the server optimiser of that round.
     weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
+    average: what is released of the iterates; None: the last one.
     """
 
     algorithm: Algorithm
@@ -28,6 +29,7 @@ class Parts:
     local: Local
     layout: Layout
     weighted: bool = False
+    average: Average | None = None
 
     def first_state(self, shared: Tensor, threshold: float) -> RoundState:
         """The server before round 0."""

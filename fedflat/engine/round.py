@@ -18,6 +18,7 @@ from fedflat.core import wide
 from fedflat.core.rng import stream
 from fedflat.core.schedules import NEVER, MinSeparation, Scheduled, separated
 from fedflat.core.types import (
+    AVERAGE,
     Aggregate,
     Broadcast,
     Correlated,
@@ -136,7 +137,7 @@ def finish_round(
         for line in plan.records(round, bound):
             charge(line)
     if not plan.releases(aggregate.count):
-        return _aborted(state, broadcast, aggregate)
+        return _aborted(parts, state, broadcast, aggregate)
     released = noisy_sum(parts, broadcast, aggregate, key, unit)
     constant = plan.divisor if divisor is None else divisor
     mean = released.to(state.shared.dtype, copy=True).div_(constant)
@@ -155,7 +156,7 @@ def finish_round(
     if plan.min_cohort is not None:
         shown["aborted"] = False
     info = RoundInfo(released=shown, private=_private_facts(aggregate, wide.distance(released, aggregate.total)))
-    return RoundState(round + 1, shared, clip, slots), info
+    return _averaged(parts, RoundState(round + 1, shared, clip, slots)), info
 
 
 def noisy_sum(
@@ -181,11 +182,22 @@ def mean_view(parts: Parts, bound: float, divisor: float, round: int) -> MeanVie
     return MeanView(std / divisor, bound, divisor)
 
 
-def _aborted(state: RoundState, broadcast: Broadcast, aggregate: Aggregate) -> tuple[RoundState, RoundInfo]:
+def _averaged(parts: Parts, state: RoundState) -> RoundState:
+    """The state with the average of iterates that is released instead of the last one, if there is to be one."""
+    if parts.average is None:
+        return state
+    found = parts.average(state.round, state.shared, state.slots.get(AVERAGE))
+    return state if found is None else dataclasses.replace(state, slots={**state.slots, AVERAGE: found})
+
+
+def _aborted(
+    parts: Parts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate
+) -> tuple[RoundState, RoundInfo]:
     """Too few honest shares, or more than the top-up has room for: nothing is released, the charge stays."""
     shown = {"round": state.round, "clip": broadcast.clip, "aborted": True}
     hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
-    return dataclasses.replace(state, round=state.round + 1), RoundInfo(released=shown, private=hidden)
+    after = _averaged(parts, dataclasses.replace(state, round=state.round + 1))
+    return after, RoundInfo(released=shown, private=hidden)
 
 
 def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:

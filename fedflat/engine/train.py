@@ -336,7 +336,7 @@ def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record
     last = finished == job.last_round
     public: Record = {"test_loss": None, "test_accuracy": None}
     hidden: Record = {}
-    whole = torch.cat([state.shared, heads.first])
+    whole = torch.cat([state.released, heads.first])
     if data.test_inputs is not None and (last or _due(finished, job.evaluation.every, rounds)):
         how = job.evaluation
         found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
@@ -374,8 +374,8 @@ def _personal_weights(job: Job, state: RoundState, heads: Heads) -> Callable[[in
     """Client -> the weights it would use itself: own head, or the global model fine-tuned on its own data."""
     tune = job.parts.algorithm.finetune
     if tune is None:
-        return lambda client: heads.whole(state.shared, client)
-    return lambda client: finetuned(job, state, heads.whole(state.shared, client), client, tune)
+        return lambda client: heads.whole(state.released, client)
+    return lambda client: finetuned(job, state, heads.whole(state.released, client), client, tune)
 
 
 def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: Phase) -> Tensor:
@@ -384,7 +384,7 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
     if len(rows) == 0:
         return weights
     alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
-    broadcast = Broadcast(state.round, state.shared, math.inf, parts.local.rate(max(state.round - 1, 0)))
+    broadcast = Broadcast(state.round, state.released, math.inf, parts.local.rate(max(state.round - 1, 0)))
     order = Order(job.seed, state.round, parts.local.batch_size)
     feed = SingleFeed(job.data, client, order, rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
@@ -395,5 +395,5 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
 
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
-    """w^0's module with the final shared weights, on the processor; nothing else of it has met a client's data."""
-    return job.problem.released(torch.cat([outcome.state.shared, outcome.heads.first]))
+    """w^0's module with the released weights, on the processor; nothing else of it has met a client's data."""
+    return job.problem.released(torch.cat([outcome.state.released, outcome.heads.first]))

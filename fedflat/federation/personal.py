@@ -64,7 +64,7 @@ def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
 def model_of(path: Path) -> tuple[Tensor, int]:
     """The shared part of a released checkpoint, and after how many rounds it was released."""
     state = checkpoint.load_released(path)
-    return state.shared, state.round
+    return state.released, state.round
 
 
 def shown(records: Sequence[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedflat.core.checks import one_of, wrong
 from fedflat.models.headed import Headed
-from fedflat.models.pretrained import extra, folder, quiet, readable, same_ids, trainable
+from fedflat.models.pretrained import NATURAL, extra, folder, quiet, readable, same_ids, trainable
 from fedflat.models.text import text_length
 
 NAME = "text-encoder"
@@ -33,6 +33,7 @@ class TextEncoder(Headed):
     """
 
     trained = "classifier."
+    prior = NATURAL
 
     def __init__(self, body: nn.Module, classes: int, pooling: str) -> None:
         super().__init__()

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 class Headed(nn.Module):
     """``head(features(inputs))``; a matrix of floats (b, n) is taken for features already computed.
 
-    ``trained``: the beginning of the names of the head's parameters.
+    ``trained``: the beginning of the names of the head's parameters. ``prior``: what shaped the weights before any
+    client's data, as the privacy statement names it.
     """
 
     trained = "body.classifier."
+    prior = "none"
 
     def features(self, inputs: Tensor) -> Tensor:
         """Inputs (b, …) -> features (b, n)."""

@@ -27,6 +27,8 @@ ROBERTA = "FacebookAI/roberta-base"
 PUBLISHED = (VIT, ROBERTA)
 ROBERTA_BASE_SIZES = {"max_position_embeddings": 514, "type_vocab_size": 1}
 TRAIN = ("all", "head", "lora")
+NATURAL = "public natural data"
+"""The prior of published weights."""
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value")
 
 
@@ -216,7 +218,9 @@ def vit_base(
     body, found = _load("vit-base", classes, kinds, _source(VIT, path), options)
     if channels not in (1, found.num_channels):
         raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {found.num_channels} channels")
-    return trainable("vit-base", ImageTransformer(body, int(found.image_size), found.num_channels), train, rank)
+    module = ImageTransformer(body, int(found.image_size), found.num_channels)
+    module.prior = NATURAL if pretrained else module.prior
+    return trainable("vit-base", module, train, rank)
 
 
 def roberta_base(
@@ -249,7 +253,9 @@ def roberta_base(
     longest = found.max_position_embeddings - found.pad_token_id - 1
     if length > longest:
         raise wrong("model roberta-base: input shape", tuple(input_shape), f"at most {longest} ids (data.max_length)")
-    return trainable("roberta-base", TextTransformer(body, found.pad_token_id), train, rank)
+    module = TextTransformer(body, found.pad_token_id)
+    module.prior = NATURAL if pretrained else module.prior
+    return trainable("roberta-base", module, train, rank)
 
 
 def same_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:

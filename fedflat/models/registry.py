@@ -12,6 +12,7 @@ from fedflat.core.checks import nearest, whole, wrong
 from fedflat.core.imports import imported
 from fedflat.core.rng import seeded_torch
 from fedflat.models import encoder, pretrained, text, vision
+from fedflat.models.representation import representation
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "linear": vision.linear,
@@ -27,6 +28,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "vit-base": pretrained.vit_base,
     "roberta-base": pretrained.roberta_base,
     "text-encoder": encoder.text_encoder,
+    "representation": representation,
 }
 
 OURS = frozenset(name for name, builder in BUILDERS.items() if builder.__module__ != pretrained.__name__)
@@ -46,6 +48,7 @@ NAMES: dict[str, str] = {
     "vit-base": "ViT-Base/16, ImageNet-21k weights (paper 002); 85,806,346 parameters with 10 classes",
     "roberta-base": "RoBERTa-Base (paper 002); 124,647,170 parameters with 2 classes",
     "text-encoder": "BERT or RoBERTa from a folder (path); its head has 770 parameters with hidden size 384, 2 classes",
+    "representation": "frozen body made from random images (body), trained head; 20,010 parameters with 10 classes",
 }
 
 

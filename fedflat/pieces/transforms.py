@@ -24,6 +24,17 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return above | (ties & (ties.cumsum(-1) <= room))
 
 
+@dataclass(frozen=True)
+class ClassSums:
+    """−n_i·∇L_i in the update's place: Σ_j φ_j(y_j − p_j)ᵀ on the last layer's weights, Σ_j (y_j − p_j) on its bias.
+
+    φ are the layer's inputs and p the model's probabilities. Where the layer is zero, p = 1/K: class sums.
+    """
+
+    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+        return view.gradient() * -view.examples()
+
+
 def _keep_per_tensor(scores: Tensor, share: float, tensors: tuple[slice, ...]) -> Tensor:
     """Mask of exactly ⌈share·d_j⌉ largest scores in each tensor j."""
     mask = torch.zeros_like(scores, dtype=torch.bool)

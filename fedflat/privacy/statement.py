@@ -53,6 +53,13 @@ ADJACENCY: dict[str, str] = {
     "zero_out": "zero-out in place: two populations differ in one client, whose turns come and stay empty in one",
     "replace_one": "replace-one: two populations differ in the whole data of one client",
 }
+PRIORS: dict[str, str] = {
+    "none": "none: first weights drawn at random",
+    "random process": "random process: a frozen body made from synthetic images; nobody's data shaped it",
+    "public natural data": "public natural data: first weights, or a frozen body, were trained on data taken as public",
+    "unknown": "unknown: first weights, or the code that makes them, were given by the user",
+}
+"""What shaped the model before any client's data did, which no ε covers."""
 MECHANISMS: dict[str, str] = {
     "gaussian": "Gaussian noise on the sum of clipped updates, divided by the public expected cohort.",
     "ddgauss": "Discrete Gaussian shares on clipped, rotated and rounded updates, summed modulo 2^bits.",
@@ -138,8 +145,8 @@ def statement(
     """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
 
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
-    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``mechanism`` (a sentence) and
-    ``paper_items`` (numbers of :data:`PAPER_ITEMS`).
+    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``prior`` (a key of
+    :data:`PRIORS`), ``mechanism`` (a sentence) and ``paper_items`` (numbers of :data:`PAPER_ITEMS`).
     Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
     under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
     """
@@ -208,6 +215,7 @@ def _promise(
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
         "sampling": _sampling(plan, facts),
         "mechanism": _mechanism(plan, facts, spent),
+        **({"prior": PRIORS[facts["prior"]]} if "prior" in facts else {}),
     }
 
 
@@ -339,6 +347,8 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         found.append(
             "private/private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."
         )
+    if facts.get("prior") == "public natural data":
+        found.append("The people in the data that the model was pretrained on: those data are taken to be public.")
     if facts.get("held_out"):
         found.append(
             "Public by assumption: the examples held out for this method. In this simulation they are clients' own, "
@@ -425,6 +435,7 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Sampling", found["sampling"]),
         ("Mechanism", found["mechanism"]),
         ("Accounting", found["checklist"]["accounting_type"]),
+        *([("Prior", found["prior"])] if "prior" in found else []),
         ("Noise", found["noise_source"]),
         ("Arithmetic", found["floating_point"]),
         *([("Rounding", ROUNDED.format(found["rounding"]))] if found.get("rounding") else []),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedflat.core.waiting import listening
 from fedflat.report import tables
 from fedflat.report.metrics import number, own_metrics
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 LINES = 18  # lines of a whole run where stdout is no terminal
 WIDTH = 80
+PATIENCE = 10.0  # seconds without news before round 0 where stdout is no terminal
 ASKED = "as asked"  # how a run stopped by Ctrl-C says why it stopped
 
 State = Literal["waiting", "running", "done", "skipped", "stopped", "failed"]
@@ -87,6 +89,9 @@ class _Facts:
     accuracy: float | None = None
     tested: dict[str, float] = field(default_factory=dict)
     personal: float | None = None
+    waits_for: str = ""
+    waited: tuple[int, int] = (0, 0)
+    spoke: float = 0.0
     epsilon: float | None = None
     rate: float | None = None
 
@@ -111,16 +116,31 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._screen.open()
+        self._listening = listening(self.waiting)
+        self._listening.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._listening.__exit__(kind, error, trace)
         self._screen.close()
+
+    def waiting(self, what: str, done: int, total: int) -> None:
+        """Work before round 0 (``core.waiting``): a bar on a terminal, elsewhere a line every ten seconds at most."""
+        facts, now = self._facts, time.monotonic()
+        if what != facts.waits_for:
+            facts.waits_for, facts.began, facts.spoke = what, now, now
+        facts.waited = done, total
+        if now - facts.spoke >= PATIENCE:
+            facts.spoke = now
+            left = (now - facts.began) * (total - done) / max(done, 1)
+            self._screen.line(f"{what}: {100 * done // max(total, 1)} %  {_left(left)}")
 
     def start(self, job: Any) -> None:
         """The ``engine.train.Job`` that is about to run."""
         plan, facts = job.parts.plan, self._facts
+        facts.waits_for = ""
         facts.last_round, facts.budget, facts.began = job.last_round, plan.budget, time.monotonic()
         facts.shows_epsilon = plan.private and plan.protocol != "published"  # a claimed ε is never shown alone
         privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
@@ -156,6 +176,10 @@ class Progress:
         from rich.text import Text
 
         facts = self._facts
+        if facts.waits_for and not facts.round:
+            done, total = facts.waited
+            left = (time.monotonic() - facts.began) * (total - done) / done if done else None
+            return Group(Text(self._title, style="bold", no_wrap=True), _bar(facts.waits_for, done, total, left))
         title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
         bar = _bar(f"round {facts.round} of {facts.rounds}", facts.round, facts.last_round, facts.seconds_left())
         return Group(title, bar, Text("  ".join(_numbers(facts)), no_wrap=True, overflow="ellipsis"))

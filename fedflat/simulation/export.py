@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fedflat.core.checks import wrong
+from fedflat.models.representation import FILE
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, METRICS, RECIPE, STATEMENT
 from fedflat.report.metrics import Run, proven_epsilon, read_run
@@ -70,7 +71,7 @@ def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state, _, facts = newest
     named = facts["tensors"][: facts["shared_tensors"]]
     lengths = [math.prod(shape) for _, shape in named]
-    pieces = state.shared.split(lengths)
+    pieces = state.released.split(lengths)
     return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}, {
         "round": state.round,
         "made_for": facts.get("made_for") or {},
@@ -98,7 +99,7 @@ def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], fac
     about = {"format": "pt", "round": str(facts["round"]), "fedflat": "shared weights as released"}
     about["made_for"] = json.dumps(facts["made_for"])
     save_file(weights, target / MODEL, metadata=about)
-    for name in (LEDGER, STATEMENT):
+    for name in (LEDGER, STATEMENT, *([FILE] if (source / FILE).is_file() else [])):
         shutil.copyfile(source / name, target / name)
     text = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
     (target / RECIPE).write_text(text, encoding="utf-8")

@@ -17,6 +17,8 @@ from fedflat.assembly.inputs import data_of, options_for
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import wrong
 from fedflat.models import build
+from fedflat.models.representation import FILE
+from fedflat.models.representation import NAME as REPRESENTATION
 from fedflat.records import checkpoint
 from fedflat.records.folder import METRICS, PRIVATE, RECIPE, STATEMENT, read_lines
 from fedflat.simulation.export import MODEL
@@ -50,7 +52,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
         stopped="" if len(history) >= recipe.rounds else f"stopped after {len(history)} rounds",
         heads=heads,
         stages={},
-        made=functools.partial(_module, recipe, weights, facts, model, seeded),
+        made=functools.partial(_module, recipe, weights, facts, model, seeded, folder),
     )
 
 
@@ -72,15 +74,20 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
     state, heads, facts = newest
     named = facts["tensors"]
-    pieces = torch.cat([state.shared, heads.first]).split([math.prod(shape) for _, shape in named])
+    pieces = torch.cat([state.released, heads.first]).split([math.prod(shape) for _, shape in named])
     weights = {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}
     return weights, facts.get("made_for") or {}, dict(heads.kept)
 
 
 def _module(
-    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | None, seeded: bool
+    recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    known: Mapping[str, Any],
+    given: nn.Module | None,
+    seeded: bool,
+    folder: Path,
 ) -> nn.Module:
-    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, seeded)
+    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, seeded, folder)
     parameters = dict(module.named_parameters())
     for name, value in weights.items():
         here = parameters.get(name)
@@ -91,12 +98,16 @@ def _module(
     return module.eval()
 
 
-def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], seeded: bool) -> nn.Module:
+def _built(
+    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], seeded: bool, folder: Path
+) -> nn.Module:
     """The recipe's module. Where the seed was left out of an exported folder, all that it would decide is in it."""
     if recipe.model.name == GIVEN:
         raise wrong("load: model", "none, and the run's was given in Python", "fedflat.load(path, model=MODULE)")
     facts = dict(known) or _facts_of_data(recipe)
     options = options_for(recipe, int(facts.get("vocabulary", 0)), int(facts.get("padding", 0)))
+    if recipe.model.name == REPRESENTATION and (folder / FILE).is_file():
+        options["path"] = str(folder / FILE)
     make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
     module = make(seed=recipe.seed)
     if not seeded:

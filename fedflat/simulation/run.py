@@ -14,7 +14,7 @@ from torch import nn
 from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.records import resolved, state_privacy
+from fedflat.assembly.records import resolved, state_privacy, write_frozen
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.loss import OwnLoss
@@ -146,6 +146,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         if name is not None:
             keys.create(name)
         job.opening.write(path)
+        write_frozen(job, path)
         write_whole(path / RECIPE, text)
     job.folder = replace(folder, run=job.opening.run)
 

@@ -37,6 +37,15 @@ METHODS: dict[str, dict[str, Any]] = {
         "data": {"partition": {"kind": "dirichlet", "alpha": 0.5}},
     },
     "adam": {"server": {"optimizer": "adam", "lr": 0.1}},
+    "class statistics": {"algorithm": "class-statistics", "rounds": 1},
+    "frozen body": {
+        "model": {
+            "name": "representation",
+            "body": {"kind": "patches", "filters": 12, "size": 3, "cells": 2, "dimension": 20, "images": 100},
+        },
+        "algorithm": "dp-fedavg",
+        "server": {"average": "tail"},
+    },
 }
 
 

@@ -102,7 +102,7 @@ def _job(recipe: Recipe) -> Job:
 
     method = algorithm_of(recipe)
     check_deployable(recipe, method, trust_of(recipe, method))
-    return prepare(recipe)
+    return prepare(recipe, features=False)  # each client computes its own
 
 
 def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
@@ -144,7 +144,7 @@ def _recipe_text(recipe: Recipe, job: Job) -> str:
     """The recipe with everything that depends on data or calibration as numbers, so that every party has the same."""
     from fedflat.assembly.records import settled
 
-    found = settled(recipe, job.parts, job.data.clients)
+    found = settled(recipe, job.parts, job.data.clients, job.problem.pristine)
     return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
 
 

@@ -33,7 +33,7 @@ def deployment_statement(task: Task, job: Job, outcome: Outcome, *, tested: bool
 
     plan = job.parts.plan
     known, chosen = cohort_known_epsilon(job, outcome), cohort_chosen_epsilon(job, outcome)
-    facts = settled(task.recipe, job.parts, job.data.clients) | stated_facts(task.recipe, job)
+    facts = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine) | stated_facts(task.recipe, job)
     check_ins = TURNS if plan.sampler.name == "min-separation" else CHECK_INS
     facts |= noise_facts(task.recipe, plan) | {"simulation": False, "deployment": True, "check_ins": check_ins}
     facts["public_data"] = bool(facts.get("public_data")) or tested

@@ -209,13 +209,13 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """The run's folder: new, or the one of the same recipe, data form and model. The job gets what the run is."""
     import yaml
 
-    from fedflat.assembly.records import settled, versions
+    from fedflat.assembly.records import settled, versions, write_frozen
 
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
     job.identity = replace(job.identity, recipe=task.identity, data="")
     if not (out / RECIPE).exists():
-        dump = settled(task.recipe, job.parts, job.data.clients)
+        dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
         name = secrets.token_hex(16)
         marks = {
             **versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting")),
@@ -225,6 +225,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name)
         job.opening.write(out)
+        write_frozen(job, out)
         write_whole(out / RECIPE, text)
         return RunFolder(out, deployment=True, run=name)
     if _versions(out).get("task") != task.identity:

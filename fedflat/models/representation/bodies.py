@@ -1,0 +1,145 @@
+"""Frozen bodies by kind: what makes one from its options, and how it is kept and found again.
+
+A body is a function of its options, its shape and its own seed. Linear algebra differs in last bits from machine to
+machine, and principal directions by more: so what was used is kept (cache, run folder, export), and has a digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.cache import cache_folder, digest_of, read_tensors, write_tensors
+from fedflat.core.checks import nearest, one_of, whole, wrong
+from fedflat.core.threads import using_threads
+from fedflat.models.representation.leaves import dead_leaves
+from fedflat.models.representation.patches import Patches, PatchOptions
+from fedflat.models.representation.projection import Projection, ProjectionOptions, fitted_maps
+
+FORMAT = "fedflat-body-1"
+KINDS = ("patches",)
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class BodyOptions:
+    """What a body is a function of, besides the images' shape. seed: of the random process, not of the run."""
+
+    kind: str
+    seed: int
+    maps: Any
+    projection: ProjectionOptions
+
+    @classmethod
+    def of(cls, given: str | Mapping[str, Any]) -> BodyOptions:
+        """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
+        found: dict[str, Any] = {"kind": given} if isinstance(given, str) else dict(given)
+        kind, seed = one_of("model.body.kind", found.pop("kind", None), KINDS), found.pop("seed", 0)
+        maps, shared = _OPTIONS[kind], ProjectionOptions
+        names = [field.name for of in (maps, shared) for field in dataclasses.fields(of)]
+        for key in found:
+            if key not in names:
+                raise wrong(f"model.body.{key}", key, f"for {kind}: seed, {', '.join(names)}", hint=nearest(key, names))
+        own, rest = (
+            {f.name: found[f.name] for f in dataclasses.fields(of) if f.name in found} for of in (maps, shared)
+        )
+        return cls(kind, whole("model.body.seed", seed), maps(**own), shared(**rest))
+
+    def text(self, shape: Shape) -> str:
+        """All of it in one line."""
+        return json.dumps([FORMAT, list(shape), dataclasses.asdict(self)], sort_keys=True)
+
+
+class PublicBody(nn.Module):
+    """Images (b, c, h, w) -> features (b, k) of length 1: maps, then their public projection. Buffers only."""
+
+    def __init__(self, maps: nn.Module) -> None:
+        super().__init__()
+        self.maps, self.projection = maps, Projection()
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.projection(self.maps(images))
+        return found
+
+
+def body_of(
+    options: BodyOptions, shape: Shape, path: str | None = None, sha256: str | None = None
+) -> tuple[PublicBody, str]:
+    """The body, and the digest of what is in it: from ``path``, from the cache, or made now (minutes) and kept there.
+
+    Raises InputError where its digest is not ``sha256``, or where the file at ``path`` holds another body.
+    """
+    body = PublicBody(_maps(options, shape))
+    tensors = _stored(options, shape, path, sha256) or _made(body, options, shape)
+    found = digest_of(tensors)
+    if sha256 not in (None, found):
+        kept = cache_folder() / f"body-{sha256}.safetensors"
+        hint = f"This machine makes another one from the same seed; copy the run's own ({FILE}) to {kept}."
+        raise wrong("model.sha256", f"{sha256} for a body of {found}", "the body that the run was made with", hint=hint)
+    _fill(body, tensors)
+    return body, found
+
+
+FILE = "body.safetensors"
+"""In a run's folder, and in an exported one."""
+
+
+def write_body(body: nn.Module, path: Path) -> None:
+    """Keep a body beside what was trained on it."""
+    write_tensors(path, body.state_dict())
+
+
+def _stored(options: BodyOptions, shape: Shape, path: str | None, sha256: str | None) -> dict[str, Tensor] | None:
+    if path is not None:
+        found = read_tensors(Path(path))
+        if found is None:
+            raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
+        return found
+    own = None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
+    return own or read_tensors(_kept(options, shape))
+
+
+def _kept(options: BodyOptions, shape: Shape) -> Path:
+    return cache_folder() / f"body-{hashlib.sha256(options.text(shape).encode()).hexdigest()[:32]}.safetensors"
+
+
+def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Tensor]:
+    """Fill the body from its seed, and keep it in the cache if that can be written."""
+    with torch.no_grad(), using_threads(torch.get_num_threads()):
+        images = dead_leaves(options.projection.images, shape, options.seed)
+        if isinstance(body.maps, Patches):
+            body.maps.fit(images, options.seed)
+        body.projection.fit(fitted_maps(body.maps, images), options.projection)
+    tensors = dict(body.state_dict())
+    with contextlib.suppress(OSError):
+        write_tensors(_kept(options, shape), tensors, {"made_of": options.text(shape)})
+    return tensors
+
+
+def _fill(body: PublicBody, tensors: Mapping[str, Tensor]) -> None:
+    """Put stored tensors into a body's buffers; those of the projection have the stored shapes."""
+    for name, value in body.named_buffers():
+        here = tensors.get(name)
+        fits = here is not None and (name.startswith("projection.") or here.shape == value.shape)
+        if not fits or len(tensors) != len(body.state_dict()):
+            found = "nothing" if here is None else f"shape {tuple(here.shape)}"
+            raise wrong(f"model.path: {name}", found, f"a body of these options and images ({tuple(value.shape)})")
+    for name, value in tensors.items():
+        owner = body.get_submodule(name.rpartition(".")[0])
+        owner._buffers[name.rpartition(".")[2]] = value.clone()
+
+
+def _maps(options: BodyOptions, shape: Shape) -> nn.Module:
+    return Patches(shape, options.maps)
+
+
+_OPTIONS: dict[str, Any] = {"patches": PatchOptions}

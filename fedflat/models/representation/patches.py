@@ -1,0 +1,112 @@
+"""Whitened patches as a dictionary: each filter is a patch of a random-process image (after Coates and Ng 2011).
+
+A patch p of the image is normalised (mean 0, contrast 1), and its inner products z with the filters are taken in the
+whitened space; max(z − a, 0) and max(−z − a, 0) are averaged over the cells of a grid. The filters come from dead
+leaves, so that the body has seen nobody's data; it looks at one image at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.rng import stream
+from fedflat.models.representation.leaves import dead_leaves
+
+FLOOR = 0.02
+"""Added to a patch's variance before the root, in squared units of standardised images: flat patches stay small."""
+RIDGE = 0.1
+"""Added to the eigenvalues of normalised patches' covariance before whitening."""
+FLATTEST = 0.08
+"""Patches of a smaller standard deviation are no filters."""
+TOGETHER = 100
+"""Filters whose answers to one image are held at once."""
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """filters: F. size: a patch's side. stride: pixels between patches. cells: the grid's side. threshold: a."""
+
+    filters: int = 800
+    size: int = 6
+    stride: int = 1
+    cells: int = 3
+    threshold: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name in ("filters", "size", "stride", "cells"):
+            whole(f"model.body.{name}", getattr(self, name), 1)
+        in_range("model.body.threshold", self.threshold, 0)
+
+
+class Patches(nn.Module):
+    """Images (b, c, h, w) -> maps (b, 2F, cells²)."""
+
+    filters: Tensor
+    shift: Tensor
+    pool: Tensor
+
+    def __init__(self, shape: tuple[int, int, int], options: PatchOptions) -> None:
+        super().__init__()
+        channels, height, width = shape
+        if min(height, width) < options.size + options.cells - 1:
+            least = options.size + options.cells - 1
+            raise wrong("model.body", f"images of {height} × {width}", f"at least {least} × {least}, or a smaller size")
+        self.size, self.stride, self.threshold = options.size, options.stride, options.threshold
+        self.register_buffer("filters", torch.zeros(options.filters, channels * options.size**2))
+        self.register_buffer("shift", torch.zeros(options.filters, 1))
+        rows, columns = ((side - options.size) // options.stride + 1 for side in (height, width))
+        pool = torch.einsum("ra,cb->rcab", _cells(rows, options.cells), _cells(columns, options.cells))
+        self.register_buffer("pool", pool.reshape(rows * columns, options.cells**2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([self._maps(image) for image in images.unsqueeze(1)])
+
+    def _maps(self, image: Tensor) -> Tensor:
+        """Of one image (1, c, h, w): what stays in a core's caches, and no image's bits follow from another's."""
+        patches = normalised(F.unfold(image, self.size, stride=self.stride))[0]
+        found = []
+        for filters, shift in zip(self.filters.split(TOGETHER), self.shift.split(TOGETHER)):
+            beyond = F.softshrink(torch.addmm(shift, filters, patches, beta=-1), self.threshold)
+            signed, absolute = beyond @ self.pool, beyond.abs_() @ self.pool
+            found.append(torch.stack([absolute + signed, absolute - signed], dim=1).flatten(0, 1) / 2)
+        return torch.cat(found)
+
+    def fit(self, images: Tensor, seed: int) -> None:
+        """Fill the filters with whitened patches of ``images`` (n, c, h, w)."""
+        draw = stream(seed, "dictionary")
+        patches = (
+            F.unfold(images, self.size, stride=max(self.size - 1, 1)).transpose(1, 2).reshape(-1, self.filters.shape[1])
+        )
+        patches = patches[patches.std(1) > FLATTEST]
+        patches = patches[torch.from_numpy(draw.permutation(len(patches))[:100_000])]
+        known = normalised(patches[..., None])[..., 0].double()
+        mean = known.mean(0)
+        values, vectors = torch.linalg.eigh(torch.cov((known - mean).T))
+        white = vectors @ torch.diag((values.clamp_min(0) + RIDGE).rsqrt()) @ vectors.T
+        chosen = (known[: len(self.filters)] - mean) @ white
+        if len(chosen) < len(self.filters):
+            raise wrong("model.body.filters", len(self.filters), f"at most {len(chosen)}, the patches there are")
+        chosen = chosen / torch.linalg.vector_norm(chosen, dim=1, keepdim=True)
+        self.filters.copy_(chosen @ white)
+        self.shift.copy_((chosen @ white @ mean)[:, None])
+
+
+def normalised(patches: Tensor) -> Tensor:
+    """Patches (b, n, L) as columns, each with mean 0 and contrast 1."""
+    centred = patches - patches.mean(1, keepdim=True)
+    return centred * (centred.square().mean(1, keepdim=True) + FLOOR).rsqrt()
+
+
+def _cells(places: int, cells: int) -> Tensor:
+    """Means over ``cells`` stretches of ``places``, nearly equal ones: ``(places, cells)``."""
+    cell = torch.arange(places) * cells // places
+    member = F.one_hot(cell, cells).float()
+    return member / member.sum(0)
+
+
+__all__ = ["PatchOptions", "Patches", "dead_leaves", "normalised"]

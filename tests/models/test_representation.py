@@ -1,0 +1,293 @@
+"""Frozen bodies made from random images: a function of their seed, one image at a time, kept where they were used."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fedflat
+from fedflat.assembly.jobs import prepare
+from fedflat.audit.hostile import Case
+from fedflat.audit.worlds import Engine, Stage, Worlds
+from fedflat.backends import features
+from fedflat.backends.features import computed, with_features
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError
+from fedflat.core.waiting import listening
+from fedflat.data.clients import Federated, from_pairs
+from fedflat.models import build
+from fedflat.models.representation.bodies import BodyOptions, body_of
+from fedflat.models.representation.leaves import CHUNK, dead_leaves
+from fedflat.models.representation.patches import Patches, PatchOptions, normalised
+from fedflat.simulation.export import export
+
+SMALL = {"kind": "patches", "filters": 12, "size": 3, "cells": 2, "dimension": 20, "images": 100}
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, and nothing remembered."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("FEDFLAT_CACHE", str(folder))
+    features._LAST.clear()
+    return folder
+
+
+def made(**options: Any) -> Any:
+    return build("representation", SHAPE, 3, 0, **{"body": SMALL, **options})
+
+
+def images(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    return {
+        "rounds": 2,
+        "data": {"dataset": "digits", "clients": 20},
+        "model": {"name": "representation", "body": SMALL},
+        "algorithm": "dp-fedavg",
+        "local": {"steps": 1, "batch_size": 100, "lr": 1.0, "momentum": 0.0},
+        "cohort": {"size": 20},
+        "privacy": {"clip": 0.5, "epsilon": 8},
+        "server": {"lr": 10.0, "momentum": 0.9},
+        "engine": {"backend": "sequential"},
+        **changes,
+    }
+
+
+def test_dead_leaves_are_a_function_of_their_seed() -> None:
+    found = dead_leaves(CHUNK + 3, (3, 16, 12), 7)
+    assert found.shape == (CHUNK + 3, 3, 16, 12) and found.dtype == torch.float32
+    assert torch.equal(found, dead_leaves(CHUNK + 3, (3, 16, 12), 7))
+    assert not torch.equal(found, dead_leaves(CHUNK + 3, (3, 16, 12), 8))
+    assert abs(float(found.mean())) < 1e-4 and abs(float(found.std()) - 1) < 1e-4
+    assert len({image.numpy().tobytes() for image in found}) == len(found)
+
+
+def test_filters_answer_as_the_formula_says() -> None:
+    body = made().body.maps
+    assert isinstance(body, Patches)
+    x = images(3)
+    z = body.filters @ normalised(torch.nn.functional.unfold(x, 3)) - body.shift
+    pairs = torch.stack([(z - body.threshold).relu(), (-z - body.threshold).relu()], dim=2)
+    means = pairs.unflatten(-1, (2, 3, 2, 3)).mean((4, 6)).flatten(1, 2).flatten(2)
+    torch.testing.assert_close(body(x), means, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(body.pool.sum(0), torch.ones(4))
+
+
+def test_whitened_filters_see_white_patches() -> None:
+    """In the space of the filters the patches that they were made from have nearly one variance in all directions."""
+    options = BodyOptions.of({"kind": "patches", "filters": 60, "size": 3, "cells": 2, "dimension": 20, "images": 200})
+    body, _ = body_of(options, SHAPE)
+    patches = normalised(torch.nn.functional.unfold(dead_leaves(200, SHAPE, 0), 3)).transpose(1, 2).reshape(-1, 9)
+    answers = patches @ body.maps.filters.T - body.maps.shift.T
+    plain = patches @ torch.nn.functional.normalize(patches[:60]).T
+    assert float(answers.var(0).std() / answers.var(0).mean()) < float(plain.var(0).std() / plain.var(0).mean())
+
+
+def test_features_have_length_one_and_no_image_another_s_bits() -> None:
+    module, x = made(), images(9)
+    found = module.features(x)
+    assert found.shape == (9, 20) and module.frozen
+    torch.testing.assert_close(torch.linalg.vector_norm(found, dim=1), torch.ones(9))
+    changed = x.clone()
+    changed[1:] = 100 * images(8, 5)
+    assert torch.equal(module.features(changed)[0], found[0])
+    assert torch.equal(module(x), torch.zeros(9, 3))  # the head starts at zero
+    assert torch.equal(module(found), module(x))
+
+
+def test_principal_directions_are_the_synthetic_images_own() -> None:
+    projection = made(body={**SMALL, "whitening": 1.0, "dimension": 8}).body.projection
+    whole = made(body={**SMALL, "whitening": 0.0}).body
+    x = dead_leaves(100, SHAPE, 0)
+    directions = whole.projection._directions(whole.maps(x))[:, whole.projection.chosen]
+    variance = directions.var(0, correction=0)
+    assert bool((variance[:-1] >= variance[1:] * 0.999).all())
+    torch.testing.assert_close(projection.weight, (variance[:8] + 0.5 * variance[7]).rsqrt(), rtol=1e-3, atol=0)
+
+
+def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path) -> None:
+    first = made()
+    (file,) = own_cache.glob("body-*.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedflat.models.representation.bodies.dead_leaves", None)  # it is not made again
+        assert made().sha256 == first.sha256 == made(sha256=first.sha256).sha256
+    file.write_bytes(file.read_bytes()[:-1])  # damaged: made anew
+    assert made().sha256 == first.sha256
+    assert made(body={**SMALL, "seed": 1}).sha256 != first.sha256
+    with pytest.raises(InputError, match=r"model\.sha256: found 00.*copy the run's own"):
+        made(sha256="00")
+
+
+def test_another_machine_takes_the_run_s_own_body(own_cache: Path, tmp_path: Path) -> None:
+    other = made(body={**SMALL, "seed": 5})  # stands for what another machine makes of seed 0
+    fedflat.models.representation.write_body(other.body, tmp_path / "body.safetensors")
+    taken = made(path=str(tmp_path / "body.safetensors"), sha256=other.sha256)
+    assert torch.equal(taken.body.projection.weight, other.body.projection.weight)
+    shutil.copy(tmp_path / "body.safetensors", own_cache / f"body-{other.sha256}.safetensors")
+    assert torch.equal(made(sha256=other.sha256).body.maps.filters, other.body.maps.filters)
+
+
+def test_a_file_of_another_body_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "body.safetensors"
+    with pytest.raises(InputError, match="a sound body"):
+        made(path=str(file))
+    fedflat.models.representation.write_body(made(body={**SMALL, "filters": 10}).body, file)
+    with pytest.raises(InputError, match=r"maps\.filters: found shape \(10, 9\)"):
+        made(path=str(file))
+    whole = load_file(file)
+    whole["maps.filters"] += 1
+    save_file(whole, file, metadata={"sha256": "0"})
+    with pytest.raises(InputError, match="a sound body"):
+        made(path=str(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"body": "patch"}, "Did you mean patches"),
+        ({"body": {"kind": "patches", "filter": 3}}, "Did you mean filters"),
+        ({"body": {"kind": "patches", "filters": 0}}, "model.body.filters"),
+        ({"body": {"kind": "patches", "whitening": 2}}, "model.body.whitening"),
+        ({"body": {"kind": "patches", "size": 8}}, "at least 10 × 10"),
+        ({"body": {**SMALL, "filters": 100_000}}, "the patches there are"),
+        ({"head": "line"}, "Did you mean linear"),
+        ({"head": {"kind": "linear", "hidden": 3}}, "model.head.hidden"),
+        ({"head": {"kind": "mlp", "hidden": 0}}, "model.head.hidden"),
+        ({"heads": "mlp"}, "Did you mean head"),
+    ],
+)
+def test_mistakes_are_one_sentence(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        made(**options)
+    with pytest.raises(InputError, match="images"):
+        build("representation", (64,), 3, 0, body=SMALL)
+
+
+def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, own_cache: Path) -> None:
+    result = fedflat.run(recipe(), out=tmp_path / "run")
+    digest = result.model.sha256
+    assert f"sha256: {digest}" in (tmp_path / "run" / "recipe.yaml").read_text()
+    assert result.privacy["facts"]["model"]["sha256"] == digest
+    assert result.privacy["prior"].startswith("random process")
+    exported = export(tmp_path / "run", tmp_path / "out")
+    assert "body.safetensors" in exported.files
+    shutil.rmtree(own_cache)
+    x = images(5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedflat.models.representation.bodies.dead_leaves", None)
+        for folder in ("run", "out"):
+            assert torch.equal(fedflat.load(tmp_path / folder).model(x), result.model(x))
+
+
+def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
+    whole = fedflat.run(recipe(), out=tmp_path / "run")
+    sorted((tmp_path / "run" / "checkpoints").glob("*.safetensors"))[-1].unlink()
+    again = fedflat.run(tmp_path / "run" / "recipe.yaml", out=tmp_path / "run", resume=True)
+    assert torch.equal(whole.model.classifier.weight, again.model.classifier.weight)
+
+
+@pytest.mark.parametrize("backend", ["vectorized", "lowrank"])
+@pytest.mark.parametrize("head", ["linear", {"kind": "mlp", "hidden": 5}])
+def test_block_back_ends_train_the_head_as_one_by_one(backend: str, head: Any) -> None:
+    model = {"name": "representation", "body": SMALL, "head": head}
+    changes = {"model": model, "privacy": {"clip": 0.5, "noise_multiplier": 0.0}}
+    one, block = (fedflat.run(recipe(**changes, engine={"backend": name})) for name in ("sequential", backend))
+    for a, b in zip(one.model.classifier.parameters(), block.model.classifier.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_features_do_not_follow_the_other_clients() -> None:
+    """A client computes the same bits alone, as in a deployment, as beside the others in a simulation."""
+    module = made()
+    pairs = [(images(n, n), torch.arange(n) % 3) for n in (5, 70, 9)]
+    together = with_features(from_pairs(pairs), module)
+    for i, pair in enumerate(pairs):
+        features._LAST.clear()
+        alone = with_features(from_pairs([pair]), module)
+        assert torch.equal(alone.inputs, together.client(i)[0])
+
+
+def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def federation(name: str, seed: int = 0) -> Federated:
+        found = from_pairs([(images(9, seed), torch.arange(9) % 3)], (images(4, 9), torch.zeros(4, dtype=torch.int64)))
+        object.__setattr__(found, "name", name)
+        return found
+
+    module = made()
+    kept = lambda: sorted(own_cache.glob("features-*"))  # noqa: E731
+    with_features(federation("a set"), module)
+    assert not kept()  # quick enough to be computed again
+    features._LAST.clear()
+    monkeypatch.setattr(features, "WORTH_KEEPING", 0.0)
+    with_features(federation("clients"), module)
+    assert not kept()  # given in Python: there is no copy of it that was not asked for
+    features._LAST.clear()
+    first = with_features(federation("a set"), module)
+    (file,) = kept()
+    features._LAST.clear()
+    monkeypatch.setattr(features, "computed", None)
+    again = with_features(federation("a set"), module)
+    assert torch.equal(again.inputs, first.inputs) and torch.equal(again.test_inputs, first.test_inputs)  # type: ignore[arg-type]
+    monkeypatch.setattr(features, "computed", computed)
+    features._LAST.clear()
+    file.write_bytes(file.read_bytes()[:-8] + bytes(8))  # damaged: computed again
+    assert torch.equal(with_features(federation("a set"), module).inputs, first.inputs)
+    for seed in range(1, 6):
+        with_features(federation("a set", seed), module)
+    assert len(kept()) == features.KEPT
+
+
+def test_who_waits_is_told() -> None:
+    heard: list[tuple[str, int, int]] = []
+    with listening(lambda *news: heard.append(news)):
+        computed(made(), images(100))
+    assert heard[-1] == ("features of a frozen body", 2, 2)
+    assert ("dictionary from random images", 100, 100) in heard
+    count = len(heard)
+    computed(made(), images(3))
+    assert len(heard) == count
+
+
+def test_a_network_beside_its_prior() -> None:
+    assert prepare(Recipe.of(recipe(model="linear"))).problem.pristine is not None
+    assert fedflat.run(recipe(model="linear", rounds=1)).privacy["prior"].startswith("none")
+    own = fedflat.run(recipe(rounds=1), model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    assert own.privacy["prior"].startswith("unknown")
+
+
+def test_options_know_what_they_make() -> None:
+    assert BodyOptions.of("patches").maps == PatchOptions()
+    assert BodyOptions.of("patches").text(SHAPE) != BodyOptions.of({"kind": "patches", "seed": 1}).text(SHAPE)
+
+
+@pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized"), Engine("lowrank")], ids=str)
+@pytest.mark.parametrize("method", ["dp-fedavg", "class-statistics"])
+def test_one_client_s_images_move_a_release_by_the_clip_at_most(method: str, engine: Engine) -> None:
+    privacy = {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5}
+    local = {"steps": 2, "batch_size": 3, "lr": 0.3}
+    settings = {"rounds": 1, "algorithm": method, "cohort": {"size": 6}, "local": local, "privacy": privacy}
+    template = from_pairs([(images(40), torch.arange(40) % 3)])
+    worlds = Worlds(Stage(Recipe.of(settings), made(), template))
+    for case in (Case("ordinary"), Case("cancelling 1e6"), Case("huge 1e14"), Case("pixels", others="pixels")):
+        moved = worlds.movement(engine, case)
+        assert not moved.over, f"{case.name}: {moved.value} {moved.stopped}"
+
+
+def test_features_that_mix_clients_would_be_noticed() -> None:
+    """The broken twin standardises by what is in its batch, and a client's features follow who else is there."""
+    module = made()
+    batched = lambda x: (f := module.features(x)) - f.mean(0)  # noqa: E731
+    x = images(9)
+    changed = x.clone()
+    changed[1:] *= 3
+    assert not torch.equal(batched(x)[0], batched(changed)[0])
+    assert torch.equal(module.features(x)[0], module.features(changed)[0])
