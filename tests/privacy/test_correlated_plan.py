@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from fedflat.core.checks import InputError
-from fedflat.core.cohorts import FromRound
+from fedflat.core.cohorts import SECRET, FromRound
+from fedflat.privacy.accounting.budget import budget_table
+from fedflat.privacy.accounting.epsilon import accounting_params, epsilon
 from fedflat.privacy.accounting.factorisation import noise_in_model
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import statement
 from fedflat.privacy.together import Published, total
+from fedflat.privacy.trust import guarantees_of
 from fedflat.privacy.verify import recompute, verify
 
 BASE: dict[str, Any] = {
@@ -38,14 +41,14 @@ def lines(plan: Plan, rounds: int, key: str = "a", start: int = 0) -> list[dict[
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "rounds", "bands", "secret", "full"),
+    ("target", "rounds", "bands", "secret", "full"),
     [(8, 60, 0.056, 0.073, 0.039), (8, 300, 0.226, 0.253, 0.196), (2, 60, 0.165, 0.146, 0.116)],
 )
-def test_known_figures(epsilon: float, rounds: int, bands: float, secret: float, full: float) -> None:
+def test_known_figures(target: float, rounds: int, bands: float, secret: float, full: float) -> None:
     """Noise on the running sum, root mean square over the rounds, in units of C, for M = 500 and δ = 1/500."""
 
     def noise(size: int, **changes: Any) -> float:
-        plan = build_plan(clients=500, cohort=size, rounds=rounds, epsilon=epsilon, delta=1 / 500, **changes)
+        plan = build_plan(clients=500, cohort=size, rounds=rounds, epsilon=target, delta=1 / 500, **changes)
         own = isinstance(plan.mechanism, ScheduledPlan)
         each = noise_in_model(mechanism(plan).factor)[0] if own else math.sqrt((rounds + 1) / 2)
         return plan.std(1.0) / plan.divisor * each
@@ -227,4 +230,21 @@ def test_an_adaptive_clip_keeps_its_count_with_independent_noise() -> None:
 
 def test_known_cohorts_cost_more_than_secret_coins() -> None:
     plan = plan_of(sampling="cyclic-poisson", cohort=4, separation=5, noise="banded", delta=1e-5)
-    assert schedule_epsilon(3, 0.5, 0.9, 1e-5) > plan.epsilon()
+    assert mechanism(plan).known_epsilon(plan, 12) == schedule_epsilon(3, 0.5, 0.9, 1e-5) > plan.epsilon()
+    assert mechanism(plan).known_epsilon(plan, 0) == 0
+
+
+def test_plain_accounts_count_a_clients_own_turns() -> None:
+    """`fedflat.epsilon` with a schedule and independent noise: the plan's figure, and no binomial of public turns."""
+    setting: dict[str, Any] = {"clients": 40, "cohort": 8, "rounds": 12, "noise_multiplier": 0.9, "delta": 1e-3}
+    assert epsilon(**setting, sampling="min-separation") == pytest.approx(plan_of().epsilon(), rel=1e-6)
+    one = epsilon(**{**setting, "cohort": 40}, sampling="full")
+    assert one == pytest.approx(gaussian_epsilon(math.sqrt(12) / 0.9, 1e-3), rel=1e-6)
+    with pytest.raises(InputError, match="trust: central only"):
+        epsilon(**setting, sampling="min-separation", trust="distributed")
+    made = accounting_params(**setting, sampling="cyclic-poisson")
+    mixed = guarantees_of(made, {0.9: 6, 1.0: 6})[0].epsilon
+    assert plan_of(sampling="cyclic-poisson").epsilon() < mixed
+    rows = budget_table(**setting, only={"sampling": "min-separation", "trust": "central"})
+    assert rows[0]["epsilon"] == pytest.approx(plan_of().epsilon(), rel=1e-6)
+    assert {row["sampling"] for row in budget_table(**setting, only={"accountant": "gdp"})} <= {*SECRET, "any"}

@@ -58,9 +58,9 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
     from fedflat.privacy.statement import rounds_charged
 
     plan = job.parts.plan
-    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.chance is not None and plan.event_multiplier > 0:
-        held = plan.standing(outcome.entries)
-        return held.mechanism.known_epsilon(held, plan.rounds)  # type: ignore[union-attr]
+    own = plan.standing(outcome.entries).mechanism
+    if isinstance(own, ScheduledPlan) and own.chance is not None and plan.event_multiplier > 0:
+        return own.known_epsilon(plan, plan.rounds)
     if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
         return None
     rounds = rounds_charged(outcome.state.round, outcome.entries)
