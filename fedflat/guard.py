@@ -82,7 +82,7 @@ class Guard:
         key: bytes | None = None,
     ) -> None:
         numbers = {"clients": clients, "rounds": rounds, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
-        numbers |= {"delta": delta, "cohort_size": cohort, "cohort_max": max_cohort}
+        numbers |= {"delta": delta, "cohort": cohort, "max_cohort": max_cohort}
         self.plan = _made(numbers, sampling) if plan is None else _served(plan, numbers)
         self.clip, self.secure = whole_vector(clip), secure
         if not math.isfinite(self.clip.threshold):
@@ -229,8 +229,8 @@ def _made(numbers: dict[str, Any], sampling: str) -> Plan:
     for name in ("clients", "rounds"):
         if numbers[name] is None:
             raise wrong(name, "nothing", "a whole number ≥ 1, or a plan")
-    cohort = numbers.pop("cohort_size")
-    return build_plan(cohort_size=numbers["clients"] if cohort is None else cohort, sampling=sampling, **numbers)
+    cohort = numbers.pop("cohort")
+    return build_plan(cohort=numbers["clients"] if cohort is None else cohort, sampling=sampling, **numbers)
 
 
 def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:

@@ -43,7 +43,7 @@ def changed(**change: Any) -> Recipe:
 
 
 def plan_of(**change: Any) -> Plan:
-    return build_plan(**{"clients": 200, "cohort_size": 20, "rounds": 30, "epsilon": 4, "delta": 5e-4, **change})
+    return build_plan(**{"clients": 200, "cohort": 20, "rounds": 30, "epsilon": 4, "delta": 5e-4, **change})
 
 
 def noise(plan: Plan) -> float:
@@ -174,7 +174,7 @@ def test_every_alternative_has_its_own_noise() -> None:
     half = found["half the rounds"]
     assert half.noise_multiplier == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)
     more = found["twice the cohort"]
-    assert more.noise_multiplier == pytest.approx(plan_of(cohort_size=40).noise_multiplier, rel=2e-3)
+    assert more.noise_multiplier == pytest.approx(plan_of(cohort=40).noise_multiplier, rel=2e-3)
     same = best(plan, 1000, noise)
     tenth, twice = found["a tenth of the parameters"].best, found["twice the clients, twice the cohort"].best
     assert same is not None and tenth is not None and twice is not None
@@ -193,11 +193,11 @@ def test_other_cohorts_keep_their_law() -> None:
     fixed = makers["full participation"](plan_of(sampling="fixed", noise_multiplier=1, epsilon=None), 10)
     assert fixed is not None and fixed.plan.sampler == Fixed(200, 200)
     capped = makers["twice the cohort"](
-        plan_of(sampling="truncated", cohort_max=30, noise_multiplier=1, epsilon=None), 10
+        plan_of(sampling="truncated", max_cohort=30, noise_multiplier=1, epsilon=None), 10
     )
     assert capped is not None and capped.plan.sampler == Truncated(200, 40, 60)
     shares = makers["full participation"](plan_of(trust="distributed", noise_multiplier=1, epsilon=None), 10)
-    assert shares is not None and shares.plan.cohort_min == 200
+    assert shares is not None and shares.plan.min_cohort == 200
 
 
 def test_where_nothing_is_tried() -> None:
@@ -207,7 +207,7 @@ def test_where_nothing_is_tried() -> None:
         {"noise_multiplier": 0, "epsilon": None},
     ):
         assert alternatives(plan_of(**other), 1000, noise) == []
-    everybody = alternatives(plan_of(cohort_size=200, rounds=1), 1000, noise)
+    everybody = alternatives(plan_of(cohort=200, rounds=1), 1000, noise)
     assert [other.what for other in everybody] == ["twice the clients, twice the cohort", "a tenth of the parameters"]
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import wrong
-from fedflat.core.cohorts import Sampler
 from fedflat.core.factors import Factor
 from fedflat.core.schedules import CyclicPoisson, MinSeparation
+from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.accounting.gaussian import schedule_epsilon

@@ -14,8 +14,11 @@ from typing import Any
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson
+from fedflat.core.schedules import MinSeparation
+from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
+from fedflat.privacy.correlated import scheduled_plan
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.trust import default_minimum
+from fedflat.privacy.trust import default_min_cohort
 
 DROWNED = 1.0
 """Best signal-to-noise ratio of the whole run under which the noise drowns the signal."""
@@ -61,15 +64,11 @@ def drowning(found: Best | None) -> str:
 
 @dataclass(frozen=True)
 class Changed:
-    """A setting with something changed: its plan before calibration, its coordinates, and what else it costs.
-
-    kept: of the noise of all rounds together, the share that stays (less where rounds' noise is correlated).
-    """
+    """A setting with something changed: its plan before calibration, its coordinates, and what else it costs."""
 
     plan: Plan
     coordinates: int
     cost: str = ""
-    kept: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,18 @@ def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
     return Changed(replace(plan, rounds=plan.rounds // 2), coordinates, "half the steps") if plan.rounds > 1 else None
 
 
+def _bands(plan: Plan, coordinates: int) -> Changed | None:
+    """A public round-robin with banded noise, in place of secret coins."""
+    sampler = plan.sampler
+    apart, size = int(sampler.clients / sampler.size), int(sampler.size)
+    if plan.trust != "central" or plan.count_noise is not None or apart < 2 or size != sampler.size:
+        return None
+    law = MinSeparation(sampler.clients, size, apart)
+    kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
+    made = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
+    return Changed(made, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
+
+
 Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
     ("full participation", _full),
@@ -123,8 +134,9 @@ ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
     ("twice the clients, twice the cohort", _more_clients),
     ("a tenth of the parameters", _fewer_parameters),
     ("half the rounds", _fewer_rounds),
+    ("correlated noise, clients in turns", _bands),
 )
-"""What is tried, and how the setting changes; None where it does not apply. Noise correlated over rounds goes here."""
+"""What is tried, and how the setting changes; None where it does not apply."""
 
 CLIP = (
     "A larger clip changes no figure here: σ and the best ratio are relative to it. It helps while most updates are "
@@ -151,15 +163,14 @@ def alternatives(
         except InputError as error:
             found.append(Alternative(what, None, None, f"not possible: {error}"))
             continue
-        whole = None if ratio is None else replace(ratio, run=ratio.run / changed.kept)
-        found.append(Alternative(what, made.noise_multiplier, whole, changed.cost))
+        found.append(Alternative(what, made.noise_multiplier, ratio, changed.cost))
     return found
 
 
 def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
     """The same law for so many times the clients, and a cohort as many times as large."""
     changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
-    if hasattr(sampler, "maximum"):
+    if sampler.maximum is not None:
         changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
     return replace(sampler, **changed)
 
@@ -170,4 +181,4 @@ def _with(plan: Plan, sampler: Any) -> Plan:
     plan = replace(plan, sampler=sampler, count_noise=count)
     if plan.trust != "distributed":
         return plan
-    return replace(plan, cohort_min=default_minimum(sampler, plan.rounds, plan.delta, plan.colluders))
+    return replace(plan, min_cohort=default_min_cohort(sampler, plan.rounds, plan.delta, plan.colluders))

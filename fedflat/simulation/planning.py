@@ -30,7 +30,9 @@ from fedflat.engine.parts import Parts
 from fedflat.engine.round import broadcast_of, mean_view
 from fedflat.engine.train import Job
 from fedflat.methods import noise as noising
+from fedflat.privacy.accounting.factorisation import noise_in_model
 from fedflat.privacy.attacker import SLOW, Attacker, attacker
+from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 from fedflat.simulation.outlook import CLIP, Alternative, Best, alternatives, best, drowning
 
@@ -201,8 +203,12 @@ def _noise_of(recipe: Recipe, job: Job) -> Any:
             return math.inf
         if plan.protocol == "published":
             return plan.std(bound) / plan.divisor / bound
+        if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
+            # As much in the model, over all rounds, as independent noise of this std in each of them.
+            alike = noise_in_model(plan.mechanism.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
+            return plan.std(bound) / plan.divisor / bound * alike
         parts = replace(job.parts, plan=plan, mechanism=noising.mechanism_of(recipe, plan))
-        view: MeanView = mean_view(parts, bound, plan.divisor)
+        view: MeanView = mean_view(parts, bound, plan.divisor, 0)
         return view.std / bound
 
     return noise

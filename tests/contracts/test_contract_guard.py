@@ -320,7 +320,7 @@ def test_the_statement_and_the_ledger(tmp_path: Path) -> None:
 
 
 def test_plans(tmp_path: Path) -> None:
-    numbers: dict[str, Any] = {"clients": 20, "cohort_size": 5, "rounds": 5, "noise_multiplier": 1.0}
+    numbers: dict[str, Any] = {"clients": 20, "cohort": 5, "rounds": 5, "noise_multiplier": 1.0}
     plan = build_plan(**numbers)
     with Guard(tmp_path / "a.jsonl", 1.0, plan) as guard:
         assert guard.plan is plan

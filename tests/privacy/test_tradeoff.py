@@ -31,7 +31,7 @@ def gaussian(mu: float) -> Any:
 
 
 def plan_of(**change: Any) -> Plan:
-    return build_plan(**{"clients": 500, "cohort_size": 50, "rounds": 20, "epsilon": 8, "delta": DELTA, **change})
+    return build_plan(**{"clients": 500, "cohort": 50, "rounds": 20, "epsilon": 8, "delta": DELTA, **change})
 
 
 def lines(plan: Plan, key: str = "a") -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def test_the_curve_is_the_accountants(delta: float) -> None:
 
 
 def test_full_participation_is_one_gaussian() -> None:
-    plan = plan_of(cohort_size=500)
+    plan = plan_of(cohort=500)
     found = attacker(lines(plan), plan.epsilon(), plan.delta)
     assert found is not None
     assert found.how == GAUSSIAN
@@ -213,7 +213,7 @@ def test_local_trust_is_one_gaussian_towards_the_server() -> None:
 
 
 def test_two_runs_tell_more_than_one() -> None:
-    one, other = run_of(plan_of(), "a"), run_of(plan_of(cohort_size=100), "b")
+    one, other = run_of(plan_of(), "a"), run_of(plan_of(cohort=100), "b")
     alone = attacker_of([one], one.epsilon, DELTA)
     both = attacker_of([one, other], 12.0, DELTA)
     assert alone is not None
