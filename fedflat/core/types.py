@@ -33,8 +33,8 @@ class LocalView:
     steps, lr: the public K and η_t of the phase.
     broadcast: the server's named vectors ``(d,)`` that every client receives; none in a phase of the personal part.
     state: the client's own named vectors ``(…, d)``; none in a phase of the personal part.
-    generator: the client's own randomness of the round, the same for every piece it runs, for a client that trains
-        alone, as clients of methods with pieces of a user's own do. It follows the public seed, so it protects nothing.
+    generator: the client's own randomness of the round, the same for every piece it runs, where clients train one at a
+    time, as they do with pieces of a user's own. It follows the public seed, so it protects nothing.
     """
 
     start: Tensor
@@ -280,7 +280,7 @@ class Algorithm:
     client_state: vectors that each client keeps between rounds.
     vectors: k, of how many vectors ``(d,)`` a message consists; they are clipped as one, and noise is on all of them.
     scale: the method's own factor in place of the clip's min(1, C/‖message‖): (norms ``(n,)`` float64, C) -> factors
-        ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
+    ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
     private: clip and noise. False only for the non-private twins.
     momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
     optimizer: a server optimiser of the method's own, in place of the recipe's; server_lr: ``server.lr`` for it when
