@@ -43,8 +43,12 @@ class Notebook(MystParser):
 
 
 def plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are prose with formulas: outside ``literals``, marks of reStructuredText stand for themselves."""
+    """Docstrings are prose with formulas: outside ``literals`` and examples, marks of markup are plain text."""
+    example = False
     for place, line in enumerate(lines):
+        example = bool(line.strip()) and (example or line.lstrip().startswith(">>>"))
+        if example:
+            continue
         parts = re.split(r"(``[^`]*``|:\w+:`[^`]*`)", line)
         parts[::2] = [re.sub(r"(?<!`)([*|]|_(?=\W|$))", r"\\\1", part) for part in parts[::2]]
         lines[place] = "".join(parts)

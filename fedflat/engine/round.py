@@ -40,7 +40,7 @@ QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "
 
 def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
     """The secret cohort of a draw (usually the round's number): sorted client ids, from the noise key."""
-    public = getattr(parts.plan.sampler, "public_generator", None)  # published procedures: algorithms.md, item 5
+    public = getattr(parts.plan.sampler, "public_generator", None)  # published procedures, item 5
     return parts.plan.sampler.select(stream(key, "cohort", draw) if public is None else public(draw))
 
 
@@ -100,7 +100,7 @@ def finish_round(
     divisor: float | None = None,
     unit: Callable[[], Tensor] | None = None,
 ) -> tuple[RoundState, RoundInfo]:
-    """Noise on the sum, the constant divisor, the ledger, then the server step (algorithms.md, the round, steps 6–9).
+    """Ledger, noise on the sum, constant divisor, server step (docs/specification.md, "The round", steps 6–9).
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.
     divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.
@@ -177,7 +177,10 @@ def _malformed(aggregate: Aggregate) -> dict[str, int]:
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float, bound: float) -> dict[str, Any]:
-    """Norms against the clip, ᾱ and α̃ (000 Eq. 15), clip bias (004 Eq. 2, first term) and signal-to-noise."""
+    """Norms against the clip, ᾱ and α̃ (Shi et al. 2023a, Eq. 15), clip bias and signal-to-noise.
+
+    The clip bias is the first term of Cheng et al. 2022, Eq. 2.
+    """
     norms, factors = aggregate.norms, aggregate.factors
     facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     signal = float(wide.norm(aggregate.total))

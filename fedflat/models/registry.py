@@ -35,16 +35,16 @@ OURS = frozenset(name for name, builder in BUILDERS.items() if builder.__module_
 NAMES: dict[str, str] = {
     "linear": "logistic regression on the flattened input; 7,850 parameters at 1×28×28, 10 classes",
     "mlp": "one or more hidden layers (hidden: 64); 50,890 parameters at 1×28×28, 10 classes",
-    "cnn": "two 5×5 convolutions, dense 512 (papers 000, 003); 608,702 parameters at 1×28×28, 62 classes",
-    "cnn-2-layers": "two 3×3 convolutions, dense 128 (paper 004); 1,206,590 parameters at 1×28×28, 62 classes",
-    "cnn-3": "three 3×3 convolutions, dense 256, 128 (paper 001); 667,402 parameters at 3×32×32, 10 classes",
-    "resnet10": "group norm, CIFAR stem (paper 002); 4,903,242 parameters at 3×32×32, 10 classes",
-    "resnet18": "group norm, CIFAR stem (papers 000-004); 11,173,962 parameters at 3×32×32, 10 classes",
+    "cnn": "two 5×5 convolutions, dense 512 (Shi et al. 2023a and b); 608,702 parameters at 1×28×28, 62 classes",
+    "cnn-2-layers": "two 3×3 convolutions, dense 128 (Cheng et al. 2022); 1,206,590 parameters at 1×28×28, 62 classes",
+    "cnn-3": "three 3×3 convolutions, dense 256, 128 (Zhang et al. 2024); 667,402 parameters at 3×32×32, 10 classes",
+    "resnet10": "group norm, CIFAR stem (Liu et al. 2025); 4,903,242 parameters at 3×32×32, 10 classes",
+    "resnet18": "group norm, CIFAR stem (all five papers); 11,173,962 parameters at 3×32×32, 10 classes",
     "char-lstm": "next character, two LSTM layers of 256; 820,522 parameters with 90 characters",
     "char-gru": "next character, one GRU layer of 128; 64,938 parameters with 90 characters",
     "bow": "text classifier, mean of embeddings of 64; 320,130 parameters with vocabulary 5,000, 2 classes",
-    "vit-base": "ViT-Base/16, ImageNet-21k weights (paper 002); 85,806,346 parameters with 10 classes",
-    "roberta-base": "RoBERTa-Base (paper 002); 124,647,170 parameters with 2 classes",
+    "vit-base": "ViT-Base/16, ImageNet-21k weights (Liu et al. 2025); 85,806,346 parameters with 10 classes",
+    "roberta-base": "RoBERTa-Base (Liu et al. 2025); 124,647,170 parameters with 2 classes",
     "text-encoder": "BERT or RoBERTa from a folder (path); its head has 770 parameters with hidden size 384, 2 classes",
 }
 

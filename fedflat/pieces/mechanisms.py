@@ -15,7 +15,11 @@ from fedflat.core.types import Aggregate, Broadcast
 
 
 def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
-    """N(0, std² I) as a float32 vector ``(size,)``; exactly zero for std = 0."""
+    """N(0, std² I) as a float32 vector ``(size,)``; exactly zero for std = 0.
+
+    >>> gaussian(3, 2.0, np.random.default_rng(0)).dtype, gaussian(2, 0.0, np.random.default_rng(0))
+    (torch.float32, tensor([0., 0.]))
+    """
     if std == 0:
         return torch.zeros(size)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
@@ -29,6 +33,11 @@ class GaussianNoise:
     parties of the trust model add together — central: the server adds N(0, std²); distributed: each of n
     participants adds N(0, std²/n_min), n/n_min·std² in total; local: each of n adds N(0, std²), n·std² in total.
     minimum: n_min. count_std: σ_b of the adaptive clip's count, 0 if there is none.
+
+    >>> GaussianNoise(std=lambda bound: 0.95 * bound).total_std(0.2, participants=50)
+    0.19
+    >>> GaussianNoise(std=lambda bound: 0.95 * bound, trust="distributed", minimum=32.0).total_std(0.2, participants=50)
+    0.2375
     """
 
     std: Callable[[float], float]

@@ -1,8 +1,9 @@
 """Sums of published procedures (``privacy.protocol: published``): each client's own noise, then what follows it.
 
-The sound round adds noise once, to the sum. Papers 000, 002 and 003 let each of m clients add N(0, σ²C²/m) to its
-message; what they do to the message afterwards (masks, weights, the subtracted direction) then acts on its noise too.
-004 divides by the realised cohort. These are mechanisms and sums for the one server path; no loop knows of them.
+The sound round adds noise once, to the sum. Shi et al. 2023a, 2023b and Liu et al. 2025 let each of m clients add
+N(0, σ²C²/m) to its message; what they do to the message afterwards (masks, weights, the subtracted direction) then acts
+on its noise too. Cheng et al. 2022 divide by the realised cohort. These are mechanisms and sums for the one server
+path; no training loop knows of them.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class SharesAccumulator(Accumulator):
 
 
 class RealisedSum(Accumulator):
-    """Divides by the clients that happened to come (004 Alg. 1, line 7); an empty cohort divides by one."""
+    """Divides by the realised cohort (Cheng et al. 2022, Alg. 1, line 7); an empty one divides by 1."""
 
     @property
     def divisor(self) -> float | None:
@@ -143,7 +144,7 @@ class RealisedSum(Accumulator):
 
 @dataclass(frozen=True)
 class RealisedMean:
-    """004: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, and the realised denominator."""
+    """Cheng et al. 2022: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, the realised divisor."""
 
     real: Mechanism
 
