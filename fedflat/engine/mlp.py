@@ -45,13 +45,13 @@ def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
     Read: ``nn.Sequential`` of Flatten, Linear, ReLU and Tanh, and modules that list such layers with a method
     ``stack()``. What was read is compared with the module itself, loss and gradient, before it is believed.
     """
-    layers = _layers(module)
-    if layers is None or len(layout.names) != sum(1 for _ in module.parameters()):
+    modules = _layers(module)
+    if modules is None or len(layout.names) != sum(1 for _ in module.parameters()):
         return None
     where = dict(zip(layout.names, layout.tensors()))
     names = {id(p): n for n, p in module.named_parameters()}
     found: list[Linear] = []
-    for layer in layers:
+    for layer in modules:
         if isinstance(layer, nn.Linear):
             bias = None if layer.bias is None else where[names[id(layer.bias)]]
             found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
