@@ -57,8 +57,8 @@ MECHANISMS: dict[str, str] = {
     "ae-dpfl": "Gaussian noise on the cohort's votes for public examples; the student is trained on their arg-max.",
 }
 KEEPS = (
-    "; clients keep heads or states between rounds, beside which amplification holds because one client's coin says "
-    "nothing of another's"
+    "; clients keep heads or states between rounds, and amplification still holds because one client's coin tells "
+    "nothing about another's"
 )
 SAMPLING: dict[str, str] = {
     "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",
