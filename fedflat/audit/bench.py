@@ -82,7 +82,7 @@ class LinearData:
             yield Batch(self.slope, torch.zeros(0))
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """The whole of it."""
+        """The one batch, whose share of the data is 1."""
         yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
 
 

@@ -84,7 +84,7 @@ class MaskAfterNoise:
     clients: float
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
-        """The counting sum."""
+        """The round's sum, which counts how many masks kept each coordinate."""
         return _MaskCount(clip, broadcast.clip, tensors, tensors[-1].stop)
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
@@ -94,7 +94,7 @@ class MaskAfterNoise:
         return drawn * scale.repeat(drawn.numel() // scale.numel())
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """As the real mechanism."""
+        """The adaptive clip's count, as the real mechanism makes it."""
         return float(self.real.noisy_count(key, round, aggregate))
 
 
@@ -118,12 +118,12 @@ class RealisedDenominator:
         return _Realised(clip, broadcast.clip, tensors, tensors[-1].stop)
 
     def noise(self, *arguments: Any) -> Tensor:
-        """The real noise."""
+        """The real mechanism's noise, unchanged."""
         drawn: Tensor = self.real.noise(*arguments)
         return drawn
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """As the real mechanism."""
+        """The adaptive clip's count, as the real mechanism makes it."""
         return float(self.real.noisy_count(key, round, aggregate))
 
 

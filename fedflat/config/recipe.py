@@ -112,7 +112,7 @@ class NamedSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the name."""
+        """The section's keys other than the name: what its factory is called with."""
         return dict(self.model_extra or {})
 
 

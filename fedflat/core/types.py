@@ -153,7 +153,7 @@ class ServerStep(Protocol):
     """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Slots before round 0."""
+        """Its slots before round 0, by name; shared: w^0 ``(d,)``."""
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""

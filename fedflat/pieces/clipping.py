@@ -108,7 +108,7 @@ class PerTensor:
 
     @property
     def threshold(self) -> float:
-        """C = √ΣC_j²."""
+        """C = √ΣC_j², the threshold of the whole message."""
         return math.sqrt(sum(v * v for v in self.values))
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class Median:
     """
 
     def bound(self, threshold: float) -> float:
-        """Infinite."""
+        """Infinite: nothing bounds a message."""
         return math.inf
 
     def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
@@ -178,7 +178,7 @@ class Adaptive:
     rate: float = 0.2
 
     def bound(self, threshold: float) -> float:
-        """C_t."""
+        """C_t, the round's threshold."""
         return threshold
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
@@ -212,7 +212,7 @@ class ByNorm:
         object.__setattr__(self, "_watched", Held(self.rule))
 
     def bound(self, threshold: float) -> float:
-        """C."""
+        """C, whatever the method's factor says."""
         return threshold
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:

@@ -38,7 +38,7 @@ class LaplacianSmoothing:
         return {}
 
     def smooth(self, vector: Tensor, tensors: tuple[slice, ...]) -> Tensor:
-        """The smoothed vector ``(d,)``."""
+        """The smoothed vector ``(d,)``. tensors: where each shared tensor is in it."""
         spans = tensors if self.scope == "tensor" else (slice(0, vector.shape[-1]),)
         return torch.cat([self._solve(vector[span]) for span in spans])
 

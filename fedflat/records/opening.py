@@ -43,7 +43,7 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        """One string for all."""
+        """One digest of all parts: the same only for the same run."""
         return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
 
 

@@ -99,7 +99,7 @@ def _frame(steps: Sequence[float]) -> str:
 
 
 def scale(lines: Sequence[float], low: float, high: float) -> str:
-    """The level lines' legend."""
+    """The legend of the level lines, as SVG."""
     items = []
     for level in lines:
         share = math.log(level / low) / math.log(high / low)

@@ -69,7 +69,7 @@ class TensorBoard:
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self, done: bool) -> None:
-        """Close the event file."""
+        """Write what is buffered and close the event file."""
         self._writer.close()  # type: ignore[no-untyped-call]
 
 

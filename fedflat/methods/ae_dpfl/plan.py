@@ -58,7 +58,7 @@ class VotesPlan:
         return guarantees(self.terms(plan), self.spent(plan, rounds))
 
     def event(self, plan: Plan) -> Any:
-        """One cohort draw."""
+        """The event of one cohort draw, for dp-accounting."""
         import dp_accounting
 
         multiplier = self.std(plan) / self.sensitivity(plan)

@@ -58,7 +58,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
 
 
 def threshold_of(recipe: Recipe) -> float:
-    """The paper's constant C."""
+    """The constant clip C of the paper's procedure; InputError for a clip of another kind."""
     given = recipe.privacy.clip
     if not isinstance(given, ClipSection):
         return float(given)

@@ -61,7 +61,7 @@ class NoiseShares:
         return aggregate.noise  # type: ignore[attr-defined, no-any-return]
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """No published procedure counts."""
+        """Not there: no published procedure has an adaptive clip, which would count."""
         raise NotImplementedError("published procedures have no adaptive clip")
 
     def share(self, threshold: float) -> float:
@@ -138,7 +138,7 @@ class RealisedSum(Accumulator):
 
     @property
     def divisor(self) -> float | None:
-        """|P_t|."""
+        """|P_t|, the clients that came, and at least 1."""
         return float(max(sum(len(norms) for norms in self._norms), 1))
 
 
@@ -157,5 +157,5 @@ class RealisedMean:
         return self.real.noise(*arguments)
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """No published procedure counts."""
+        """Not there: no published procedure has an adaptive clip, which would count."""
         raise NotImplementedError("published procedures have no adaptive clip")
