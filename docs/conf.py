@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 
@@ -21,7 +23,8 @@ html_title = f"fedflat {version}"
 html_copy_source = False
 highlight_language = "none"
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+html_math_renderer = "mathml"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -40,15 +43,27 @@ class Notebook(MystParser):
 
 
 def plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are prose with formulas: outside ``literals``, marks of reStructuredText stand for themselves."""
+    """Docstrings are prose with formulas: outside ``literals`` and examples, marks of markup are plain text."""
+    example = False
     for place, line in enumerate(lines):
+        example = bool(line.strip()) and (example or line.lstrip().startswith(">>>"))
+        if example:
+            continue
         parts = re.split(r"(``[^`]*``|:\w+:`[^`]*`)", line)
         parts[::2] = [re.sub(r"(?<!`)([*|]|_(?=\W|$))", r"\\\1", part) for part in parts[::2]]
         lines[place] = "".join(parts)
+
+
+def mathml(writer: Any, node: Any) -> None:
+    """A formula as MathML, which browsers show by themselves: no script is fetched from anywhere."""
+    block = isinstance(node, nodes.math_block)
+    writer.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.add_source_suffix(".ipynb", "notebook")
     app.add_source_parser(Notebook)
+    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-docstring", plain, priority=900)  # after napoleon has found its sections

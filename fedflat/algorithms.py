@@ -1,7 +1,7 @@
-"""The named methods: compositions of pieces and nothing else (algorithms.md, the named methods).
+"""The named methods: compositions of pieces and nothing else (docs/specification.md, "The named methods").
 
-A factory's keyword arguments are the recipe's ``algorithm`` keys with their defaults. A method of your own is one more
-such function in a file of yours: ``algorithm: {name: my_file.py:my_method}``.
+A factory's keyword arguments are the recipe's ``algorithm`` keys with their defaults; it returns an ``Algorithm``. A
+method of your own is one more such function in a file of yours: ``algorithm: {name: my_file.py:my_method}``.
 """
 
 from __future__ import annotations
@@ -30,49 +30,129 @@ from fedflat.pieces.server import (
 from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, rescale, top_k
 
 Factory = Callable[..., Algorithm]
+"""Makes a method from the recipe's ``algorithm`` keys."""
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Factory",
+    "Phase",
+    "ae_dpfl",
+    "ae_fl",
+    "centaur",
+    "ddgauss",
+    "dp2_fedsam",
+    "dp_fedadam",
+    "dp_fedavg",
+    "dp_fedavg_blur",
+    "dp_fedavg_blurs",
+    "dp_fedavg_ft",
+    "dp_fedavg_ls",
+    "dp_fedavg_lus",
+    "dp_fednsam",
+    "dp_fedpgn",
+    "dp_fedpgn_ls",
+    "dp_fedprox",
+    "dp_fedsam",
+    "dp_fedsam_ft",
+    "dp_fedsam_topk",
+    "dp_scaffold",
+    "fed_normec",
+    "fed_smp_randk",
+    "fed_smp_topk",
+    "fedavg",
+    "fedsam",
+    "p_fedsam",
+    "sam_over_blur",
+]
 
 
 def fedavg() -> Algorithm:
-    """FedAvg: SGD, plain mean; no clip, no noise."""
+    """FedAvg: local SGD and a plain mean; no clip, no noise, no privacy (McMahan et al. 2017).
+
+    >>> fedavg().private
+    False
+    """
     return Algorithm("fedavg", private=False)
 
 
 def fedsam(rho: float = 0.5) -> Algorithm:
-    """FedSAM: SAM, plain mean; no clip, no noise."""
+    """FedSAM: local SAM and a plain mean; no clip, no noise, no privacy (Qu et al. 2022).
+
+    rho: perturbation radius ρ ≥ 0, in units of weights.
+
+    >>> fedsam(rho=0.05).phases[0].rule
+    Sam(rho=0.05)
+    """
     return Algorithm("fedsam", phases=(Phase(rule=sam(rho)),), private=False)
 
 
 def dp_fedavg() -> Algorithm:
-    """DP-FedAvg: SGD, whole-vector clip, noise on the sum, constant divisor (McMahan et al. 2018)."""
+    """DP-FedAvg: local SGD, clip of the whole vector, noise on the sum, constant divisor (McMahan et al. 2018).
+
+    The baseline: the round of every private method, with no piece added to it.
+
+    >>> dp_fedavg().private, dp_fedavg().transforms, dp_fedavg().server
+    (True, (), ())
+    """
     return Algorithm("dp-fedavg")
 
 
 def dp_fedavg_blur(lam: float = 0.4) -> Algorithm:
-    """DP-FedAvg with bounded local update regularisation (004 Eq. 5)."""
+    """DP-FedAvg with bounded local update regularisation (Cheng et al. 2022, Eq. 5).
+
+    lam: weight λ ≥ 0 of the penalty on updates that grow longer than the clip.
+
+    >>> dp_fedavg_blur(lam=0.1).phases[0].rule
+    Blur(lam=0.1)
+    """
     return Algorithm("dp-fedavg-blur", phases=(Phase(rule=blur(lam)),))
 
 
 def dp_fedavg_lus(sparsity: float = 0.7) -> Algorithm:
-    """DP-FedAvg with local update sparsification (004 Eq. 11–13)."""
+    """DP-FedAvg with local update sparsification (Cheng et al. 2022, Eq. 11–13).
+
+    sparsity: share of each tensor that is set to zero before the clip, in [0, 1).
+
+    >>> dp_fedavg_lus(sparsity=0.5).transforms
+    (Lus(sparsity=0.5),)
+    """
     return Algorithm("dp-fedavg-lus", transforms=(lus(sparsity),))
 
 
 def dp_fedavg_blurs(lam: float = 0.4, sparsity: float = 0.7) -> Algorithm:
-    """DP-FedAvg with BLUR and LUS (004)."""
+    """DP-FedAvg with both BLUR and LUS (Cheng et al. 2022).
+
+    >>> dp_fedavg_blurs().name
+    'dp-fedavg-blurs'
+    """
     return Algorithm("dp-fedavg-blurs", phases=(Phase(rule=blur(lam)),), transforms=(lus(sparsity),))
 
 
 def fed_smp_randk(keep: float = 0.4, rescale: bool = False) -> Algorithm:
-    """Fed-SMP with a common random mask (000's baseline; Hu et al. 2022)."""
+    """Fed-SMP with a random mask that all clients of a round share (Hu et al. 2022).
+
+    keep: share of the coordinates that are trained on, clipped and noised in a round, in (0, 1]. rescale: multiply the
+    update by 1/keep before the clip.
+
+    >>> fed_smp_randk(keep=0.25).mask
+    RandomMask(keep=0.25)
+    """
     return Algorithm("fed-smp-randk", mask=random_mask(keep), transforms=_rescaled(keep, rescale))
 
 
 def fed_smp_topk(
     keep: float = 0.4, explore: float = 0.5, public: str | None = None, rescale: bool = False
 ) -> Algorithm:
-    """Fed-SMP with a common top-k mask from public data, or from |w^t − w^0| with exploring (Hu et al. 2022).
+    """Fed-SMP with a top-k mask that all clients of a round share (Hu et al. 2022).
 
-    public: ``held-out`` (a twentieth of the training set, taken from the clients before training), or a data set.
+    keep, rescale: as for ``fed_smp_randk``. public: where the update comes from whose largest entries are kept,
+    ``held-out`` (a twentieth of the training set, taken from the clients before training) or a data set; those examples
+    are not covered by the guarantee. Without it the mask takes the largest entries of |w^t − w^0|, which is released
+    already, and a share ``explore`` of it at random.
+
+    >>> fed_smp_topk(keep=0.25, explore=0.1).mask
+    TopMask(keep=0.25, explore=0.1)
     """
     return Algorithm(
         "fed-smp-topk",
@@ -88,27 +168,57 @@ def _rescaled(keep: float, wanted: bool) -> tuple[Any, ...]:
 
 
 def dp_fedsam(rho: float = 0.5) -> Algorithm:
-    """DP-FedSAM: SAM locally (000 Alg. 1)."""
+    """DP-FedSAM: each client looks for a flat minimum by SAM (Shi et al. 2023a, Alg. 1).
+
+    rho: perturbation radius ρ ≥ 0, in units of weights. 0.5 is the paper's, for a ResNet-18; small networks need less.
+
+    >>> dp_fedsam(rho=0.05).phases[0].rule
+    Sam(rho=0.05)
+    """
     return Algorithm("dp-fedsam", phases=(Phase(rule=sam(rho)),))
 
 
 def dp_fedsam_topk(rho: float = 0.5, keep: float = 0.4) -> Algorithm:
-    """DP-FedSAM-top_k: SAM and each client's own top-k mask before the clip; noise everywhere (003 Def. 5)."""
+    """DP-FedSAM-top_k: SAM, and each client's own top-k mask before the clip (Shi et al. 2023b, Def. 5).
+
+    keep: share of each tensor's entries that a client sends. Noise is on all coordinates, since the masks depend on
+    data.
+
+    >>> dp_fedsam_topk(keep=0.1).transforms
+    (TopK(keep=0.1),)
+    """
     return Algorithm("dp-fedsam-topk", phases=(Phase(rule=sam(rho)),), transforms=(top_k(keep),))
 
 
 def dp_fedavg_ls(smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
-    """DP-FedAvg with Laplacian smoothing of the noisy mean (Liang et al. 2024, 002's baseline)."""
+    """DP-FedAvg with Laplacian smoothing of the noisy mean (Liang et al. 2024).
+
+    smoothing: σ_ls ≥ 0. scope: ``tensor`` smooths each tensor by itself, ``vector`` the whole vector.
+
+    >>> dp_fedavg_ls().server
+    (LaplacianSmoothing(smoothing=0.01, scope='tensor'),)
+    """
     return Algorithm("dp-fedavg-ls", server=(laplacian_smoothing(smoothing, scope),))
 
 
 def dp_fedpgn(rho: float = 0.2, beta: float = 0.3) -> Algorithm:
-    """DP-FedPGN: penalised gradient norm along the global direction (002 Alg. 1)."""
+    """DP-FedPGN: follow the last global direction g̃, and look along it for flat places (Liu et al. 2025, Alg. 1).
+
+    rho: radius of the perturbation along g̃. beta: weight of the fresh gradient, in (0, 1]; the rest is g̃'s, which is
+    added back before the clip, so that only what is new is clipped.
+
+    >>> dp_fedpgn(beta=0.5).phases[0].rule
+    Pgn(rho=0.2, beta=0.5)
+    """
     return _pgn("dp-fedpgn", rho, beta, None)
 
 
 def dp_fedpgn_ls(rho: float = 0.2, beta: float = 0.3, smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
-    """DP-FedPGN with Laplacian smoothing of g̃ (002 Alg. 1 line 17)."""
+    """DP-FedPGN with Laplacian smoothing of the global direction (Liu et al. 2025, Alg. 1, line 17).
+
+    >>> dp_fedpgn_ls(smoothing=0.1).server[0].smoothing
+    LaplacianSmoothing(smoothing=0.1, scope='tensor')
+    """
     return _pgn("dp-fedpgn-ls", rho, beta, laplacian_smoothing(smoothing, scope))
 
 
@@ -119,14 +229,18 @@ def _pgn(name: str, rho: float, beta: float, smoothing: LaplacianSmoothing | Non
         transforms=(add_back_direction(beta),),
         server=(PgnDirection(beta, smoothing),),
         momentum=0.0,
-        fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum (002 Alg. 1)",
+        fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum",
     )
 
 
 def dp_scaffold(scale: float = 1.0) -> Algorithm:
-    """DP-SCAFFOLD at client level: update and control variate, clipped together (Noble et al. 2022).
+    """DP-SCAFFOLD at client level: update and control variate, clipped as one vector (Noble et al. 2022).
 
-    scale: b of the message (Δw, Δc/b): a larger one leaves more of the clip to Δw, and more noise on c.
+    scale: b of the message (Δw, Δc/b). The larger it is, the more of the clip is left for Δw, and the more noise is on
+    c.
+
+    >>> dp_scaffold().vectors  # a message is two vectors (d,)
+    2
     """
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
@@ -159,9 +273,12 @@ def class_statistics() -> Algorithm:
 
 
 def fed_normec(alpha: float = 0.1) -> Algorithm:
-    """Fed-α-NormEC: smoothed normalisation in place of the clip, with error feedback (Shulgin et al. 2025).
+    """Fed-α-NormEC: smoothed normalisation in place of the clip, with error feedback (Shulgin et al. 2025b).
 
-    alpha: α of C·e/(α + ‖e‖), in the message's units.
+    alpha: α of C·e/(α + ‖e‖), > 0, in units of the message.
+
+    >>> fed_normec(alpha=0.5).scale
+    Normalise(alpha=0.5)
     """
     alpha = in_range("algorithm.alpha", alpha, 0, open_low=True)
     return Algorithm(
@@ -174,12 +291,22 @@ def fed_normec(alpha: float = 0.1) -> Algorithm:
 
 
 def dp_fedavg_ft(finetune_steps: int | None = None, finetune_lr: float | None = None) -> Algorithm:
-    """DP-FedAvg, each client fine-tuning the global model for evaluation only (001's baseline)."""
+    """DP-FedAvg whose global model each client fine-tunes for itself, for evaluation only (in Zhang et al. 2024).
+
+    finetune_steps, finetune_lr: of that training; by default those of local training. What is fine-tuned is never sent.
+
+    >>> dp_fedavg_ft(finetune_steps=5).finetune.steps
+    5
+    """
     return replace(dp_fedavg(), name="dp-fedavg-ft", finetune=_finetune(finetune_steps, finetune_lr))
 
 
 def dp_fedsam_ft(rho: float = 0.5, finetune_steps: int | None = None, finetune_lr: float | None = None) -> Algorithm:
-    """DP-FedSAM, each client fine-tuning the global model with SAM for evaluation only (001's baseline)."""
+    """DP-FedSAM whose global model each client fine-tunes for itself by SAM, for evaluation (in Zhang et al. 2024).
+
+    >>> dp_fedsam_ft(rho=0.1).finetune.rule
+    Sam(rho=0.1)
+    """
     tune = replace(_finetune(finetune_steps, finetune_lr), rule=sam(rho))
     return replace(dp_fedsam(rho), name="dp-fedsam-ft", finetune=tune)
 
@@ -195,21 +322,38 @@ def _finetune(steps: int | None, lr: float | None) -> Phase:
 def centaur(
     head: str | Sequence[str] | None = None, head_steps: int | None = None, head_lr: float = 0.005
 ) -> Algorithm:
-    """CENTAUR at client level: SGD on the personal head, then SGD on the shared part (001)."""
+    """CENTAUR at client level: SGD on the personal head, then on the shared part (Shen et al. 2023, Zhang et al. 2024).
+
+    head: patterns of parameter names that stay with the client; None: the last linear layer. head_steps (default: local
+    steps), head_lr: of the head's training.
+
+    >>> [phase.part for phase in centaur().phases]
+    ['personal', 'shared']
+    """
     return _partial("centaur", None, head, head_steps, head_lr)
 
 
 def dp2_fedsam(
     rho: float = 0.1, head: str | Sequence[str] | None = None, head_steps: int | None = None, head_lr: float = 0.005
 ) -> Algorithm:
-    """DP2-FedSAM: SGD on the personal head, then SAM on the shared part (001 Alg. 2)."""
+    """DP2-FedSAM: SGD on the personal head, then SAM on the shared part (Zhang et al. 2024, Alg. 2).
+
+    rho: perturbation radius of the shared part. Other keys as for ``centaur``.
+
+    >>> dp2_fedsam(head="classifier.*").head
+    ('classifier.*',)
+    """
     return _partial("dp2-fedsam", rho, head, head_steps, head_lr)
 
 
 def p_fedsam(
     rho: float = 0.1, head: str | Sequence[str] | None = None, head_steps: int | None = None, head_lr: float = 0.005
 ) -> Algorithm:
-    """P-FedSAM: DP2-FedSAM without clip and noise (001)."""
+    """P-FedSAM: DP2-FedSAM without clip and noise; no privacy (Zhang et al. 2024).
+
+    >>> p_fedsam().private
+    False
+    """
     return replace(_partial("p-fedsam", rho, head, head_steps, head_lr), private=False)
 
 
@@ -227,10 +371,14 @@ def _partial(
 def ae_dpfl(
     queries: int | None = None, public: str | None = None, labels_per_draw: int = 1, student_epochs: int = 20
 ) -> Algorithm:
-    """AE-DPFL: noisy votes of local models on public examples train a student (Zhu et al. 2020; 004's baseline).
+    """AE-DPFL: noisy votes of local models on public examples train a student (Zhu et al. 2020).
 
     queries: labels in all, spread over the rounds (default: one cohort draw a round). public: ``held-out`` (default:
-    training examples never given to a client), ``test``, or a data set's name, hub id or path. labels_per_draw: Q.
+    training examples never given to a client), ``test``, or a data set's name, hub id or path. labels_per_draw: Q,
+    labels that one draw of a cohort votes on. student_epochs: passes of the student over what is labelled.
+
+    >>> ae_dpfl(labels_per_draw=5).options["labels_per_draw"]
+    5
     """
     whole("algorithm.labels_per_draw", labels_per_draw, 1)
     whole("algorithm.student_epochs", student_epochs, 1)
@@ -245,32 +393,59 @@ def ae_dpfl(
 def ae_fl(
     queries: int | None = None, public: str | None = None, labels_per_draw: int = 1, student_epochs: int = 20
 ) -> Algorithm:
-    """AE-DPFL's votes without noise: the reference for its accuracy; no privacy."""
+    """AE-DPFL's votes without noise, to compare its accuracy with; no privacy.
+
+    >>> ae_fl().private
+    False
+    """
     return replace(ae_dpfl(queries, public, labels_per_draw, student_epochs), name="ae-fl", private=False)
 
 
 def ddgauss(bits: int = 16, granularity: float | None = None, beta: float = math.exp(-0.5)) -> Algorithm:
-    """DDGauss: SGD; clients' noise shares are discrete, only their sum modulo 2^bits is seen (Kairouz et al. 2021)."""
+    """DDGauss: local SGD; noise shares are whole numbers, only their sum modulo 2^bits is seen (Kairouz et al. 2021).
+
+    granularity: grid step γ in units of the update; None: as fine as ``bits`` leave room for. beta: of the conditional
+    rounding, in [0, 1).
+
+    >>> ddgauss(bits=20).options["bits"]
+    20
+    """
     return Algorithm("ddgauss", kind="ddgauss", options={"bits": bits, "granularity": granularity, "beta": beta})
 
 
 def sam_over_blur(rho: float = 0.5, lam: float = 0.4) -> Algorithm:
-    """SAM over BLUR: both passes include the penalty at the point evaluated."""
+    """DP-FedSAM with BLUR: both of SAM's gradients include BLUR's penalty, each at its own point.
+
+    >>> sam_over_blur(rho=0.1).phases[0].rule
+    Composed(outer=Sam(rho=0.1), inner=Blur(lam=0.4))
+    """
     return Algorithm("dp-fedsam-blur", phases=(Phase(rule=compose(sam(rho), blur(lam))),))
 
 
 def dp_fedprox(mu: float = 0.1) -> Algorithm:
-    """DP-FedProx: a proximal term keeps local training near w^t (Li et al. 2020)."""
+    """DP-FedProx: a proximal term keeps local training near w^t (Li et al. 2020).
+
+    mu: its weight μ ≥ 0.
+
+    >>> dp_fedprox(mu=1.0).phases[0].rule
+    Proximal(mu=1.0)
+    """
     return Algorithm("dp-fedprox", phases=(Phase(rule=proximal(mu)),))
 
 
 def dp_fedadam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> Algorithm:
-    """DP-FedAdam: server Adam, its second moment freed of the noise (Reddi et al. 2021; Tang et al. 2024)."""
+    """DP-FedAdam: Adam on the server, the noise taken off its second moment (Reddi et al. 2021; Tang et al. 2024).
+
+    beta1, beta2: in [0, 1). floor: least second moment that is divided by; None: the noise's own variance.
+
+    >>> dp_fedadam(floor=1e-4).optimizer
+    CorrectedAdam(beta1=0.9, beta2=0.99, floor=0.0001)
+    """
     return Algorithm("dp-fedadam", optimizer=corrected_adam(beta1, beta2, floor), server_lr=0.03)
 
 
 def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
-    """DP-FedNSAM: SAM at the look-ahead point of the server's Nesterov momentum (after FedNSAM, Liu et al. 2025).
+    """DP-FedNSAM: SAM at the point that the server's Nesterov momentum looks ahead to (after Liu et al. 2026).
 
     v is the server's momentum, of released means only, and is broadcast. From w^t a client takes K steps
     y = w + γ·v^t, δ = ρ·g(y)/‖g(y)‖, w ← w − η·g(y + δ) (with local momentum as any method) and sends w − w^t.
@@ -278,6 +453,9 @@ def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
 
     Liu et al.'s clients start at w^t + γ·v^t, run SAM there and send the difference to that start: the same steps and
     the same message, w only being shifted by γ·v^t. Their server has v^{t+1} = γ·v^t + mean; see ``Velocity`` for 1−γ.
+
+    >>> dp_fednsam(gamma=0.9).server
+    (Velocity(gamma=0.9),)
     """
     rule = compose(look_ahead(gamma), sam(rho))
     return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(velocity(gamma),))

@@ -19,7 +19,7 @@ TABLES = {
     "cifar10-dp-fedpgn-100-clients-published": (14.07, None),
     "emnist-dp-fedsam-published": (8.58, None),
 }
-"""Claimed ε, and the proven one where the formula is what runs (algorithms.md, the table of the papers' settings)."""
+"""Claimed ε, and the proven one where the formula is what runs (docs/specification.md, "Published procedures")."""
 
 
 @pytest.mark.parametrize("name", names())

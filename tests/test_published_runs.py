@@ -274,7 +274,7 @@ def test_the_proven_epsilon_is_recomputed_from_the_ledger(tmp_path: Path, algori
         (
             "dp-fedsam",
             {"privacy": {"clip": {"kind": "median"}}},
-            "clip: found median.*Median clipping is paper 002",
+            "clip: found median.*Median clipping is that of Liu",
         ),
         ("dp-fedsam", {"privacy": {"clip": {"kind": "adaptive", "initial": 1}}}, "privacy.clip: found adaptive"),
         ("dp-fedsam", {"privacy": {"published": "001"}}, "privacy.published: found 001"),

@@ -142,7 +142,7 @@ QUIET = {"round": 0, "cohort": 5, "clipped_fraction": 0.5, "signal_to_noise": 1.
         ({**GOOD, "test_accuracy": 0.01, "class_accuracy": []}, {}, None),
         (GOOD, {**QUIET, "train_loss": None}, "training loss is not finite in round 0"),
         (GOOD, {**QUIET, "train_loss": None, "cohort": 0}, None),
-        (GOOD, {**QUIET, "clipped_fraction": 1.0, "update_norm_mean": 3.0}, "their mean length being 3"),
+        (GOOD, {**QUIET, "clipped_fraction": 1.0, "update_norm_mean": 3.0}, "their mean length was 3"),
         (GOOD, {**QUIET, "clipped_fraction": 1.0, "cohort": 0}, None),
         (GOOD, {**QUIET, "signal_to_noise": 0.05}, "The noise is 20 times the signal"),
         (GOOD, {**QUIET, "signal_to_noise": 0.0}, "The noise is inf times the signal"),

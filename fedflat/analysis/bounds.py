@@ -18,15 +18,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedflat.core.checks import in_range, whole, wrong
 
-# The orders of 000's accounting: 1.1 … 10.9 by 0.1, then 11 … 255.
+# The orders of Shi et al. 2023a: 1.1 … 10.9 by 0.1, then 11 … 255.
 ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *map(float, range(11, 256)))
 
 
 def squared_sensitivity_sam(*, lr: float, steps: int, smoothness: float, rho: float) -> float:
-    """E S² of an unclipped SAM update ≤ 6η²ρ²KL²(12K²L²η² + 10) / (1 − 2η²L²K) (000 Eq. 10, 003 Eq. 13).
+    """E S² of an unclipped SAM update ≤ 6η²ρ²KL²(12K²L²η² + 10) / (1 − 2η²L²K).
+
+    Shi et al. 2023a, Eq. 10; Shi et al. 2023b, Eq. 13.
 
     Enters no privacy statement: it is about one *sample* and holds before the clip; after it the sensitivity is C for
-    every solver, so 000 Remark 1 is no privacy claim. At ρ = 0 it is 0 and does not meet the SGD bound below.
+    every solver, so Remark 1 there is no privacy claim. At ρ = 0 it is 0 and does not meet the SGD bound below.
     Raises ``InputError`` where 2η²L²K ≥ 1 (the bound is void).
     """
     lr, smoothness, rho = _rates(lr, smoothness, rho)
@@ -36,7 +38,7 @@ def squared_sensitivity_sam(*, lr: float, steps: int, smoothness: float, rho: fl
 
 
 def squared_sensitivity_sgd(*, lr: float, steps: int, smoothness: float, gradient_std: float) -> float:
-    """E S² of an unclipped SGD update ≤ 6η²σ_l²K / (1 − 3η²KL²) (000, under Eq. 11).
+    """E S² of an unclipped SGD update ≤ 6η²σ_l²K / (1 − 3η²KL²) (Shi et al. 2023a, under Eq. 11).
 
     Enters no privacy statement, for the reasons given at :func:`squared_sensitivity_sam`.
     """
@@ -50,10 +52,11 @@ def _rates(lr: float, smoothness: float, last: float) -> tuple[float, float, flo
 
 
 def renyi_divergence(q: float, noise_multiplier: float, alpha: float) -> float:
-    """One round's ε̄/T of 000 Eq. 14: ln E_{z∼N(0,σ²)}[(1 − q + q·μ₁(z)/μ₀(z))^α] / (α − 1), by quadrature.
+    """One round's ε̄/T: ln E_{z∼N(0,σ²)}[(1 − q + q·μ₁(z)/μ₀(z))^α] / (α − 1), by quadrature.
 
-    μ₁ = N(1, σ²); the mixture that 000, 002 and 003 print is a misprint (see the papers' own numbers). Enters no
-    privacy statement. The trapezoidal rule converges geometrically for this smooth, rapidly decaying integrand.
+    Shi et al. 2023a, Eq. 14, with μ₁ = N(1, σ²): the mixture printed there, in Shi et al. 2023b and in Liu et al. 2025
+    is a misprint (see the papers' own numbers). Enters no privacy statement. The trapezoidal rule converges
+    geometrically for this smooth, rapidly decaying integrand.
     """
     q = in_range("q", q, 0, 1)
     sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
@@ -68,10 +71,10 @@ def renyi_divergence(q: float, noise_multiplier: float, alpha: float) -> float:
 
 
 def epsilon_at(alpha: float, *, q: float, rounds: int, noise_multiplier: float, delta: float) -> float:
-    """ε of 000 Eq. 13–14 at one order α: ε̄ + ((α−1)·ln(1−1/α) − ln α − ln δ) / (α−1).
+    """ε of Shi et al. 2023a, Eq. 13–14 at one order α: ε̄ + ((α−1)·ln(1−1/α) − ln α − ln δ) / (α−1).
 
     Enters no privacy statement: the plan's accountant is tighter, and the formula assumes Poisson cohorts, one clip of
-    the whole update and a trusted server, which the papers' released code does not give (algorithms.md).
+    the whole update and a trusted server, which the papers' released code does not give (docs/specification.md).
     """
     delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
     spent = whole("rounds", rounds) * renyi_divergence(q, noise_multiplier, alpha)
@@ -84,14 +87,14 @@ def epsilon_000(
     """``(ε, α)``: :func:`epsilon_at` minimised over the orders. Enters no privacy statement.
 
     Exact at every order. dp-accounting 0.6 gives only an upper bound at fractional orders and none below 2, so its RDP
-    accountant prints a little more (10.83 instead of 10.79 for 000 on CIFAR).
+    accountant prints a little more (10.83 instead of 10.79 for Shi et al. 2023a on CIFAR-10).
     """
     values = [(epsilon_at(a, q=q, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta), a) for a in orders]
     return min(values)
 
 
 def noise_multiplier_001(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
-    """The smallest σ of 001 Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε < 2ln(1/δ).
+    """The smallest σ of Zhang et al. 2024, Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε < 2ln(1/δ).
 
     The formula is lost in the paper's text; this follows from its Lemmas 2–4 at α = 1 + 2ln(1/δ)/ε. Enters no privacy
     statement: it takes sensitivity C where sampling without replacement (replace-one) needs 2C.
@@ -185,7 +188,7 @@ def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArra
 
 @dataclass(frozen=True)
 class RoundPrivacy:
-    """(ε̃, δ) of one round by 003 Theorem 4: per *sample*, not per client."""
+    """(ε̃, δ) of one round by Shi et al. 2023b, Theorem 4: per *sample*, not per client."""
 
     epsilon: float
     delta: float
@@ -203,7 +206,7 @@ def round_privacy_003(
     delta_tilde: float,
     rounds: int,
 ) -> RoundPrivacy:
-    """003 Theorem 4 (Eq. 19), per sample, N = ``samples``, m = ``cohort``, at ‖v‖ = 2Lρ/m.
+    """Shi et al. 2023b, Theorem 4 (Eq. 19), per sample, N = ``samples``, m = ``cohort``, at ‖v‖ = 2Lρ/m.
 
     ε̃ = ln((N−m)/N + (m/N)·exp(Lρ√(2 ln(1/δ̃))/(σCd) + (√2·Lρ/(σCd))²)),
     δ = min_{1≤t≤T} exp(−√2·t‖v‖(σCd/m)·√ln(1/δ̃))·E e^{t⟨v,W'⟩}, W' ∼ N(0, (σCd/m)² I), minimised in closed form.
@@ -230,7 +233,7 @@ def round_privacy_003(
 
 @dataclass(frozen=True)
 class Generalization:
-    """003 Theorem 5: the risk gap stays under ``gap`` with at least ``probability``; void if that is not positive."""
+    """Shi et al. 2023b, Theorem 5: the risk gap is below ``gap`` with at least ``probability``; void unless > 0."""
 
     gap: float
     probability: float
@@ -242,7 +245,7 @@ class Generalization:
 def generalization_003(
     step: RoundPrivacy, *, samples: int, cohort: int, rounds: int, delta_tilde: float
 ) -> Generalization:
-    """003 Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε').
+    """Shi et al. 2023b, Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε').
 
     ``step`` is the (ε̃, δ) of Theorem 4. Enters no privacy statement: (ε', δ') are per sample and only serve the
     generalization bound. Raises ``InputError`` where ε' ≥ Tε̃ (too few rounds: δ' is not defined).
@@ -267,7 +270,7 @@ def generalization_003(
 def update_error_004(
     norm: float, *, clip: float, noise_multiplier: float, cohort: int, dimension: int
 ) -> tuple[float, float]:
-    """``(clip bias, noise error)`` of 004 Eq. 2, per coordinate: max(0, ‖Δ‖ − S)²/d and σ²S²/|P_t|.
+    """``(clip bias, noise error)`` of Cheng et al. 2022, Eq. 2, per coordinate: max(0, ‖Δ‖ − S)²/d and σ²S²/|P_t|.
 
     ``norm`` is ‖Δ_i‖ before the clip. A diagnostic of one client's private update: it enters no privacy statement.
     """
@@ -277,8 +280,9 @@ def update_error_004(
 
 
 def alpha(norms: ArrayLike, clip: float) -> NDArray[np.float64]:
-    """α_i = min(1, C/‖Δ_i‖) per client, shape (n,) (000 Eq. 15); 1 for a zero update, 0 for a non-finite one.
+    """α_i = min(1, C/‖Δ_i‖) per client, ``(n,)`` (Shi et al. 2023a, Eq. 15).
 
+    1 for an update of zeros, 0 for one that is not finite.
     Private to the simulation: it enters no privacy statement.
     """
     sizes = np.asarray(norms, dtype=np.float64)
@@ -288,13 +292,13 @@ def alpha(norms: ArrayLike, clip: float) -> NDArray[np.float64]:
 
 
 def alpha_mean(norms: ArrayLike, clip: float) -> float:
-    """ᾱ = mean α_i over the clients given (000 Eq. 15); NaN for none. Enters no privacy statement."""
+    """ᾱ, the mean of α_i over the clients given (Shi et al. 2023a, Eq. 15); NaN for none. In no privacy statement."""
     values = alpha(norms, clip)
     return float(values.mean()) if values.size else math.nan
 
 
 def alpha_spread(norms: ArrayLike, clip: float) -> float:
-    """α̃ = mean|α_i − ᾱ| over the clients given (000 Eq. 15); NaN for none. Enters no privacy statement."""
+    """α̃ = mean|α_i − ᾱ| over the clients given (Shi et al. 2023a, Eq. 15); NaN for none. In no privacy statement."""
     values = alpha(norms, clip)
     return float(np.abs(values - values.mean()).mean()) if values.size else math.nan
 

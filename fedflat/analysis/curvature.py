@@ -110,7 +110,7 @@ def trace(product: Product, size: int, seed: int, draws: int = 30) -> Trace:
 
 
 def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10) -> Sharpness:
-    """How much the loss can rise within distance ρ (Foret et al. 2021; ε = ρ·g/‖g‖ is SAM's, 000 Eq. 6).
+    """How much the loss can rise within distance ρ (Foret et al. 2021; ε = ρ·g/‖g‖ is SAM's, Shi et al. 2023a, Eq. 6).
 
     ``steps`` further steps ε ← Π(ε + ρ/2·g(w + ε)/‖g(w + ε)‖), Π the projection on the ball, then look for a worse
     point: a lower bound on the maximum that is at least the one-step value.

@@ -204,7 +204,7 @@ def _data(job: Job, client: int | None, settings: Settings) -> tuple[Tensor, Ten
     data = job.data
     if settings.on == "test":
         if data.test_inputs is None or data.test_targets is None:
-            raise wrong("--on", "test, and a run without public test data", "train")
+            raise wrong("--on", "test for a run without public test data", "train")
         inputs, targets = data.test_inputs, data.test_targets
     else:
         rows = np.concatenate(data.parts) if client is None else data.parts[client]

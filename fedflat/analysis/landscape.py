@@ -1,4 +1,4 @@
-"""Loss along filter-normalised random directions (Li et al. 2018; 000 Fig. 1, 002 Fig. 1–3)."""
+"""Loss along filter-normalised random directions (Li et al. 2018), as in Shi et al. 2023a and Liu et al. 2025."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Fed
     again = _tried(own, batches[0], _made_up(data, TRIED, objective.task))
     if not torch.equal(found[0], again):
         allowed = "a function without memory and without chance"
-        raise wrong("loss", "other numbers for the same examples after others", allowed)
+        raise wrong("loss", "other numbers for the same examples once others came before", allowed)
     changed = watched.changed(everything=True)
     if changed is not None:
         raise wrong(
@@ -189,7 +189,7 @@ def check_metrics(metrics: Mapping[str, Metric], data: Federated) -> None:
     """Raise InputError for a metric's name that cannot be a key, or metrics without test data."""
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-            raise wrong("metrics", repr(name), f"names as of variables, other than {' and '.join(RESERVED)}")
+            raise wrong("metrics", repr(name), f"names as variables have, other than {' and '.join(RESERVED)}")
         if not callable(metric) and not hasattr(metric, "compute"):
             allowed = "a function (outputs, targets) -> number, or an object with update and compute"
             raise wrong(f"metrics.{name}", type(metric).__name__, allowed)

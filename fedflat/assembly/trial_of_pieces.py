@@ -188,7 +188,7 @@ def _try_one(name: str, call: Call, size: int) -> bool:
     _run(name, call, *other)
     if not _same(_run(name, call, *one)[0], found):
         raise InputError(
-            f"{name}: found a piece that gives something else for the same client after another one was trained; "
+            f"{name}: found a piece whose result for a client changes once another client was trained; "
             "allowed: one that remembers no client."
         )
     alone = [_run(name, call, one[0][row], one[1][row])[0] for row in range(ROWS)]

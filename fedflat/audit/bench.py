@@ -31,7 +31,7 @@ from fedflat.engine.train import Job
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
 """The model has 16 tensors of 12 entries and a linear head of 26; two clients are there beside the canary."""
 SIGMA, CLIP, DELTA = 3.0, 1.0, 1e-5
-"""The fixed configuration of the mechanism audit (algorithms.md): one round at q = 1; claimed ε 1.27."""
+"""The fixed configuration of the mechanism audit (docs/specification.md): one round at q = 1; claimed ε 1.27."""
 
 
 class AuditModel(nn.Module):
@@ -82,7 +82,7 @@ class LinearData:
             yield Batch(self.slope, torch.zeros(0))
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """The whole of it."""
+        """The one batch, whose share of the data is 1."""
         yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
 
 

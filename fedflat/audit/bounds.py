@@ -131,7 +131,7 @@ def _smallest(log_p: Floats, log_q: Floats, step: float, delta: float, top: floa
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """How likely ≥ ``correct`` of ``guesses`` right guesses are under (ε, δ)-DP, at most (Steinke, Nasr, Jagielski
+    """How likely ≥ ``correct`` of ``guesses`` right guesses are under (ε, δ)-DP, at most (Steinke et al.
     2023, Theorem 5.2: m canaries included by fair coins, one run; the number of guesses fixed beforehand).
 
     β = P[Bin(r, e^ε/(1+e^ε)) ≥ v], plus 2mδ·max_i P[v > Bin ≥ v − i]/i.

@@ -32,7 +32,7 @@ from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 @dataclass(frozen=True)
 class EachTensorAlone:
-    """Published item 1 (000's released code): each tensor clipped to C, and C reported for the whole vector."""
+    """Published item 1 (code of Shi et al. 2023a): each tensor clipped to C, and C reported for the whole vector."""
 
     real: Clip
 
@@ -75,7 +75,7 @@ class _MaskCount(Accumulator):
 
 @dataclass(frozen=True)
 class MaskAfterNoise:
-    """Published item 3 (003 Eq. 12): each client masks after its share of the noise, by its own top-k.
+    """Published item 3 (Shi et al. 2023b, Eq. 12): each client masks after its share of the noise, by its own top-k.
 
     In law: the sum's noise has variance σ²C²·(masks that keep the coordinate)/m there, and none where there is none.
     """
@@ -84,7 +84,7 @@ class MaskAfterNoise:
     clients: float
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
-        """The counting sum."""
+        """The round's sum, which counts how many masks kept each coordinate."""
         return _MaskCount(clip, broadcast.clip, tensors, tensors[-1].stop)
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
@@ -94,7 +94,7 @@ class MaskAfterNoise:
         return drawn * scale.repeat(drawn.numel() // scale.numel())
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """As the real mechanism."""
+        """The adaptive clip's count, as the real mechanism makes it."""
         return float(self.real.noisy_count(key, round, aggregate))
 
 
@@ -118,12 +118,12 @@ class RealisedDenominator:
         return _Realised(clip, broadcast.clip, tensors, tensors[-1].stop)
 
     def noise(self, *arguments: Any) -> Tensor:
-        """The real noise."""
+        """The real mechanism's noise, unchanged."""
         drawn: Tensor = self.real.noise(*arguments)
         return drawn
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """As the real mechanism."""
+        """The adaptive clip's count, as the real mechanism makes it."""
         return float(self.real.noisy_count(key, round, aggregate))
 
 
@@ -174,7 +174,7 @@ def leaky_job(inputs: Tensor | None) -> Job:
 def plant(defect: str, bench: Bench) -> Bench:
     """The same federation with a defect of ``DEFECTS`` in its parts (not the unclipped buffer)."""
     parts = bench.parts
-    if defect in ("per-tensor clip", "published 000"):
+    if defect in ("per-tensor clip", "published clip"):
         return bench.changed(clip=EachTensorAlone(parts.clip))
     if defect == "weighted mean":
         return bench.changed(weighted=True)
@@ -185,7 +185,7 @@ def plant(defect: str, bench: Bench) -> Bench:
 
 DEFECTS: dict[str, tuple[int, ...]] = {
     "per-tensor clip": (1,),
-    "published 000": (1,),
+    "published clip": (1,),
     "weighted mean": (2,),
     "mask after noise": (3,),
     "realised denominator": (4, 2),
@@ -193,7 +193,7 @@ DEFECTS: dict[str, tuple[int, ...]] = {
 }
 """Each defect and the canaries (of ``CANARIES``) that show it."""
 
-METHODS = {"published 000": "dp-fedsam"}
+METHODS = {"published clip": "dp-fedsam"}
 """The method a defect is planted in; the others in dp-fedavg."""
 
 
@@ -215,7 +215,8 @@ def _audit_defect(name: str, runs: int) -> AuditResult:
         best = audit_bench(bench, runs, CONFIDENCE, [CANARIES[i] for i in DEFECTS[name]])
         bound, canary, statistic, faults = best.bound, best.canary, best.statistic, contract_violations(bench)
     tensors = len(bench.parts.layout.tensors("shared"))
-    proven = gaussian_epsilon(math.sqrt(tensors) / SIGMA, DELTA) if "per-tensor" in name or "000" in name else math.inf
+    counted = name in ("per-tensor clip", "published clip")
+    proven = gaussian_epsilon(math.sqrt(tensors) / SIGMA, DELTA) if counted else math.inf
     return AuditResult(
         kind="defect",
         method=name,

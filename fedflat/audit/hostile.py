@@ -40,7 +40,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What a table shows."""
+        """The case's name in a table of movements."""
         said = self.client if self.others == "ordinary" else f"{self.client} | {self.others}"
         said += {"w0": "", "even": ", even", "later": ", round 2"}[self.start]
         return said + (", last" if self.last else "") + (", same noise" if self.noise else "")

@@ -1,4 +1,4 @@
-"""A lower bound on ε from one training run (Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training
+"""A lower bound on ε from one training run (Steinke et al. 2023, "Privacy auditing with one (1) training
 run", Theorem 5.2): each canary client is in or out by its own fair coin, and the adversary guesses which."""
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class _Stateful(nn.Module):
 
 
 class RunningMean(_Stateful):
-    """In a plain attribute."""
+    """A module that keeps a running mean of its inputs in a plain attribute."""
 
     def keep(self, mean: Tensor) -> None:
         self.mean = mean
@@ -207,7 +207,7 @@ class CodeBook(_Stateful):
 
 
 class InADict(_Stateful):
-    """In a dictionary."""
+    """A module that keeps what it saw in a dictionary."""
 
     def keep(self, mean: Tensor) -> None:
         self.held = {"mean": mean}
@@ -243,11 +243,11 @@ class Unrestored:
         return Gradient(found[self.layout.span(part)], loss.detach(), torch.zeros(()))
 
     def settle(self, *, everything: bool = False) -> None:
-        """Nobody looks."""
+        """Leaves changed buffers as they are: the defect."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """One mode."""
+        """Training and evaluation are the same here."""
         yield
 
 

@@ -47,7 +47,7 @@ class AuditResult:
         return self.lower_bound is not None and self.lower_bound > self.claimed
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; infinities become None."""
+        """The result as plain values for JSON; an infinite number becomes None."""
         facts = asdict(self) | {"exceeds_proven": self.exceeds_proven, "exceeds_claimed": self.exceeds_claimed}
         return {name: _plain(value) for name, value in facts.items()}
 

@@ -105,7 +105,7 @@ class Stage:
 
     @property
     def method(self) -> Algorithm:
-        """The algorithm that runs."""
+        """The algorithm that runs: the given one, or the recipe's."""
         return self.algorithm or algorithm_of(self.recipe)
 
 
@@ -116,7 +116,7 @@ class Recorder:
     mean: Tensor | None = None
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """No slot."""
+        """No slot: it only records the mean."""
         return {}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,7 +132,7 @@ class _Continued(Parts):
     state: RoundState | None = None
 
     def first_state(self, shared: Tensor, threshold: float) -> RoundState:
-        """That state."""
+        """The state to go on from, in place of round 0's."""
         return super().first_state(shared, threshold) if self.state is None else self.state
 
 

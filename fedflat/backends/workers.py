@@ -80,7 +80,7 @@ class Workers:
         refuse_change(self.inner._pieces, "algorithm", everything=True)
 
     def close(self) -> None:
-        """Stop the processes."""
+        """Stop the worker processes and wait for them to end."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

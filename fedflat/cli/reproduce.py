@@ -14,6 +14,7 @@ import typer
 
 from fedflat.cli.training import Json, Overrides
 from fedflat.core.checks import one_of, wrong
+from fedflat.core.papers import CITED
 
 if TYPE_CHECKING:
     from fedflat.reproduce import Outcome
@@ -24,7 +25,7 @@ PROTOCOLS = ("sound", "published")
 
 
 def reproduce(
-    paper: Annotated[str | None, typer.Argument(help="The paper's number: 000, 001, 002, 003 or 004.")] = None,
+    paper: Annotated[str | None, typer.Argument(help="The paper: 000 to 004, or cited as by --list.")] = None,
     table: Annotated[str | None, typer.Argument(help="Its table: table-1, or 1, or II.")] = None,
     scale: Annotated[
         str | None,
@@ -110,7 +111,7 @@ def _list(as_json: bool) -> None:
         print(json.dumps({name: table.about for name, table in every.items()}, ensure_ascii=False, indent=2))
         return
     for name, table in every.items():
-        print(textwrap.fill(f"{name:<12} {table.about}", WIDTH, subsequent_indent=" " * 13))
+        print(textwrap.fill(f"{name:<12} {CITED[table.paper]}. {table.about}", WIDTH, subsequent_indent=" " * 13))
 
 
 def lines(found: Outcome, dry_run: bool = False) -> list[str]:

@@ -88,7 +88,7 @@ class Setting:
         return replace(self, clients=clients, cohort=cohort, max_cohort=largest, min_cohort=least, noise_cohort=None)
 
     def as_dict(self, leave: str = "") -> dict[str, Any]:
-        """For ``--json``."""
+        """The setting's numbers as plain values, for ``--json``."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "") and name != leave}
 
     def text(self, leave: str = "") -> str:

@@ -112,7 +112,7 @@ class NamedSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the name."""
+        """The section's keys other than the name: what its factory is called with."""
         return dict(self.model_extra or {})
 
 
@@ -230,7 +230,8 @@ class PrivacySection(Section):
     """sound: the guarantee is true. published: a paper's released procedure, its claimed ε shown beside what is
     proven."""
     published: Annotated[str | None, BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v)] = None
-    """Which paper's procedure, where a method is in several: 000, 001, 002, 003 or 004. Example: 002"""
+    """The paper whose procedure it is, where a method is in several: 000 (Shi et al. 2023a), 002 (Liu et al. 2025), 003
+    (Shi et al. 2023b) or 004 (Cheng et al. 2022). Example: 002"""
     accountant: str = "pld"
     """How ε is worked out: pld (tight), rdp (looser, simpler) or fft (our own, an independent check)."""
     secure_rng: bool = False

@@ -166,7 +166,7 @@ class Fixed:
 class FromRound:
     """Exactly ``size`` clients, a function of the round number alone: a schedule that anyone can recompute.
 
-    For published procedures only (algorithms.md, item 5): nothing is secret, so nothing is amplified.
+    For published procedures only (docs/specification.md, item 5): nothing is secret, so nothing is amplified.
 
     Raises:
         InputError: unless size is a whole number in [1, clients].

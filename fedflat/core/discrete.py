@@ -4,7 +4,7 @@ No floating-point number decides an outcome. Every accept step is "is this unifo
 IEEE double arithmetic (+, −, ×, ÷ only) serves as a filter with a proven error far below its margin of 2^-34; the rare
 comparison inside the margin is settled with whole-number arithmetic and as many further random bits as it takes.
 
-Sources: Canonne, Kamath, Steinke 2020 "The Discrete Gaussian for Differential Privacy" (algorithms 1-3);
+Sources: Canonne et al. 2020 "The Discrete Gaussian for Differential Privacy" (algorithms 1-3);
 Karney 2016 "Sampling Exactly from the Normal Distribution" (algorithm N). Running time depends on the values drawn:
 timing is not protected.
 """
@@ -39,7 +39,7 @@ _CHUNK = 1 << 15
 def inflated_bound(clip: float, granularity: float, padded: int, beta: float) -> float:
     """Largest norm after conditional randomised rounding to a grid of pitch γ, in the update's units.
 
-    Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'} (Kairouz, Liu, Steinke 2021, theorem 1); for β = 0
+    Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'} (Kairouz et al. 2021, theorem 1); for β = 0
     the second term. The first holds with probability 1 − β for one rounding, hence the repetition.
     """
     root = math.sqrt(padded)

@@ -66,7 +66,7 @@ class Heads:
         return torch.cat([shared, self.of(client).to(shared.device)])
 
     def pack(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint."""
+        """Heads and states as named tensors, for the private half of a checkpoint."""
         found = _packed("heads", self.kept, self.first.numel()) if self.first.numel() else {}
         for name, kept in self.states.items():
             found |= _packed(STATE + name, kept, 0)

@@ -33,8 +33,8 @@ class LocalView:
     steps, lr: the public K and η_t of the phase.
     broadcast: the server's named vectors ``(d,)`` that every client receives; none in a phase of the personal part.
     state: the client's own named vectors ``(…, d)``; none in a phase of the personal part.
-    generator: the client's own randomness of the round, the same for every piece it runs, for a client that trains
-        alone, as clients of methods with pieces of a user's own do. It follows the public seed, so it protects nothing.
+    generator: the client's own randomness of the round, the same for every piece it runs, where clients train one at a
+    time, as they do with pieces of a user's own. It follows the public seed, so it protects nothing.
     """
 
     start: Tensor
@@ -155,7 +155,7 @@ class ServerStep(Protocol):
     """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Slots before round 0."""
+        """Its slots before round 0, by name; shared: w^0 ``(d,)``."""
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""

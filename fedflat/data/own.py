@@ -47,6 +47,11 @@ def clients(
     max_examples: public bound on each client's examples: the first so many of a draw by ``seed``.
     test: public test data of the same form, without users.
     Clients are in the order of their names. Raises InputError naming row, client and column of what cannot be used.
+
+    >>> data = {"ann": (torch.zeros(3, 4), torch.tensor([0, 1, 1])), "bob": (torch.ones(2, 4), torch.tensor([1, 0]))}
+    >>> found = clients(data)
+    >>> found.clients, found.sizes.tolist(), found.classes
+    (2, [3, 2], 2)
     """
     if type(source).__name__.endswith("DatasetDict"):
         raise wrong("clients", f"all splits ({', '.join(source)})", "one split, for example data['train']")

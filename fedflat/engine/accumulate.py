@@ -129,7 +129,7 @@ class Accumulator:
             self.total[where] += part @ messages[:, where].double()
 
     def result(self) -> Aggregate:
-        """The aggregate so far."""
+        """The sum of the messages added so far, with their norms and factors."""
         norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
         if norms.numel() > MOST and math.isfinite(self.threshold):
             raise RunError(f"cohort: {norms.numel()} messages in one sum; rounding is accounted for {MOST} at most.")

@@ -57,7 +57,7 @@ def train_client(
     weights: Tensor,
     own: Own = NOTHING,
 ) -> LocalResult:
-    """Local phases, update, mask and transforms of a client (algorithms.md, the round, steps 3 and 4).
+    """Local phases, update, mask and transforms of a client (docs/specification.md, "The round", steps 3 and 4).
 
     weights: ``(…, D)`` with w^t in the shared part and the client's own head behind it; it is overwritten.
     """
@@ -224,7 +224,10 @@ def examples_of(data: LocalData, weights: Tensor) -> Tensor:
 
 
 def local_gradient(problem: Problem, weights: Tensor, data: LocalData) -> Tensor:
-    """Gradient ``(…, d)`` of the full local loss at the final weights, eval mode, without any penalty (004 Eq. 11)."""
+    """Gradient ``(…, d)`` of a client's whole loss at its final weights, in evaluation mode, without any penalty.
+
+    LUS scores entries by it (Cheng et al. 2022, Eq. 11).
+    """
     total = torch.zeros_like(weights[..., problem.layout.span("shared")])
     with problem.evaluating():  # type: ignore[attr-defined]
         for batch, share in data.everything():

@@ -34,7 +34,7 @@ class Scores:
     accuracy: Tensor
 
     def mean(self) -> tuple[float, float]:
-        """Mean loss and accuracy."""
+        """Mean loss and mean accuracy over the examples that were scored."""
         return float(self.loss.mean()), float(self.accuracy.mean())
 
 

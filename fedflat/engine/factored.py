@@ -91,7 +91,7 @@ class Trace:
         return found
 
     def square(self, s: int) -> Tensor:
-        """‖g_s‖² ``(n,)`` in float64."""
+        """Squared norm ``(n,)`` of one recorded gradient for each client, in float64."""
         if s not in self._squares:
             self._squares[s] = self.squares({s: 1.0})
         return self._squares[s]
@@ -124,7 +124,7 @@ class Factored:
 
     @property
     def shape(self) -> torch.Size:
-        """``(n, D)``."""
+        """``(n, D)``: clients, and weights of each."""
         return torch.Size((self.trace.clients, self.trace.size))
 
     def data_ptr(self) -> int:
@@ -132,16 +132,16 @@ class Factored:
         return id(self)
 
     def dim(self) -> int:
-        """Two."""
+        """2: it stands for a matrix ``(n, D)``, as a tensor would say."""
         return 2
 
     def is_floating_point(self) -> bool:
-        """True."""
+        """True: it stands for floating-point weights or gradients."""
         return True
 
     @property
     def device(self) -> torch.device:
-        """Where its parts are."""
+        """The device that its factors are on."""
         return self.trace.device
 
     def to(self, device: torch.device) -> Any:
@@ -149,7 +149,7 @@ class Factored:
         return self if self.trace.device == device else self.dense().to(device)
 
     def new_zeros(self, shape: Any) -> Tensor:
-        """Zeros on its device."""
+        """A dense tensor of zeros of the given shape, on the same device."""
         return torch.zeros(shape, device=self.trace.device)
 
     def without(self, absent: Tensor) -> Factored:
@@ -212,19 +212,19 @@ class Factored:
         return Factored(self.trace, [(b, c) for b, c in bases if not _zero(c)], steps)
 
     def sub(self, other: Any, *, alpha: float = 1.0) -> Factored:
-        """Minus; see ``add``."""
+        """The difference, still in factors; see ``add``."""
         return self.add(other, alpha=-alpha)
 
     def mul_(self, factor: Any) -> Factored:
-        """In place."""
+        """``mul``, replacing its own factors."""
         return self._set(_only_factored(self.mul(factor)))
 
     def add_(self, other: Any, *, alpha: float = 1.0) -> Factored:
-        """In place."""
+        """``add``, replacing its own factors."""
         return self._set(_only_factored(self.add(other, alpha=alpha)))
 
     def sub_(self, other: Any, *, alpha: float = 1.0) -> Factored:
-        """In place."""
+        """``sub``, replacing its own factors."""
         return self.add_(other, alpha=-alpha)
 
     __mul__ = __rmul__ = mul

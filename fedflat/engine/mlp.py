@@ -56,7 +56,7 @@ def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
     where = dict(zip(layout.names, layout.tensors()))
     names = {id(p): n for n, p in module.named_parameters()}
     found: list[Linear] = []
-    for layer in layers:
+    for layer in modules:
         if isinstance(layer, nn.Linear):
             bias = None if layer.bias is None else where[names[id(layer.bias)]]
             found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))

@@ -160,7 +160,7 @@ class ModuleProblem:
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device that the module's parameters are on."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
     @property

@@ -47,7 +47,7 @@ class Start:
 
 
 def first_start(job: Job) -> Start:
-    """Before round 0."""
+    """The start of a run that has no record yet: w^0, before round 0."""
     size = job.parts.layout.dimension
     state = job.parts.first_state(job.first[:size], job.threshold)
     return Start(state, Heads(job.first[size:].clone()), [], [])

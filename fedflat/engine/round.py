@@ -125,7 +125,7 @@ def finish_round(
     divisor: float | None = None,
     unit: Callable[[], Tensor] | None = None,
 ) -> tuple[RoundState, RoundInfo]:
-    """Noise on the sum, the constant divisor, the ledger, then the server step (algorithms.md, the round, steps 6–9).
+    """Ledger, noise on the sum, constant divisor, server step (docs/specification.md, "The round", steps 6–9).
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.
     divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.

@@ -122,7 +122,7 @@ class Job:
 
     @cached_property
     def held(self) -> list[int]:
-        """Clients with held-back data."""
+        """Ids of the clients that hold data back for their personal accuracy."""
         return [i for i, rows in enumerate(self.data.held_back) if len(rows)]
 
 
@@ -207,7 +207,7 @@ class MemoryLedger:
         self.entries: list[Record] = []
 
     def append(self, payload: Mapping[str, Any]) -> Record:
-        """Record one event."""
+        """Record one privacy event, in memory only."""
         self.entries.append({"line": len(self.entries), **payload})
         return self.entries[-1]
 

@@ -1,4 +1,4 @@
-"""The lock on the SuperLink: who may give orders, and which of its doors the network sees.
+"""The lock on the SuperLink: who may give orders, and which of its addresses the network sees.
 
 Flower 1.41 serves three interfaces on one port: Fleet (SuperNodes, each with its registered key), Control (``flwr
 run`` and all other orders) and Runtime (the ServerApp). Control is open to everybody there unless an authentication

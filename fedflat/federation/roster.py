@@ -27,7 +27,7 @@ class Roster:
 
     @property
     def clients(self) -> int:
-        """M."""
+        """M, the number of clients in the roster."""
         return len(self.keys)
 
     def connected(self, nodes: Iterable[Any]) -> dict[int, int]:
@@ -67,7 +67,7 @@ class Roster:
         return cls(keys)
 
     def dump(self) -> Mapping[str, Any]:
-        """The JSON form."""
+        """The roster as values for JSON."""
         return {"clients": [{"client": i, "public_key": key} for i, key in enumerate(self.keys)]}
 
 

@@ -1,6 +1,6 @@
 """The SuperLink with its lock: ``python -m fedflat.federation.superlink PROJECT``.
 
-Two doors, each with its own certificate (``server/superlink.toml``): *listen*, which the network sees, passes the
+Two addresses, each with its own certificate (``server/superlink.toml``): *listen*, which the network sees, passes the
 SuperNodes' interface alone; *control*, on this machine only, takes the operator's orders (with his token) and serves
 the ServerApp. Messages are kept in memory alone; the registered SuperNodes are those of the app's roster.
 """
@@ -39,7 +39,7 @@ LOOK = 0.05
 
 @dataclass(frozen=True)
 class Doors:
-    """Addresses (host, port) of the two doors."""
+    """Addresses (host, port) that the SuperLink listens at."""
 
     listen: tuple[str, int]
     control: tuple[str, int]
@@ -64,7 +64,7 @@ def serve(project: Path) -> int:
     """Run the SuperLink of a project until it is told to end.
 
     Raises:
-        InputError: no project, a control door or a key open to others, no lock, or a port that is taken.
+        InputError: no project, a control address or a key open to others, no lock, or a port that is taken.
     """
     check_flower()
     doors, lock = Doors.read(project), read_lock(project / "server" / LOCK)
@@ -128,7 +128,7 @@ def _register(app: Any, roster: Roster) -> set[bytes]:
 
 
 def _run(app: Any, outside: Any, doors: Doors, own: Path, public: Path) -> None:
-    """Both doors of one application: the network's in a thread, control in the main one, which gets the signals."""
+    """Both addresses of one application: the network's in a thread, control in the main one, which gets the signals."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler
@@ -153,7 +153,7 @@ def _run(app: Any, outside: Any, doors: Doors, own: Path, public: Path) -> None:
         try:
             network.run()
         finally:
-            control.should_exit = True  # neither door without the other
+            control.should_exit = True  # neither address without the other
 
     thread = threading.Thread(target=open_to_the_network)
     thread.start()

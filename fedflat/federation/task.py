@@ -45,7 +45,7 @@ class Form:
         return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
 
     def empty(self) -> Tensor:
-        """No example: ``(0, …)``."""
+        """Inputs ``(0, …)`` of this form: a client without an example."""
         return torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
 
     def federation(
@@ -125,7 +125,7 @@ class Task:
 
 
 def write_form(folder: Path, form: Form) -> None:
-    """Write task.json."""
+    """Write the public form of the data to ``task.json`` in the folder."""
     value: Mapping[str, Any] = {"protocol": PROTOCOL, "form": asdict(form)}
     (folder / TASK).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 

@@ -27,7 +27,7 @@ class TextEncoder(Headed):
 
     Features: the mean of the last hidden states over the tokens that are not padding, normalised to mean 0 and
     variance 1 in every example (Ba et al. 2016, without weights), so that one learning rate serves every encoder.
-    pooling ``pair``: the two sentences u, v are encoded apart, as in Reimers & Gurevych 2019 (Sentence-BERT); features
+    pooling ``pair``: the two sentences u, v are encoded apart, as in Reimers and Gurevych 2019; features
     are |u − v| and u·v entry by entry, which do not depend on the sentences' order. ``distance``: one feature, the
     logarithm of their mean squared difference (0 for unrelated ones): a head so small takes little noise.
     """

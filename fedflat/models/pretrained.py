@@ -1,4 +1,4 @@
-"""ViT-Base and RoBERTa-Base (paper 002) through transformers, as modules of one tensor.
+"""ViT-Base and RoBERTa-Base (Liu et al. 2025) through transformers, as modules of one tensor.
 
 Dropout is set to 0 in the configuration: a client's update is then a function of its data and batches alone.
 Needs the extra ``fedflat[language]``; the first use of the published weights downloads them.
@@ -206,7 +206,7 @@ def vit_base(
     rank: int = 8,
     attention: str = "sdpa",
 ) -> nn.Module:
-    """ViT-Base/16 pre-trained on ImageNet-21k (paper 002), with a new classifier.
+    """ViT-Base/16 pre-trained on ImageNet-21k (Liu et al. 2025), with a new classifier.
 
     Options: ``path`` a local folder in place of the download; ``pretrained=False`` with ``config`` (keys of
     transformers' ViTConfig) random weights; ``train`` all, head, or lora (``rank``, adapters on queries and values);
@@ -236,7 +236,7 @@ def roberta_base(
     vocabulary: int | None = None,
     padding: int | None = None,
 ) -> nn.Module:
-    """RoBERTa-Base (paper 002) with a new classifier.
+    """RoBERTa-Base (Liu et al. 2025) with a new classifier.
 
     Options as for :func:`vit_base`, ``config`` with the keys of transformers' RobertaConfig. ``vocabulary`` and
     ``padding``, which a recipe's data gives, describe the ids: a random model is made for them, published weights

@@ -54,7 +54,7 @@ class Recurrence(nn.Module):
 
 
 class LSTM(Recurrence):
-    """Hochreiter & Schmidhuber 1997; torch.nn.LSTM with ``bias_hh = 0``."""
+    """Hochreiter and Schmidhuber 1997; torch.nn.LSTM with ``bias_hh = 0``."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__(inputs, hidden, 4)

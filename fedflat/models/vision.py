@@ -130,9 +130,9 @@ def _needed(left: int, pools: Sequence[bool], kernel: int) -> int:
 
 
 def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding: int = 0) -> nn.Module:
-    """The EMNIST network of papers 000 and 003: 5 × 5 convolutions (32, 64), pooling after each, 512 units. L = 8.
+    """The EMNIST network of Shi et al. 2023a and b: 5 × 5 convolutions (32, 64), pooling after each, 512 units. L = 8.
 
-    003 names the layers and not the padding. Unpadded by default, as in 000's released code;
+    Shi et al. 2023b name the layers and not the padding. Unpadded by default, as in the code of Shi et al. 2023a;
     ``padding=2`` is the network of McMahan et al. 2017. 608,702 parameters at 1 × 28 × 28 with 62 classes.
     """
     widths = [whole("model.hidden", hidden, 1), classes]
@@ -141,7 +141,7 @@ def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding:
 
 
 def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128, padding: int = 0) -> nn.Module:
-    """ "CNN-2-Layers" of paper 004, which takes it from Reddi et al. 2021 and calls it about 1.0 M parameters.
+    """ "CNN-2-Layers" of Cheng et al. 2022, which takes it from Reddi et al. 2021 and calls it about 1.0 M parameters.
 
     That network, its dropout left out: 3 × 3 convolutions (32, 64), one pooling, 128 units. It has 1,206,590
     parameters on EMNIST (1 × 28 × 28, 62 classes); the cited architecture is kept rather than the rounded number.
@@ -152,7 +152,7 @@ def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128,
 
 
 def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.Module:
-    """The CIFAR-10 network of paper 001: 3 × 3 convolutions (64, 128, 256), pooling after each, 256, 128 units.
+    """The CIFAR-10 network of Zhang et al. 2024: 3 × 3 convolutions (64, 128, 256), pooling after each, 256, 128 units.
 
     The stated 667,402 parameters at 3 × 32 × 32 with 10 classes mean convolutions without padding.
     """
@@ -224,16 +224,16 @@ def _resnet(
 
 
 def resnet10(input_shape: Sequence[int], classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
-    """ResNet-10 with group norm (paper 002, GNResNet-10): one basic block per stage; L = 38 tensors.
+    """ResNet-10 with group norm (Liu et al. 2025, GNResNet-10): one basic block per stage; L = 38 tensors.
 
-    ``groups``: channel groups of every norm, 32 as in Wu & He 2018; ``width``: channels of the first stage.
+    ``groups``: channel groups of every norm, 32 as in Wu and He 2018; ``width``: channels of the first stage.
     """
     return _resnet("resnet10", input_shape, classes, [1, 1, 1, 1], width, groups)
 
 
 def resnet18(input_shape: Sequence[int], classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
-    """ResNet-18 with group norm (papers 000–004): two basic blocks per stage; L = 62 tensors, 11,173,962 parameters.
+    """ResNet-18 with group norm (all five papers): two basic blocks per stage; L = 62 tensors, 11,173,962 parameters.
 
-    ``groups``: channel groups of every norm, 32 as in Wu & He 2018; ``width``: channels of the first stage.
+    ``groups``: channel groups of every norm, 32 as in Wu and He 2018; ``width``: channels of the first stage.
     """
     return _resnet("resnet18", input_shape, classes, [2, 2, 2, 2], width, groups)

@@ -1,4 +1,13 @@
-"""Clips. A clip bounds every message and reports the L2 bound it earns; the plan turns that into a sensitivity."""
+"""Clips. A clip bounds every message and reports the L2 bound it earns; the plan turns that into a sensitivity.
+
+``clip.factors(messages, threshold, tensors)`` takes messages ``(n, d)`` and gives their norms ``(n,)`` and the factors
+that multiply them, ``(n,)``, or ``(n, L)`` where each of L tensors has its own.
+
+>>> messages = torch.tensor([[3.0, 4.0], [0.3, 0.4], [float("nan"), 0.0]])
+>>> norms, factors = whole_vector(1.0).factors(messages, 1.0, (slice(0, 2),))
+>>> factors  # too long, short enough, broken
+tensor([0.2000, 1.0000, 0.0000], dtype=torch.float64)
+"""
 
 from __future__ import annotations
 
@@ -28,6 +37,9 @@ def norms_of(messages: Tensor) -> Tensor:
     """L2 norms ``(n,)`` in float64 of messages ``(n, d)``; infinite where any entry is not finite.
 
     Squares are summed in float64, so that a huge but finite float32 message has a finite norm and is clipped.
+
+    >>> norms_of(torch.tensor([[3.0, 4.0], [float("inf"), 0.0]]))
+    tensor([5., inf], dtype=torch.float64)
     """
     by_pieces = isinstance(messages, Tensor) and messages.dim() == 2 and messages.device.type == "cpu"
     if by_pieces and messages.shape[1] > wide.CACHED:
@@ -44,7 +56,11 @@ def norms_of(messages: Tensor) -> Tensor:
 
 
 def tensor_norms(messages: Tensor, tensors: tuple[slice, ...]) -> Tensor:
-    """L2 norms ``(n, L)`` in float64 of each tensor of messages ``(n, d)``; infinite where an entry is not finite."""
+    """L2 norms ``(n, L)`` in float64 of each tensor of messages ``(n, d)``; infinite where an entry is not finite.
+
+    >>> tensor_norms(torch.tensor([[3.0, 4.0, 2.0]]), (slice(0, 2), slice(2, 3)))
+    tensor([[5., 2.]], dtype=torch.float64)
+    """
     return torch.stack([norms_of(messages[:, where]) for where in tensors], dim=1)
 
 
@@ -78,9 +94,9 @@ class WholeVector:
 
 @dataclass(frozen=True)
 class PerTensor:
-    """Clip tensor j to C_j; the message's bound, and C in std = σ·C, is √ΣC_j² (algorithms.md, published item 1).
+    """Clip tensor j to C_j; the message's bound, and C in std = σ·C, is √ΣC_j².
 
-    values: one number for every tensor, or one number per tensor.
+    values: one C_j for each tensor. tensors: L, their number.
     """
 
     values: tuple[float, ...]
@@ -92,7 +108,7 @@ class PerTensor:
 
     @property
     def threshold(self) -> float:
-        """C = √ΣC_j²."""
+        """C = √ΣC_j², the threshold of the whole message."""
         return math.sqrt(sum(v * v for v in self.values))
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
@@ -134,7 +150,7 @@ class Median:
     """
 
     def bound(self, threshold: float) -> float:
-        """Infinite."""
+        """Infinite: nothing bounds a message."""
         return math.inf
 
     def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
@@ -162,7 +178,7 @@ class Adaptive:
     rate: float = 0.2
 
     def bound(self, threshold: float) -> float:
-        """C_t."""
+        """C_t, the round's threshold."""
         return threshold
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
@@ -196,7 +212,7 @@ class ByNorm:
         object.__setattr__(self, "_watched", Held(self.rule))
 
     def bound(self, threshold: float) -> float:
-        """C."""
+        """C, whatever the method's factor says."""
         return threshold
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
@@ -231,9 +247,12 @@ class ByNorm:
 
 @dataclass(frozen=True)
 class Normalise:
-    """Smoothed normalisation in place of a clip: Δ ← C·Δ/(α + ‖Δ‖), shorter than C (Shulgin et al. 2025).
+    """Smoothed normalisation in place of a clip: Δ ← C·Δ/(α + ‖Δ‖), shorter than C (Shulgin et al. 2025a).
 
     alpha: α > 0, in units of the message's norm: far below it a message is multiplied by C/α, far above it has norm C.
+
+    >>> Normalise(alpha=1.0)(torch.tensor([1.0, 3.0]), 2.0)  # norms (n,) -> factors (n,)
+    tensor([1.0000, 0.5000])
     """
 
     alpha: float
@@ -244,14 +263,22 @@ class Normalise:
 
 
 def whole_vector(threshold: float) -> WholeVector:
-    """Whole-vector clip at C > 0 (``inf`` for none)."""
+    """Whole-vector clip at C > 0, ``inf`` for none; raises InputError.
+
+    >>> whole_vector(0.5).bound(0.5)
+    0.5
+    """
     if not (isinstance(threshold, (int, float)) and threshold > 0 and not math.isnan(threshold)):
         raise wrong("privacy.clip", threshold, "a number > 0, or {kind: adaptive, …}, or {kind: per-tensor, values: …}")
     return WholeVector(float(threshold))
 
 
 def per_tensor(values: float | list[float], tensors: int) -> PerTensor:
-    """Per-tensor clip; one number is used for every tensor, a list needs one number per tensor."""
+    """Per-tensor clip; one number is used for every tensor, a list needs one number per tensor. Raises InputError.
+
+    >>> per_tensor([3.0, 4.0], tensors=2).threshold  # √(3² + 4²)
+    5.0
+    """
     numbers = [values] * tensors if isinstance(values, (int, float)) else list(values)
     if len(numbers) != tensors:
         raise wrong(
@@ -261,7 +288,11 @@ def per_tensor(values: float | list[float], tensors: int) -> PerTensor:
 
 
 def adaptive(initial: float, quantile: float = 0.5) -> Adaptive:
-    """Adaptive clip from ``initial`` > 0 towards the ``quantile`` in (0, 1) of update norms."""
+    """Adaptive clip from ``initial`` > 0 towards the ``quantile`` in (0, 1) of update norms; raises InputError.
+
+    >>> adaptive(1.0, quantile=0.5).next(1.0, noisy_bits=-10.0, divisor=20.0)  # most norms are above C: it grows
+    1.1051709180756477
+    """
     in_range("privacy.clip.initial", initial, 0, open_low=True)
     in_range("privacy.clip.quantile", quantile, 0, 1, open_low=True, open_high=True)
     return Adaptive(float(initial), float(quantile))

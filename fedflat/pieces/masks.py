@@ -1,4 +1,11 @@
-"""Masks common to all clients of a round (Fed-SMP). They never depend on the round's private data."""
+"""Masks common to all clients of a round (Fed-SMP, Hu et al. 2022). They never depend on the round's private data.
+
+A mask is called as ``mask(view)`` and returns a boolean tensor ``(d,)``; update, clip and noise live where it is true.
+
+>>> view = MaskView(torch.zeros(8), torch.zeros(8), np.random.default_rng(0))
+>>> int(random_mask(0.25)(view).sum())
+2
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ def _random_mask(size: int, count: int, generator: np.random.Generator) -> Tenso
 
 @dataclass(frozen=True)
 class RandomMask:
-    """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, from public randomness (Fed-SMP in 000)."""
+    """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, from public randomness. keep: p in (0, 1]."""
 
     keep: float
 
@@ -32,10 +39,10 @@ class RandomMask:
 
 @dataclass(frozen=True)
 class TopMask:
-    """top_k: the top ⌈p·d⌉ coordinates of an update computed on public data (Fed-SMP in 000).
+    """top_k: the ⌈p·d⌉ largest coordinates of an update trained on public data. keep: p in (0, 1].
 
-    Without public data a share ``explore`` of the kept coordinates is uniform at random and the rest are the top of
-    |w^t − w^0|, which is already private and therefore free; without exploring it would lock onto its first mask.
+    Without public data a share ``explore`` of the kept coordinates is uniform at random and the rest are the largest of
+    |w^t − w^0|, which is already private and therefore free; without exploring, the first mask would stay for ever.
     """
 
     keep: float
@@ -63,10 +70,22 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 
 def random_mask(keep: float = 0.4) -> RandomMask:
-    """Common random mask keeping the share ``keep`` in (0, 1] of the whole vector."""
+    """Common random mask keeping the share ``keep`` in (0, 1] of the whole vector; raises InputError.
+
+    >>> view = MaskView(torch.zeros(8), torch.zeros(8), np.random.default_rng(0))
+    >>> random_mask(0.5)(view).shape, int(random_mask(0.5)(view).sum())
+    (torch.Size([8]), 4)
+    """
     return RandomMask(in_range("algorithm.keep", keep, 0, 1, open_low=True))
 
 
 def top_mask(keep: float = 0.4, explore: float = 0.5) -> TopMask:
-    """Common top mask of the share ``keep`` in (0, 1]; ``explore`` in [0, 1] of it random without public data."""
+    """Common top mask of the share ``keep`` in (0, 1]; ``explore`` in [0, 1] of it random without public data.
+
+    Raises InputError.
+
+    >>> moved = torch.tensor([0.0, 5.0, 0.0, -7.0])  # w^t − w^0
+    >>> top_mask(0.5, explore=0.0)(MaskView(moved, torch.zeros(4), np.random.default_rng(0)))
+    tensor([False,  True, False,  True])
+    """
     return TopMask(in_range("algorithm.keep", keep, 0, 1, open_low=True), in_range("algorithm.explore", explore, 0, 1))

@@ -15,7 +15,11 @@ from fedflat.core.types import Aggregate, Broadcast
 
 
 def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
-    """N(0, std² I) as a float32 vector ``(size,)``; exactly zero for std = 0."""
+    """N(0, std² I) as a float32 vector ``(size,)``; exactly zero for std = 0.
+
+    >>> gaussian(3, 2.0, np.random.default_rng(0)).dtype, gaussian(2, 0.0, np.random.default_rng(0))
+    (torch.float32, tensor([0., 0.]))
+    """
     if std == 0:
         return torch.zeros(size)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)

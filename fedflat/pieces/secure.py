@@ -118,7 +118,13 @@ class GridGaussian:
 
 @dataclass
 class GridSum:
-    """The exact sum of quantised messages of one round. ``total`` int64 ``(d,)`` in grid steps."""
+    """The exact sum of quantised messages of one round. ``total`` int64 ``(d,)`` in grid steps.
+
+    >>> total = GridSum(GridGaussian(clip=1.0, std=0.5, dimension=2))
+    >>> total.add(torch.tensor([[0.5, 0.0], [0.25, 0.25]]))
+    >>> total.value()
+    tensor([0.7500, 0.2500], dtype=torch.float64)
+    """
 
     grid: GridGaussian
     total: Integers = field(init=False)
@@ -194,5 +200,9 @@ class GridNoise:
 
 
 def round_half(bits: float) -> int:
-    """Σ(b_i − ½) in halves: #inside − #outside, a whole number."""
+    """Σ(b_i − ½) in halves: how many are inside less how many are outside, a whole number.
+
+    >>> round_half(-1.5)
+    -3
+    """
     return int(np.rint(2 * bits))

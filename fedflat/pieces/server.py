@@ -1,4 +1,11 @@
-"""Server post-processing of the noisy mean, and server optimisers: no private data, so nothing is spent."""
+"""Server post-processing of the noisy mean, and server optimisers: no private data, so nothing is spent.
+
+A server step is called as ``step(mean, view)``: noisy mean ``(d,)`` -> processed mean ``(d,)`` and the slots it
+changes. An optimiser is called as ``optimizer(w, mean, slots)``: -> new weights ``(d,)`` and the slots it changes.
+
+>>> optimizer("sgd", lr=0.5)(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0]), {})
+(tensor([3., 2.]), {})
+"""
 
 from __future__ import annotations
 
@@ -17,10 +24,11 @@ from fedflat.core.types import MeanView, Optimizer, ServerView
 
 @dataclass(frozen=True)
 class LaplacianSmoothing:
-    """A⁻¹v with A = I − σ_ls·Lap, Lap the 1-D periodic discrete Laplacian (002 Alg. 1 line 17, DP-FedAvg-LS).
+    """A⁻¹v with A = I − σ_ls·Lap, Lap the 1-D periodic discrete Laplacian (Liang et al. 2024).
 
     By FFT: v̂_j / (1 + 2σ_ls(1 − cos(2πj/n))). scope: ``tensor`` smooths each flattened tensor, ``vector`` the whole
-    vector. At σ_ls = 0.01 98 % of the noise's standard deviation stays.
+    vector. At σ_ls = 0.01 98 % of the noise's standard deviation stays. In DP-FedPGN-LS: Liu et al. 2025, Alg. 1, line
+    17.
     """
 
     smoothing: float
@@ -30,7 +38,7 @@ class LaplacianSmoothing:
         return {}
 
     def smooth(self, vector: Tensor, tensors: tuple[slice, ...]) -> Tensor:
-        """The smoothed vector ``(d,)``."""
+        """The smoothed vector ``(d,)``. tensors: where each shared tensor is in it."""
         spans = tensors if self.scope == "tensor" else (slice(0, vector.shape[-1]),)
         return torch.cat([self._solve(vector[span]) for span in spans])
 
@@ -46,10 +54,14 @@ class LaplacianSmoothing:
 
 @dataclass(frozen=True)
 class PgnDirection:
-    """DP-FedPGN's server step (002 Alg. 1; the signs of its Eq. 12 and 15 are misprinted).
+    """DP-FedPGN's server step (Liu et al. 2025, Alg. 1; the signs of its Eq. 12 and 15 are misprinted).
 
     From the noisy mean S/m of Δ̄: Δ = S/m − (1−β)Kη_t g̃^t, g̃^{t+1} = −Δ/(η_t K), smoothed here for -ls. It hands
     −η_tK·g̃^{t+1} to the server optimiser, so that with SGD w^{t+1} = w^t − server.lr·η_t·K·g̃^{t+1}.
+
+    >>> view = ServerView(0, 10, 0.1, (slice(0, 1),), {"direction": torch.tensor([2.0])}, cohort=5.0, clients=50)
+    >>> PgnDirection(beta=0.5)(torch.tensor([0.5]), view)  # K·η_t = 1, so Δ = 0.5 − 0.5·2
+    (tensor([-0.5000]), {'direction': tensor([0.5000])})
     """
 
     beta: float
@@ -70,7 +82,11 @@ class PgnDirection:
 
 @dataclass(frozen=True)
 class KeepInitial:
-    """Remembers w^0 for masks that look at |w^t − w^0| (Fed-SMP's top_k without public data)."""
+    """Remembers w^0, for masks that look at |w^t − w^0| (Fed-SMP's top-k without public data); hands the mean on.
+
+    >>> KeepInitial().initial(torch.tensor([1.0, 2.0]))
+    {'initial': tensor([1., 2.])}
+    """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
         return {"initial": shared.clone()}
@@ -100,7 +116,11 @@ class Velocity:
 
 @dataclass(frozen=True)
 class Sgd:
-    """w ← w + lr·buf, buf ← momentum·buf + mean: FedAvg's server at lr = 1, momentum = 0 (Reddi et al. 2021)."""
+    """w ← w + lr·buf, buf ← momentum·buf + mean: FedAvg's server at lr = 1, momentum = 0 (Reddi et al. 2021).
+
+    >>> Sgd(lr=1.0, momentum=0.5)(torch.tensor([0.0]), torch.tensor([2.0]), {"velocity": torch.tensor([4.0])})
+    (tensor([4.]), {'velocity': tensor([4.])})
+    """
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -174,7 +194,12 @@ OPTIMIZERS = ("sgd", "adam", "yogi")
 
 
 def optimizer(name: str = "sgd", lr: float = 1.0, momentum: float = 0.0, **options: float) -> Optimizer:
-    """The server optimiser of the recipe's ``server`` section: sgd, adam or yogi; ``lr`` > 0."""
+    """The server optimiser of the recipe's ``server`` section: sgd, adam or yogi; ``lr`` > 0. Raises InputError.
+
+    >>> w, slots = optimizer("adam", lr=0.1)(torch.tensor([1.0]), torch.tensor([0.5]), {})
+    >>> sorted(slots)
+    ['first', 'second']
+    """
     one_of("server.optimizer", name, OPTIMIZERS)
     in_range("server.lr", lr, 0, open_low=True)
     if name == "sgd":
@@ -183,7 +208,14 @@ def optimizer(name: str = "sgd", lr: float = 1.0, momentum: float = 0.0, **optio
 
 
 def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> CorrectedAdam:
-    """Adam whose second moment is freed of the noise; ``beta1``, ``beta2`` in [0, 1), ``floor`` > 0 or None."""
+    """Adam whose second moment is freed of the noise; ``beta1``, ``beta2`` in [0, 1), ``floor`` > 0 or None.
+
+    Raises InputError.
+
+    >>> step = corrected_adam()(0.1, MeanView(std=0.5, clip=1.0, divisor=10.0))
+    >>> step(torch.tensor([0.0]), torch.tensor([1.0]), {})[0]  # 0.1·1/√(1 − 0.5²)
+    tensor([0.1155])
+    """
     in_range("algorithm.beta1", beta1, 0, 1, open_high=True)
     in_range("algorithm.beta2", beta2, 0, 1, open_high=True)
     if floor is not None:
@@ -192,12 +224,21 @@ def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None 
 
 
 def velocity(gamma: float = 0.5) -> Velocity:
-    """The broadcast server momentum with ``gamma`` in [0, 1)."""
+    """The broadcast server momentum with ``gamma`` in [0, 1); raises InputError.
+
+    >>> view = ServerView(1, 10, 0.1, (slice(0, 1),), {"nesterov": torch.tensor([4.0])}, cohort=5.0, clients=50)
+    >>> velocity(0.5)(torch.tensor([2.0]), view)
+    (tensor([3.]), {'nesterov': tensor([3.])})
+    """
     return Velocity(in_range("algorithm.gamma", gamma, 0, 1, open_high=True))
 
 
 def laplacian_smoothing(smoothing: float = 0.01, scope: str = "tensor") -> LaplacianSmoothing:
-    """Laplacian smoothing of strength ``smoothing`` ≥ 0 over ``scope`` tensor or vector."""
+    """Laplacian smoothing of strength ``smoothing`` ≥ 0 over ``scope`` tensor or vector; raises InputError.
+
+    >>> laplacian_smoothing(0.5).smooth(torch.tensor([1.0, -1.0, 1.0, -1.0]), (slice(0, 4),))  # the highest frequency
+    tensor([ 0.3333, -0.3333,  0.3333, -0.3333])
+    """
     return LaplacianSmoothing(
         in_range("algorithm.smoothing", smoothing, 0), one_of("algorithm.scope", scope, ("tensor", "vector"))
     )

@@ -41,7 +41,7 @@ class Accounted(Protocol):
 
     @property
     def relation(self) -> str:
-        """add-remove or replace-one."""
+        """The neighbouring relation: add-remove or replace-one."""
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
         """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""

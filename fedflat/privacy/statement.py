@@ -28,14 +28,14 @@ from fedflat.privacy.ledger import extra_rounds, plain_json
 SECOND_DELTA = 1e-5
 ROUNDED = "the accounted sensitivity is C·(1 + {:.3g}), which allows for the rounding of sums"
 
-# Where the papers' released procedures leave their formula (algorithms.md, items 1–10), for protocol "published".
+# Where the papers' released procedures leave their formula (docs/specification.md), for protocol "published".
 PAPER_ITEMS: dict[int, str] = {
     1: "Each tensor is clipped to C on its own: the whole update has sensitivity C·√L for L tensors.",
     2: "Each client clips at the median of its own layer norms: nothing bounds the sensitivity.",
     3: "Each client masks after adding its noise share: noise is only where a mask, which depends on data, is 1.",
     4: "Updates are weighted by data sizes: the sensitivity depends on the sizes of all clients.",
     5: "Fixed-size cohorts are drawn from the round number: the schedule is public and amplifies nothing.",
-    6: "Local steps follow each client's data size, and with them the re-added memory term: it differs by client.",
+    6: "Local steps follow each client's data size, and so does the direction that is added back to its update.",
     7: "The server sees each update with its share of the noise only: towards it the multiplier is σ/√m.",
     8: "Batch-norm running statistics are averaged unclipped: a release of data statistics.",
     9: "δ = 1/M: publishing one random client's data meets it.",
@@ -66,8 +66,8 @@ MECHANISMS: dict[str, str] = {
     "ae-dpfl": "Gaussian noise on the cohort's votes for public examples; the student is trained on their arg-max.",
 }
 KEEPS = (
-    "; clients keep heads or states between rounds, beside which amplification holds because one client's coin says "
-    "nothing of another's"
+    "; clients keep heads or states between rounds, and amplification still holds because one client's coin tells "
+    "nothing about another's"
 )
 SAMPLING: dict[str, str] = {
     "poisson": "Poisson: each client takes part in a round independently with probability q; the draw is secret.",

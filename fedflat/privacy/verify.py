@@ -1,7 +1,7 @@
 """Recompute ε from the ledger alone, by another way than the accountant that wrote it, and compare with what is stated.
 
 Each line says what was drawn (std, sensitivity, cohort law); nothing is taken from the plan. Poisson-subsampled
-Gaussian rounds are recomputed by ``prv-accountant`` (Gopi, Lee and Wutschitz 2021) where it is installed, else by
+Gaussian rounds are recomputed by ``prv-accountant`` (Gopi et al. 2021) where it is installed, else by
 ``independent``, this project's own integration, else by dp-accounting; the other laws as their functions say.
 """
 

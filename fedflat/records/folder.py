@@ -90,7 +90,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints live."""
+        """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
 
     def append(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:

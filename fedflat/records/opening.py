@@ -43,7 +43,7 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        """One string for all."""
+        """One digest of all parts: the same only for the same run."""
         return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
 
 
@@ -113,7 +113,9 @@ class Opening:
             hint = "A run of fedflat 0.1 can be verified and reported, not resumed."
             raise wrong(str(path), "no such file", "the one this run was opened with", hint=hint) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{path}: found it damaged; allowed: the file that was written at the start.") from error
+            raise InputError(
+                f"{path}: found a damaged record; allowed: the file that was written at the start."
+            ) from error
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:

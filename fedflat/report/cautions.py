@@ -84,7 +84,7 @@ def _noise(private: Sequence[Record]) -> list[str]:
     clipped = [value for r in taken if (value := number(r.get("clipped_fraction"))) is not None]
     if clipped and sum(clipped) / len(clipped) >= CLIPPED:
         lengths = [value for r in taken if (value := number(r.get("update_norm_mean"))) is not None]
-        mean = f", their mean length being {sum(lengths) / len(lengths):.3g}" if lengths else ""
+        mean = f" (their mean length was {sum(lengths) / len(lengths):.3g})" if lengths else ""
         found.append(f"Nearly every update was clipped{mean}: privacy.clip or local.lr may be far off. {PRIVATE}")
     ratios = [value for r in private if (value := number(r.get("signal_to_noise"))) is not None]
     if ratios and median(ratios) < SIGNAL:

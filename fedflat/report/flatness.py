@@ -21,7 +21,7 @@ def write_page(found: Record, target: Path) -> Path:
 
 
 def render(found: Record) -> str:
-    """The page as text."""
+    """The page on flatness as HTML text."""
     groups = found["groups"]
     models = list(dict.fromkeys(group["model"] for group in groups))
     sections = [

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        """The recipe's seed."""
+        """The seed in the run's recipe."""
         found = self.recipe.get("seed")
         return found if isinstance(found, int) else None
 

@@ -69,7 +69,7 @@ class TensorBoard:
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self, done: bool) -> None:
-        """Close the event file."""
+        """Write what is buffered and close the event file."""
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
@@ -153,7 +153,9 @@ class Trackers:
                 tracker.write(values, int(released["round"]))
             except Exception as error:  # whatever the tracker's library raises
                 name = type(tracker).__name__
-                raise RunError(f"{name} took no numbers: {_first_line(error)}. The run's files are whole.") from error
+                raise RunError(
+                    f"{name} could not record the numbers: {_first_line(error)}. The run's files are whole."
+                ) from error
 
 
 @contextmanager

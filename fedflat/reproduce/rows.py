@@ -13,6 +13,7 @@ from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.recipe import ClipSection, Recipe, override
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
+from fedflat.core.papers import CITED
 from fedflat.core.params import Layout, layout_of
 from fedflat.methods.published.accounting import PAPERS, Published, formula, with_tensors
 from fedflat.privacy.accounting.epsilon import default_delta
@@ -143,7 +144,7 @@ def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: 
     if protocol == "sound":
         return recipe
     if protocol != "published" or table.paper not in PAPERS:
-        allowed = "sound, published" if table.paper in PAPERS else f"sound: paper {table.paper} released no procedure"
+        allowed = "sound, published" if table.paper in PAPERS else f"sound: {CITED[table.paper]} released no procedure"
         raise wrong("--protocol", protocol, allowed)
     if algorithm_of(recipe).kind != "update":
         return recipe

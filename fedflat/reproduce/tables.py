@@ -13,6 +13,7 @@ from typing import Any
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.recipe import Recipe, override
 from fedflat.core.checks import nearest, one_of, wrong
+from fedflat.core.papers import number_of
 
 FOLDER = Path(__file__).parent
 ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "v": "5", "vi": "6"}
@@ -134,12 +135,12 @@ def names() -> list[str]:
 
 
 def find(paper: str, table: str) -> Table:
-    """A table by the paper's number and the table's: ``1``, ``table-1``, ``Table I``.
+    """A table by the paper's number (``000``) or name (``Shi et al. 2023a``) and the table's: ``1``, ``Table I``.
 
     Raises InputError for a paper or table that is not here, with those that are.
     """
     have = [name.split(" ", 1) for name in names()]
-    number = paper.zfill(3) if paper.isdigit() else paper
+    number = number_of(paper)
     one_of("reproduce PAPER", number, list(dict.fromkeys(p for p, _ in have)))
     of_paper = [t for p, t in have if p == number]
     short = re.sub(r"^(table|tab)?[\s._-]*", "", table.strip().lower())

@@ -53,7 +53,7 @@ def export(run: str | Path, out: str | Path) -> Exported:
     weights, facts = _weights(source)
     public, left = _public(found)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise wrong("export", f"{target}, which is there already", "a new folder")
+        raise wrong("export", f"{target}, which already exists", "a new folder")
     target.mkdir(parents=True, exist_ok=True)
     _write(target, source, public, weights, facts)
     kept = {path.name for path in target.iterdir()}

@@ -32,6 +32,17 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
     model: the module, where it was given in Python; its weights do not matter, and it is not changed. The weights are
     those after the last round. Nothing is trained, and data are read only if a folder of before 0.2 asks for them.
     Raises InputError: no run, one that has not ended, a damaged record (named), a module that does not fit.
+
+    >>> import tempfile
+    >>> from fedflat.simulation.run import run
+    >>> recipe = {"rounds": 1, "local": {"steps": 1, "lr": 0.1}, "cohort": {"size": 2}, "algorithm": "dp-fedavg"}
+    >>> recipe["privacy"] = {"clip": 0.5, "noise_multiplier": 1.0}
+    >>> pairs = [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))] * 10
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run(recipe, model=nn.Linear(3, 2), clients=pairs, out=f"{folder}/first").folder.name
+    ...     len(load(f"{folder}/first").history)
+    'first'
+    1
     """
     folder = Path(path)
     if not (folder / RECIPE).is_file():

@@ -53,17 +53,27 @@ def run(
     on_start: Callable[[Job], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
-    """Simulate a recipe on this machine.
+    """Simulate a recipe on this machine: train, write the run's files, return what came of it.
 
     recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
     clients: one ``(inputs, targets)`` pair per client, a dict user -> pair, or what ``fedflat.clients`` gave, instead
-    of the recipe's data. test: a public pair.
+    of the recipe's data; inputs ``(n_i, …)``, targets ``(n_i,)``. test: a public pair.
     task: classification, multilabel, regression or next-token, instead of the recipe's. loss: (outputs, targets) -> the
     loss of each example ``(b,)``, instead of the task's. metrics: name -> a function (outputs, targets) -> number, or a
     torchmetrics object, on the whole public test set: ``test_NAME`` in the history; or names of ``evaluation.metrics``.
     data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
-    Raises InputError for anything wrong in what was given, before any work is done.
+    on_round: called after each round with its released and its private record. on_start: called with the job before the
+    first round. should_stop: asked before each round.
+    Raises InputError for anything wrong in what was given, before any work is done, and RunError for what fails later.
+
+    >>> import torch
+    >>> pairs = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(20)]
+    >>> recipe = {"rounds": 2, "algorithm": "dp-fedavg", "local": {"steps": 1, "lr": 0.1}, "cohort": {"size": 10}}
+    >>> recipe["privacy"] = {"clip": 0.5, "noise_multiplier": 1.0}
+    >>> result = run(recipe, model=nn.Linear(4, 2), clients=pairs)
+    >>> len(result.history), result.privacy["adversaries"][0]["adversary"]
+    (2, 'recipients')
     """
     parsed = as_given(_asked(recipe, algorithm, task, out if resume else None), model, clients, data, algorithm, loss)
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)

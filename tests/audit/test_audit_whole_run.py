@@ -183,7 +183,7 @@ def test_exit_status_follows_the_findings():
 
 def test_table_fits_eighty_columns_and_shows_claim_and_proof_together():
     text = table([
-        result(), result(kind="defect", method="published 000", lower_bound=2.6, proven=6.57, violations=("x " * 70,)),
+        result(), result(kind="defect", method="published clip", lower_bound=2.6, proven=6.57, violations=("x " * 70,)),
         result(kind="canaries", lower_bound=None, estimate=2.0, confidence=None), result(proven=math.inf, claimed=1.0),
         result(lower_bound=1.5), result(violations=("broken",)),
     ])  # fmt: skip

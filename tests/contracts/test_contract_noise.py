@@ -130,7 +130,7 @@ def test_the_std_drawn_is_the_std_of_the_event(sampling: str, factor: int) -> No
 
 
 def _gaussian_epsilon(multiplier: float, delta: float) -> float:
-    """Exact ε of one Gaussian (Balle & Wang 2018, Theorem 8), by root finding in scipy alone."""
+    """Exact ε of one Gaussian (Balle and Wang 2018, Theorem 8), by root finding in scipy alone."""
 
     def excess(epsilon: float) -> float:
         a, b = 1 / (2 * multiplier), epsilon * multiplier

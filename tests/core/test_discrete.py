@@ -96,7 +96,7 @@ def test_tiny_and_zero_scales():
     assert not discrete_gaussian(0, 10, stream(1, "tiny")).any()
     assert discrete_gaussian(1.0, 0, stream(1, "tiny")).shape == (0,)
     variance = discrete_gaussian(0.25, 50_000, stream(3, "tiny")).var()
-    assert variance < 0.25  # Canonne, Kamath, Steinke 2020, corollary 9
+    assert variance < 0.25  # Canonne et al. 2020, corollary 9
     x = np.arange(-30, 31)
     assert abs(variance - (x**2 * gaussian_pmf(x, 0.25)).sum()) < 0.01
 

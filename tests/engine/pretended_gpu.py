@@ -1,10 +1,10 @@
 """A GPU that is not there: tensors of the processor that behave as a GPU's do, for tests of everything but the kernels.
 
 - ``Elsewhere`` tensors say they lie on ``cuda:0`` and refuse to be mixed with tensors of the processor.
-- ``PretendedLane`` records the operations of a step with the memory they used, and replays them on it, as a CUDA graph
+- ``PretendedLane`` records a step's operations with the memory they used, and replays them on it, as a CUDA graph
   does: what Python does between operations happens once, at recording. While it records, anything that a CUDA capture
   refuses is refused: reading a value, copying to or from the processor, indexing with the processor's tensors. Replays
-  happen as late as a stream may run them: when the main queue waits for the lane.
+  happen as late as a stream may run them: when the main stream waits for it.
 """
 
 from __future__ import annotations

@@ -416,7 +416,7 @@ def test_tensors_of_the_pretended_device_do_not_mix_with_the_processors(gpu: Non
     assert torch.equal(here(there + torch.ones(())), torch.tensor([2.0, 2.0]))
 
 
-# The real lane's order of work, on streams that only note what they are asked for.
+# The real stream's order of work, on streams that only note what they are asked for.
 
 
 def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
@@ -429,7 +429,7 @@ def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
         def __init__(self, device: Any) -> None: ...
 
         def wait_stream(self, other: Any) -> None:
-            log.append("lane waits for main" if other == "main" else "main waits for lane")
+            log.append("stream waits for main" if other == "main" else "main waits for stream")
 
         def synchronize(self) -> None:
             log.append("host waits")
@@ -439,7 +439,7 @@ def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
             return other == "main"
 
         def wait_stream(self, other: Any) -> None:
-            log.append("main waits for lane")
+            log.append("main waits for stream")
 
     class Buffer:
         def copy_(self, value: Any, non_blocking: bool) -> None:
@@ -479,14 +479,14 @@ def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: log.append("replay")))
     lane = CudaLane(torch.device("cuda", 0))
     lane.put(Buffer(), Value())  # type: ignore[arg-type]
-    assert log == ["lane waits for main", "copy from page-locked memory True"]
+    assert log == ["stream waits for main", "copy from page-locked memory True"]
     log.clear()
     replay, found = lane.record(lambda: log.append("step") or "outcome")
-    assert found == "outcome" and log == ["lane waits for main", "step", "host waits", "step"]
+    assert found == "outcome" and log == ["stream waits for main", "step", "host waits", "step"]
     log.clear()
     lane.start(replay)
     lane.finish()
-    assert log == ["lane waits for main", "replay", "main waits for lane"] and current == ["main"]
+    assert log == ["stream waits for main", "replay", "main waits for stream"] and current == ["main"]
     calls = 0
 
     def fails_at_recording() -> None:

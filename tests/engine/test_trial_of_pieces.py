@@ -99,7 +99,7 @@ class ShortStep:
 
 
 TRANSFORMS: list[tuple[Callable[..., Any], str]] = [
-    (Remembers(), r"algorithm.transforms\[0\] \(Remembers\): found a piece that gives something else"),
+    (Remembers(), r"algorithm.transforms\[0\] \(Remembers\): found a piece whose result for a client changes"),
     (takes_the_mean, r"\(takes_the_mean\): found a piece that mixes the clients of a block"),
     (slightly, r"\(slightly\): found a piece that mixes the clients of a block"),
     (adds_the_first, r"\(adds_the_first\): found a piece that mixes the clients of a block"),

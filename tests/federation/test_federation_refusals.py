@@ -42,7 +42,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reply(answer: Any, to: str = "m0", node: int = 7) -> Any:
-    """What the desk reads of a Flower message."""
+    """What the tracker reads of a Flower message."""
     metadata = SimpleNamespace(reply_to_message_id=to, src_node_id=node)
     return SimpleNamespace(metadata=metadata, content=answer, has_content=lambda: True, has_error=lambda: False)
 

@@ -448,7 +448,7 @@ def scaffold(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) ->
 
 
 def normec(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Outcome:
-    """Fed-α-NormEC (Shulgin et al. 2025): normalised differences from a memory, which moves by what was sent."""
+    """Fed-α-NormEC (Shulgin et al. 2025b): normalised differences from a memory, which moves by what was sent."""
     w, memory = initial.astype(np.float64).copy(), np.zeros(net.length)
     own = {i: np.zeros(net.length) for i in range(len(clients))}
     gradient = loss_gradient(net, s.weight_decay, s.max_grad_norm)

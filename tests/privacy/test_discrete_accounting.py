@@ -122,7 +122,7 @@ def test_topped_up_sums_whose_laws_differ_a_little_are_covered(variance):
 
 
 def test_the_reflection_inequality_behind_the_symmetric_form():
-    """Mironov, Talwar, Zhang 2019, theorem 5, point by point: with w(r) = 1 − q + qr and f(w) = w^α − w^(1−α),
+    """Mironov et al. 2019, theorem 5, point by point: with w(r) = 1 − q + qr and f(w) = w^α − w^(1−α),
     f(w(r)) + r·f(w(1/r)) ≥ 0 for every likelihood ratio r; a reflection pairs r with 1/r."""
     r, q, order = np.meshgrid(np.geomspace(1, 1e4, 200), np.linspace(1e-4, 1, 200), [1.01, 1.5, 2, 3, 10, 30])
     up, down = 1 - q + q * r, 1 - q + q / r

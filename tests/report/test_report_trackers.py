@@ -119,7 +119,7 @@ def test_a_run_that_fails_is_marked_failed(fakes: None) -> None:
 
 def test_a_tracker_that_stops_answering_is_one_line(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        pytest.raises(RunError, match="MLflow took no numbers: gone"),
+        pytest.raises(RunError, match="MLflow could not record the numbers: gone"),
         trackers.Trackers(Recipe.load("quick-start"), mlflow="x") as found,
     ):
         monkeypatch.setattr(FakeClient, "broken", True)

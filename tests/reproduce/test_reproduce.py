@@ -112,7 +112,7 @@ def test_the_released_procedure_proves_far_less() -> None:
     assert row.claimed == pytest.approx(8.58, abs=0.006) and row.proven is not None and row.proven > 1000
     [row] = dry(find("002", "2").only(["CIFAR-10, Dirichlet 0.1"], ["DP-FedPGN"]), "full", "published").rows
     assert row.proven == math.inf
-    with pytest.raises(InputError, match="paper 001 released no procedure"):
+    with pytest.raises(InputError, match=r"Zhang et al\. 2024 released no procedure"):
         dry(find("001", "3").only(methods=["DP-FedAvg"]), protocol="published")
 
 

@@ -31,7 +31,7 @@ from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem, refuse_change
 
 KEPT = 16
-"""Recordings that a lane keeps, one for each number of steps (only published procedures have several)."""
+"""Recordings that a stream keeps, one for each number of steps (only published procedures have several)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Recording:
 
 @dataclass
 class _Track:
-    """A lane and its recordings, by the phases' steps."""
+    """A stream and its recordings, by the phases' steps."""
 
     lane: Lane
     recordings: dict[tuple[int, ...], _Recording] = field(default_factory=dict)

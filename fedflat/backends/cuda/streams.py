@@ -12,19 +12,19 @@ Found = TypeVar("Found")
 
 
 class Lane(Protocol):
-    """A queue of work beside the main one. Nothing here waits for the device, but for ``record``."""
+    """A stream of work beside the main one. Nothing here waits for the device, but for ``record``."""
 
     def record(self, step: Callable[[], Found]) -> tuple[Callable[[], None], Found]:
         """Run ``step`` once, record it, and give what replays it and what it leaves, which a replay overwrites."""
 
     def put(self, buffer: Tensor, value: Tensor) -> None:
-        """Copy a tensor of the processor into a buffer, behind what the lane does now."""
+        """Copy a tensor of the processor into a buffer, behind what the stream does now."""
 
     def start(self, replay: Callable[[], None]) -> None:
-        """Replay, behind everything that the lane and the main queue have been given."""
+        """Replay, behind everything that this stream and the main one have been given."""
 
     def finish(self) -> None:
-        """Let the main queue go on only behind everything that the lane has been given."""
+        """Let the main stream go on only behind everything that this one has been given."""
 
     def examine(self, step: Callable[[], object]) -> bool:
         """Run ``step`` twice: whether it draws from the device's random generator.
@@ -37,7 +37,7 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A lane of its own stream and its own memory: what lanes do at the same time must not share any."""
+    """A CUDA stream with memory of its own: what streams do at the same time must not share any."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,1 +1,1 @@
-"""From a recipe to processes: project, certificates, doors."""
+"""From a recipe to processes: project, certificates, addresses."""

@@ -46,7 +46,7 @@ class ClientShares:
         return ClientsSum(self.inner.mechanism.dimension, np.zeros(self.inner.mechanism.padded, dtype=np.int64))
 
     def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Any:
-        """Refused: clients encode."""
+        """Refused: in a deployment clients encode their own messages."""
         raise NotImplementedError("clients encode their own updates")
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:

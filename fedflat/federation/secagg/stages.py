@@ -66,7 +66,7 @@ def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
 
 
 def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
-    """Public keys of clients."""
+    """The clients' public keys as bytes for a message."""
     return write_map({client: key.halves + key.signature for client, key in keys.items()})
 
 
@@ -79,7 +79,7 @@ def read_keys(data: Any) -> dict[int, PublicKeys]:
 
 
 def write_numbers(values: Mapping[int, int]) -> bytes:
-    """Shares of clients' secrets."""
+    """Shares of clients' secrets as bytes for a message."""
     return write_map({client: value.to_bytes(SHARE_BYTES, "big") for client, value in values.items()})
 
 

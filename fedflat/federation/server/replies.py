@@ -1,4 +1,4 @@
-"""The desk where a round's replies are checked in: who was asked, with which nonce, and has not answered yet.
+"""The replies that a round still waits for: who was asked, with which nonce, and what of an answer is checked.
 
 Nothing here trusts a client. A reply counts once, from the node that was asked, with the nonce it was given, in its own
 round, with an update of the agreed type and shape and finite values. Everything else is refused under one of a few
@@ -22,8 +22,8 @@ PROTOCOL_FAULTS = ("unasked", "duplicate", "late", "replayed", "sender", "round"
 DATA_FAULTS = ("not finite", "failed", "missing", "too late")
 """What may depend on a client's data: never logged, never in the run's folder."""
 UNREACHABLE = "unreachable"
-"""The transport's own word, at every poll, that a client is not connected: no reply of anybody's. Not counted: if the
-client does not come back in time it is missing, once, which is not for the log."""
+"""What the transport says, at every poll, of a client that is not connected; no reply, so it is not counted. A client
+that does not come back in time is counted once, as missing, which is not for the log."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VotesPlan:
-    """`fedflat.privacy.plan.Accounted` for one-hot votes of Q labels per cohort draw (algorithms.md, ae-dpfl).
+    """`fedflat.privacy.plan.Accounted` for one-hot votes of Q labels per cohort draw.
 
     σ is the noise std per class, in votes. One draw is PoissonSampled(q, Gaussian(σ/√Q)): its Q·V votes of one client
     have norm √Q. Under replace-one Q ones move, so the sensitivity is √(2Q), not 2√Q.
@@ -59,7 +59,7 @@ class VotesPlan:
         return guarantees(self.params(plan, rounds))
 
     def event(self, plan: Plan) -> Any:
-        """One cohort draw."""
+        """The event of one cohort draw, for dp-accounting."""
         import dp_accounting
 
         multiplier = self.std(plan) / self.sensitivity(plan)

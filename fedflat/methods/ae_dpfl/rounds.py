@@ -42,7 +42,7 @@ class VoteClip:
     labels: int
 
     def bound(self, threshold: float) -> float:
-        """√Q."""
+        """√Q, the norm that no message of votes exceeds."""
         return threshold
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ class Student:
     seed: int
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """No label yet."""
+        """Its slots before round 0: no example has a label yet."""
         return {"labels": torch.zeros(0, dtype=torch.int64)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """The distributed discrete Gaussian: clients send noisy whole numbers modulo 2^b, the server learns their sum only.
 
-Kairouz, Liu, Steinke 2021, algorithms 1 and 2. A client calls `encode`; anybody may add messages modulo 2^b (secure
+Kairouz et al. 2021, algorithms 1 and 2. A client calls `encode`; anybody may add messages modulo 2^b (secure
 aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.accounting.discrete`.
 """
 

@@ -1,8 +1,9 @@
 """The account of a paper's released procedure (``privacy.protocol: published``): what is claimed, what is proven.
 
-The formula is the Poisson-subsampled Gaussian with one sensitivity C for the whole update (000 Eq. 13). What was
-released differs (algorithms.md, items 1–6), so that formula does not cover it. What is proven for it composes each
-client's own messages: whatever is done with a message after its noise was added is post-processing.
+The formula is the Poisson-subsampled Gaussian with one sensitivity C for the whole update (Shi et al. 2023a, Eq. 13).
+What was released differs from it (docs/specification.md, "Where they leave the formula", items 1–7), so the formula
+does not cover it. What is proven composes each client's own messages: whatever is done with a message after its noise
+was added is post-processing.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ PAPER_OF: dict[str, str] = {
 class Published:
     """A paper's released procedure, as a plan's mechanism with its own account (``plan.Accounted``).
 
-    paper: 000, 002, 003 or 004. items: of ``statement.PAPER_ITEMS``, those that apply to this run.
-    tensors: L, the tensors that are sent and clipped each on its own; 1 where the whole vector is clipped (004).
-    clip: C, or None where each client takes its own median (002).
+    paper: a number of ``core.papers.CITED``, but not 001. items: of ``statement.PAPER_ITEMS``, those that apply to this
+    run. tensors: L, the tensors that are sent and clipped each on its own; 1 where the whole vector is clipped (Cheng
+    et al. 2022). clip: C, or None where each client takes its own median (Liu et al. 2025).
     """
 
     paper: str
@@ -62,15 +63,15 @@ class Published:
     def claimed(self, plan: Plan, rounds: int, accountant: str = "rdp") -> float:
         """The paper's formula after ``rounds`` rounds: one sensitivity C, Poisson, amplified.
 
-        accountant: rdp, the papers' conversion (000 Eq. 13); pld, the tight account of the same formula.
+        accountant: rdp, the papers' conversion (Shi et al. 2023a, Eq. 13); pld, the tight account of the same formula.
         """
         return formula(plan.sampler, plan.noise_multiplier, plan.delta, rounds, accountant)
 
     def message_multiplier(self, plan: Plan) -> float:
         """σ/√(mL): the noise of one message over its bound C·√L; 0 where nothing bounds a message (item 2).
 
-        004 gives each message a share of σ²C²/|P_t| of the realised cohort: m is then the largest cohort that any
-        round exceeds with chance at most δ/100.
+        Cheng et al. 2022 give each message a share of σ²C²/|P_t| of the realised cohort: m is then the largest cohort
+        that any round exceeds with chance at most δ/100.
         """
         if 2 in self.items:
             return 0.0
@@ -128,11 +129,13 @@ class Published:
         tight = self.claimed(plan, rounds, "pld")
         found = [
             "Claimed is the paper's formula: Poisson-subsampled Gaussian, one sensitivity C for the whole update, by "
-            f"the conversion of 000 Eq. 13; the tight account of the same formula gives {_shown(tight)}."
+            f"the conversion of Shi et al. 2023a, Eq. 13; the tight account of the same formula gives {_shown(tight)}."
         ]
         found += [sentence for item in self.items for sentence in self._because(item, plan, rounds)]
         if self.paper == "004":
-            found.append("The mean is divided by the realised cohort (004 Alg. 1), which tells how many took part.")
+            found.append(
+                "The mean is divided by the realised cohort (Cheng et al. 2022, Alg. 1): that tells how many took part."
+            )
         return [*found, self._proof(plan, rounds)]
 
     def _because(self, item: int, plan: Plan, rounds: int) -> list[str]:
@@ -178,7 +181,7 @@ REASONS: dict[int, str] = {
     2: "each client clips at the median of its own tensor norms; nothing bounds the sensitivity.",
     3: "each client masks after adding its noise share, so the sum has noise only where masks were 1.",
     4: "weights n_i/Σn_j make the sensitivity depend on the data sizes of the cohort.",
-    6: "local epochs: steps, and with them a re-added memory term, follow each client's own data size.",
+    6: "local epochs: steps, and with them the direction that is added back, follow each client's own data size.",
     9: "δ is not below 1/M; publishing one random client's data would meet it.",
     10: "thresholds and rates were searched on the same clients; that search is not counted.",
 }
@@ -193,7 +196,7 @@ def _shown(value: float) -> str:
 def formula(sampler: Sampler, multiplier: float, delta: float, rounds: int, accountant: str = "rdp") -> float:
     """ε of the papers' formula for a cohort share q = size/clients, as if cohorts were Poisson and secret.
 
-    accountant: rdp (000 Eq. 13–14, orders of algorithms.md) or pld (tight). Infinite for multiplier 0.
+    accountant: rdp (Shi et al. 2023a, Eq. 13–14, its orders) or pld (tight). Infinite for multiplier 0.
     """
     if multiplier == 0 or rounds == 0:
         return math.inf if rounds else 0.0
@@ -234,7 +237,7 @@ def published_plan(
 ) -> Plan:
     """The plan of a published procedure; its ε is the proven one, and the claimed one is ``plan.mechanism.claimed``.
 
-    clip: C (not for 002). epochs: local steps follow each client's data size. With ``epsilon`` instead of
+    clip: C (not for Liu et al. 2025). epochs: local steps follow each client's data size. With ``epsilon`` instead of
     ``noise_multiplier``, σ is what the paper's formula asks for, as the papers do it. δ defaults to the papers' 1/M.
 
     Raises:
@@ -261,7 +264,7 @@ def published_plan(
 
 
 def _warnings(paper: str, sigma: float, delta: float, clients: int) -> Iterable[str]:
-    yield f"protocol published: paper {paper}'s released procedure, whose own ε is claimed, not proven."
+    yield f"protocol published: the procedure released by {CITED[paper]}; the ε of that paper is claimed, not proven."
     if delta > default_delta(clients) * (1 + 1e-9):
         usual = default_delta(clients)
         yield f"δ = {delta:g} is larger than 0.1/M = {usual:g}: near 1/M, publishing one client's data meets it."
@@ -270,7 +273,7 @@ def _warnings(paper: str, sigma: float, delta: float, clients: int) -> Iterable[
 
 
 def with_tensors(plan: Plan, tensors: int) -> Plan:
-    """The plan once the model is known: L tensors are sent, which matters unless the whole vector is clipped (004)."""
+    """The plan once the model is known: L tensors are sent, which matters where each is clipped by itself."""
     found = plan.mechanism
     if not isinstance(found, Published) or 1 not in found.items:
         return plan

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedflat.config.recipe import ClipSection, Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.papers import CITED
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Clip
 from fedflat.engine.parts import Parts
@@ -43,7 +44,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
             raise wrong(where, found, "its default with privacy.protocol: published")
     if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
         allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
-        raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in paper {paper}'s procedure")
+        raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in the procedure of {CITED[paper]}")
     plan = published_plan(
         paper,
         clients=clients,
@@ -59,13 +60,13 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
 
 
 def threshold_of(recipe: Recipe) -> float:
-    """The paper's constant C."""
+    """The constant clip C of the paper's procedure; InputError for a clip of another kind."""
     given = recipe.privacy.clip
     if not isinstance(given, ClipSection):
         return float(given)
     if given.kind == "constant" and given.value is not None:
         return given.value
-    hint = "Median clipping is paper 002's." if given.kind == "median" else ""
+    hint = "Median clipping is that of Liu et al. 2025." if given.kind == "median" else ""
     raise wrong("privacy.clip", given.kind, "a number > 0 in this published procedure", hint=hint)
 
 
@@ -116,7 +117,8 @@ def facts(plan: Plan) -> dict[str, Any]:
             f"Each client clips every tensor to {own}, adds its share N(0, σ²C²/m) of the noise{masked} and sends "
             f"that; the mean takes {mean}."
         )
-    return {"paper_items": list(published.items), "mechanism": f"Paper {published.paper}'s released procedure. {text}"}
+    source = f"The procedure released by {CITED[published.paper]}."
+    return {"paper_items": list(published.items), "mechanism": f"{source} {text}"}
 
 
 def settled(plan: Plan, epochs: int | None) -> dict[str, dict[str, Any]]:

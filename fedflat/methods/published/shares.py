@@ -1,8 +1,9 @@
 """Sums of published procedures (``privacy.protocol: published``): each client's own noise, then what follows it.
 
-The sound round adds noise once, to the sum. Papers 000, 002 and 003 let each of m clients add N(0, σ²C²/m) to its
-message; what they do to the message afterwards (masks, weights, the subtracted direction) then acts on its noise too.
-004 divides by the realised cohort. These are mechanisms and sums for the one server path; no loop knows of them.
+The sound round adds noise once, to the sum. Shi et al. 2023a, 2023b and Liu et al. 2025 let each of m clients add
+N(0, σ²C²/m) to its message; what they do to the message afterwards (masks, weights, the subtracted direction) then acts
+on its noise too. Cheng et al. 2022 divide by the realised cohort. These are mechanisms and sums for the one server
+path; no training loop knows of them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class NoiseShares:
         return aggregate.noise  # type: ignore[attr-defined, no-any-return]
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """No published procedure counts."""
+        """Not there: no published procedure has an adaptive clip, which would count."""
         raise NotImplementedError("published procedures have no adaptive clip")
 
     def share(self, threshold: float) -> float:
@@ -137,13 +138,13 @@ class RealisedSum(PlainSum):
 
     @property
     def divisor(self) -> float | None:
-        """|P_t|."""
+        """|P_t|, the clients that came, and at least 1."""
         return float(max(sum(len(norms) for norms in self._norms), 1))
 
 
 @dataclass(frozen=True)
 class RealisedMean:
-    """004: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, and the realised denominator."""
+    """Cheng et al. 2022: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, the realised divisor."""
 
     real: Mechanism
 
@@ -156,5 +157,5 @@ class RealisedMean:
         return self.real.noise(*arguments)
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """No published procedure counts."""
+        """Not there: no published procedure has an adaptive clip, which would count."""
         raise NotImplementedError("published procedures have no adaptive clip")

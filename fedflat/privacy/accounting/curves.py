@@ -30,7 +30,7 @@ APPROXIMATIONS = ("gdp",)
 """gdp: the central limit of Gaussian DP. It proves nothing, so no function here that returns an ε knows it."""
 ACCOUNTANTS = (*PROVEN, *APPROXIMATIONS)
 RDP_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 256), 288, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""1.1…10.9 by 0.1 and 11…255, the grid of 000; the few beyond only matter where ε is small."""
+"""1.1…10.9 by 0.1 and 11…255, the grid of Shi et al. 2023a; the few beyond only matter where ε is small."""
 WITHOUT_REPLACEMENT_ORDERS = (*(1 + x / 10 for x in range(1, 50)), *range(6, 65), 80, 96, 128)
 """Fewer: the library's bound costs the square of the order."""
 

@@ -1,6 +1,6 @@
 """ε of the distributed discrete Gaussian mechanism, from proven Rényi bounds only.
 
-Kairouz, Liu, Steinke 2021 "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation"
+Kairouz et al. 2021 "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation"
 (below: KLS). Nothing here uses the continuous Gaussian's privacy-loss distribution: a sum of discrete Gaussians has
 another one. What is used, and why it holds, for n shares N_Z(0, s²) with s ≥ 1/2 and a whole-number shift v:
 
@@ -9,13 +9,13 @@ another one. What is used, and why it holds, for n shares N_Z(0, s²) with s ≥
   One draw of c shares' worth, N_Z(0, c·s²), in place of c shares only takes terms out of that sum.
 - Each share has E exp(tX) ≤ exp(t²s²/2), so with a = v/(√n·s), per coordinate and summed over d coordinates,
   D_α ≤ α‖a‖²/2 + τd, and by Hölder's and Hoeffding's inequalities D_α ≤ (α/2)(‖a‖₂ + τ√d)².
-- Poisson sampling of an even, coordinatewise noise: the worse direction is mixture against base (Mironov, Talwar,
-  Zhang 2019, theorem 5: reflecting at v/2 swaps the two laws), which the binomial theorem expands into the unsampled
+- Poisson sampling of an even, coordinatewise noise: the worse direction is mixture against base (Mironov et
+  al. 2019, theorem 5: reflecting at v/2 swaps the two laws), which the binomial theorem expands into the unsampled
   curve at whole orders. `symmetric=False` is Zhu and Wang 2019 "Poisson Subsampled Rényi Differential Privacy",
   theorem 5, for any mechanism: the same sum with the terms l ≥ 3 times three.
   Shares and merged draws give noise laws within τd/2 of N_Z(0, n·s²)^d, so the theorem is applied to that ideal and
   both mixtures' distance to it costs at most τd(2α−1)/(2(α−1)) ≤ 3τd/2 at orders ≥ 2.
-- Rényi to (ε, δ): Canonne, Kamath, Steinke 2020, proposition 12.
+- Rényi to (ε, δ): Canonne et al. 2020, proposition 12.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def sum_curve(bound: float, shares: int, share_variance: float, dimension: int) 
 def poisson_curve(curve: Curve, rate: float, *, symmetric: bool = True) -> Curve:
     """The Rényi curve, at whole orders ≥ 2, of a mechanism applied to a Poisson sample of the clients (add-remove).
 
-    symmetric=True needs a noise that is even around each output, as here (Mironov, Talwar, Zhang 2019, theorem 5);
+    symmetric=True needs a noise that is even around each output, as here (Mironov et al. 2019, theorem 5);
     symmetric=False is theorem 5 of Zhu and Wang 2019 for every mechanism. `rate`: sampling probability in (0, 1].
     """
     from scipy import special  # where it is used: it takes longer to load than most runs need it
@@ -250,8 +250,8 @@ class DDGaussAccount:
         """Towards recipients, the server, and the server for a client drawn in every round."""
         hidden = self.n_max is not None and self.relation == "add-remove"
         how = "Poisson amplification, noise topped up to cohort.max" if hidden else "participation counts, Bin(T, q)"
-        rule = "Renyi, sum of discrete Gaussians (Kairouz, Liu, Steinke 2021)"
-        amplified = rule + (", Poisson (Mironov, Talwar, Zhang 2019, thm 5)" if hidden else ", joint convexity")
+        rule = "Renyi, sum of discrete Gaussians (Kairouz et al. 2021)"
+        amplified = rule + (", Poisson (Mironov et al. 2019, thm 5)" if hidden else ", joint convexity")
         kinds: list[tuple[str, str, Adversary, bool, str]] = [
             ("recipients", f"those who see released models only: {how}", "recipients", True, amplified),
             ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", "server", True, rule),

@@ -88,6 +88,9 @@ def epsilon(
 
     Raises:
         InputError: a value out of range, or a combination for which no bound is known, with the reason.
+
+    >>> round(epsilon(clients=500, cohort=50, rounds=300, noise_multiplier=0.95, delta=1 / 500), 2)
+    9.37
     """
     return headline(accounting_params(**locals()))
 
@@ -137,6 +140,9 @@ def noise_multiplier(
 
     Raises:
         InputError: as for :func:`fedflat.epsilon`; rounds = 0; or no multiplier reaches the target.
+
+    >>> round(noise_multiplier(epsilon=8, clients=500, cohort=50, rounds=30, accountant="rdp"), 2)
+    0.7
     """
     setting = locals() | {"noise_multiplier": 1.0}
     del setting["epsilon"]

@@ -1,7 +1,7 @@
 """A second accountant, written from the formulas alone: it shares no code with dp-accounting or ``composition``.
 
 The privacy loss of one Poisson-subsampled Gaussian round is rounded to the *nearest* grid point and shifted so that
-its mean is exact; T rounds are composed by one FFT (Gopi, Lee, Wutschitz 2021). The rounding errors of the rounds are
+its mean is exact; T rounds are composed by one FFT (Gopi et al. 2021). The rounding errors of the rounds are
 independent, centred and within half a step, so by Hoeffding their sum stays within ``slack = h·√(T/2·ln(2/η))``
 except with probability η. Hence ε(δ) lies in [ε̃(δ + η') − slack, ε̃(δ − η') + slack], η' = η + tails + rounding.
 """
