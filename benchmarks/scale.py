@@ -32,10 +32,10 @@ from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.workers import Workers
 from fedflat.core.params import layout_of
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local, Phase, UpdateView
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.problem import ModuleProblem
 from fedflat.pieces.clipping import whole_vector
@@ -87,7 +87,7 @@ def loop(kind: Kind) -> Sequential:
     parts = tuple(np.arange(i * examples, (i + 1) * examples) for i in range(kind.clients))
     none = (np.empty(0, dtype=np.int64),) * kind.clients
     targets = torch.from_numpy(rng.integers(0, workload.classes, rows))
-    data = Federated(inputs, targets, parts, none, None, None, workload.classes, "benchmark")
+    data = FederatedData(inputs, targets, parts, none, None, None, workload.classes, "benchmark")
     module = network(workload)
     problem = ModuleProblem(module, layout_of(module))
     waiting = Algorithm("pause", phases=(Phase(steps=0),), transforms=(Pause(kind.pause or 0.0),))
@@ -128,7 +128,7 @@ def timed_round(backend: Any, inner: Sequential) -> Spent:
     """One round."""
     layout, broadcast = inner.problem.layout, start_of(inner)
     sink = PlainSum(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
-    cohort, heads = np.arange(inner.data.clients), Heads(torch.zeros(0))
+    cohort, heads = np.arange(inner.data.clients), PersonalState(torch.zeros(0))
     spent, began, busy = cpu_seconds(), time.perf_counter(), time.thread_time()
     backend.train(cohort, broadcast, sink, heads)
     seconds, driver = time.perf_counter() - began, time.thread_time() - busy

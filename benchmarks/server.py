@@ -25,7 +25,7 @@ def _one(inputs: int, outputs: int) -> dict[str, Any]:
 
     from fedflat.assembly.jobs import prepare
     from fedflat.config.recipe import Recipe
-    from fedflat.core.personal import Heads
+    from fedflat.core.personal import PersonalState
     from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
     from fedflat.records import checkpoint
 
@@ -40,7 +40,7 @@ def _one(inputs: int, outputs: int) -> dict[str, Any]:
     aggregate = accumulator.result()
     unit = parts.mechanism.unit(job.key, 0, size)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as place:
-        saved = _seconds(lambda: checkpoint.save(Path(place), state, Heads(torch.zeros(0)), {}), 2)
+        saved = _seconds(lambda: checkpoint.save(Path(place), state, PersonalState(torch.zeros(0)), {}), 2)
     other = torch.empty(size)
     return {
         "d": size,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
 from fedflat.federation import wire
@@ -80,7 +80,7 @@ def measure(dimension: int, clients: int) -> tuple[float, float]:
     accumulator = Accumulator(whole_vector(0.1), 0.1, (slice(0, dimension),), dimension)
     before = peak_mib()
     began = time.perf_counter()
-    server.train(np.arange(clients), broadcast, accumulator, Heads(torch.zeros(0)))
+    server.train(np.arange(clients), broadcast, accumulator, PersonalState(torch.zeros(0)))
     seconds = time.perf_counter() - began
     found = accumulator.result()
     if found.count != clients or +counts:

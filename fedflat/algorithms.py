@@ -13,9 +13,9 @@ from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
-from fedflat.pieces.clipping import Normalise
-from fedflat.pieces.control import Corrected, MeanControl, WithControl, own_control
-from fedflat.pieces.feedback import Lacking, MeanMemory, own_memory
+from fedflat.pieces.clipping import SmoothedNormalisation
+from fedflat.pieces.control import ScaffoldGradient, ScaffoldMessage, ServerControl, client_control
+from fedflat.pieces.feedback import FeedbackDirection, Residual, client_memory
 from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.kalman import disk
 from fedflat.pieces.masks import random_mask, top_mask
@@ -245,10 +245,10 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
         "dp-scaffold",
-        phases=(Phase(rule=Corrected()),),
-        transforms=(WithControl(scale),),
-        server=(MeanControl(scale),),
-        client_state=(own_control(scale),),
+        phases=(Phase(rule=ScaffoldGradient()),),
+        transforms=(ScaffoldMessage(scale),),
+        server=(ServerControl(scale),),
+        client_state=(client_control(scale),),
         vectors=2,
         momentum=0.0,
         fixed_momentum="Δw/(Kη) is the mean of the corrected gradients only without local momentum",
@@ -278,15 +278,15 @@ def fed_normec(alpha: float = 0.1) -> Algorithm:
     alpha: α of C·e/(α + ‖e‖), > 0, in units of the message.
 
     >>> fed_normec(alpha=0.5).scale
-    Normalise(alpha=0.5)
+    SmoothedNormalisation(alpha=0.5)
     """
     alpha = in_range("algorithm.alpha", alpha, 0, open_low=True)
     return Algorithm(
         "fed-normec",
-        transforms=(Lacking(),),
-        server=(MeanMemory(),),
-        client_state=(own_memory(),),
-        scale=Normalise(alpha),
+        transforms=(Residual(),),
+        server=(FeedbackDirection(),),
+        client_state=(client_memory(),),
+        scale=SmoothedNormalisation(alpha),
     )
 
 

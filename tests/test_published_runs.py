@@ -23,7 +23,7 @@ from fedflat.engine.train import Job
 from fedflat.methods.published.accounting import Published
 from fedflat.methods.published.assembly import clip_of, facts
 from fedflat.methods.published.shares import NoiseShares, SharesAccumulator
-from fedflat.pieces.clipping import EachTensor, Median
+from fedflat.pieces.clipping import PublishedMedian, PublishedPerTensor
 from fedflat.pieces.transforms import TopK, top_k
 from fedflat.privacy.verify import verify_run
 
@@ -58,7 +58,7 @@ def summed(
     made: NoiseShares, messages: torch.Tensor, sizes: list[int], clip: Any = None, round: int = 0, **cast: Any
 ) -> Any:
     broadcast = Broadcast(round, torch.zeros(20), 0.3, 1.0, **cast)
-    accumulator = made.accumulator(clip or EachTensor(3), broadcast, TENSORS, KEY)
+    accumulator = made.accumulator(clip or PublishedPerTensor(3), broadcast, TENSORS, KEY)
     accumulator.add(messages, sizes)
     return accumulator
 
@@ -108,8 +108,8 @@ def test_noise_stays_on_a_common_mask() -> None:
 
 
 def test_median_noise_follows_each_clients_own_median() -> None:
-    small = summed(shares(), messages(1), [5], Median())
-    large = summed(shares(), messages(1) * 10, [5], Median())
+    small = summed(shares(), messages(1), [5], PublishedMedian())
+    large = summed(shares(), messages(1) * 10, [5], PublishedMedian())
     assert torch.allclose(large.noise, 10 * small.noise, rtol=1e-5)
 
 
@@ -128,7 +128,12 @@ def test_pgn_clients_subtract_their_own_steps() -> None:
 def test_published_parts_of_each_paper() -> None:
     made = {name: job(name).parts for name in ("dp-fedsam", "dp-fedsam-topk", "dp-fedpgn", "dp-fedavg-blurs")}
     assert [p.plan.mechanism.paper for p in made.values()] == ["000", "003", "002", "004"]  # type: ignore[union-attr]
-    assert [type(p.clip).__name__ for p in made.values()] == ["EachTensor", "EachTensor", "Median", "WholeVector"]
+    assert [type(p.clip).__name__ for p in made.values()] == [
+        "PublishedPerTensor",
+        "PublishedPerTensor",
+        "PublishedMedian",
+        "WholeVector",
+    ]
     assert isinstance(made["dp-fedsam-topk"].mechanism.mask, TopK) and not made["dp-fedsam-topk"].algorithm.transforms  # type: ignore[attr-defined]
     assert made["dp-fedpgn"].mechanism.beta == 0.3 and not made["dp-fedpgn"].mechanism.weighted  # type: ignore[attr-defined]
     assert made["dp-fedsam"].mechanism.weighted and made["dp-fedsam"].plan.mechanism.tensors == 2  # type: ignore[attr-defined,union-attr]

@@ -16,16 +16,16 @@ from benchmarks.workloads import BY_NAME, Workload, read_data
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.threads import using_threads
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.train import Job, train
 
 
-def federation(workload: Workload, folder: str) -> Federated:
+def federation(workload: Workload, folder: str) -> FederatedData:
     """The workload's data as a federation."""
     inputs, targets = read_data(folder)
     parts = tuple(workload.part(i) for i in range(workload.clients))
     none = (np.empty(0, dtype=np.int64),) * workload.clients
-    return Federated(inputs, targets, parts, none, None, None, workload.classes, "benchmark")
+    return FederatedData(inputs, targets, parts, none, None, None, workload.classes, "benchmark")
 
 
 def engine(kind: str, precision: str, device: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def epsilon_at(alpha: float, *, q: float, rounds: int, noise_multiplier: float, 
     return spent + math.log1p(-1 / alpha) - (math.log(alpha) + math.log(delta)) / (alpha - 1)
 
 
-def epsilon_000(
+def renyi_epsilon(
     *, q: float, rounds: int, noise_multiplier: float, delta: float, orders: Iterable[float] = ORDERS
 ) -> tuple[float, float]:
     """``(ε, α)``: :func:`epsilon_at` minimised over the orders. Enters no privacy statement.
@@ -93,7 +93,7 @@ def epsilon_000(
     return min(values)
 
 
-def noise_multiplier_001(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
+def sufficient_noise_multiplier(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
     """The smallest σ of Zhang et al. 2024, Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε < 2ln(1/δ).
 
     The formula is lost in the paper's text; this follows from its Lemmas 2–4 at α = 1 + 2ln(1/δ)/ε. Enters no privacy
@@ -107,9 +107,9 @@ def noise_multiplier_001(*, q: float, rounds: int, epsilon: float, delta: float)
 
 
 def rdp_001(q: float, noise_multiplier: float, order: float) -> float:
-    """3.5·q²α/σ², one round's RDP at order α (001 Lemma 4), where :func:`order_limit_001` allows the order.
+    """3.5·q²α/σ², one round's RDP at order α, where :func:`order_limit_001` allows it (Zhang et al. 2024, Lemma 4).
 
-    Enters no privacy statement, for the reason given at :func:`noise_multiplier_001`.
+    Enters no privacy statement, for the reason given at :func:`sufficient_noise_multiplier`.
     """
     sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
     return 3.5 * in_range("q", q, 0, 1) ** 2 * in_range("alpha", order, 1, open_low=True) / sigma**2
@@ -128,7 +128,7 @@ def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
 
 @dataclass(frozen=True)
 class NoiseCondition:
-    """001 Theorem 2 at its order α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
+    """Zhang et al. 2024, Theorem 2 at its order α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
 
     holds: whether α is within the limit. Where it is not, the lemma says nothing and the theorem's σ proves nothing.
     """
@@ -144,14 +144,14 @@ class NoiseCondition:
 
 
 def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) -> NoiseCondition:
-    """:func:`noise_multiplier_001` with Lemma 4's condition on α checked. Enters no privacy statement."""
-    sigma = noise_multiplier_001(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
+    """:func:`sufficient_noise_multiplier` with Lemma 4's condition on α checked. Enters no privacy statement."""
+    sigma = sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
     order = 1 - 2 * math.log(delta) / epsilon
     return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
 
 
 def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float, c2: float = 1.0) -> float:
-    """σ ≥ c₂·q√(T·ln(1/δ))/ε, q = P/N (004 Theorem 1), for ε < c₁q²T; the theorem says only that c₁, c₂ exist.
+    """σ ≥ c₂·q√(T·ln(1/δ))/ε, q = P/N (Cheng et al. 2022, Theorem 1), for ε < c₁q²T; it says only that c₁, c₂ exist.
 
     Enters no privacy statement. :func:`constant_004` gives the c₂ that a proven σ amounts to.
     """
@@ -162,7 +162,10 @@ def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float,
 
 
 def constant_004(noise_multiplier: float, *, q: float, rounds: int, epsilon: float, delta: float) -> float:
-    """c₂ = σε/(q√(T·ln(1/δ))) of 004 Theorem 1 for a σ that is proven to give (ε, δ). Enters no privacy statement."""
+    """c₂ = σε/(q√(T·ln(1/δ))) of Cheng et al. 2022, Theorem 1 for a σ that is proven to give (ε, δ).
+
+    Enters no privacy statement.
+    """
     sigma = in_range("noise_multiplier", noise_multiplier, 0)
     return sigma / noise_multiplier_004(
         q=in_range("q", q, 0, 1, open_low=True), rounds=rounds, epsilon=epsilon, delta=delta
@@ -170,7 +173,7 @@ def constant_004(noise_multiplier: float, *, q: float, rounds: int, epsilon: flo
 
 
 def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """``(printed, exact)`` discounts γ_q of 004 Lemma 2, Δ = −η·Σ γ_q·g_q, one for each local step q = 0 … Q−1.
+    """``(printed, exact)`` discounts γ_q of Cheng et al. 2022, Lemma 2, Δ = −η·Σ γ_q·g_q, for local steps q = 0 … Q−1.
 
     far: whether ‖w^q − w^t‖ > S at step q. Printed: (1 − λη)^q where far, 1 elsewhere. Exact, by unrolling BLUR's step
     w ← w − η(g + λ(w − w^t)·1[far]): Π_{j>q}(1 − λη·1[far at j]), so a step is discounted by what comes after it. The
@@ -194,7 +197,7 @@ class RoundPrivacy:
     delta: float
 
 
-def round_privacy_003(
+def sample_round_privacy(
     *,
     samples: int,
     cohort: int,
@@ -242,7 +245,7 @@ class Generalization:
     samples_needed: float
 
 
-def generalization_003(
+def generalization_bound(
     step: RoundPrivacy, *, samples: int, cohort: int, rounds: int, delta_tilde: float
 ) -> Generalization:
     """Shi et al. 2023b, Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε').
@@ -267,7 +270,7 @@ def generalization_003(
     return Generalization(4 * prime, 1 - failure, prime, delta_prime, needed)
 
 
-def update_error_004(
+def update_error(
     norm: float, *, clip: float, noise_multiplier: float, cohort: int, dimension: int
 ) -> tuple[float, float]:
     """``(clip bias, noise error)`` of Cheng et al. 2022, Eq. 2, per coordinate: max(0, ‖Δ‖ − S)²/d and σ²S²/|P_t|.

@@ -63,7 +63,7 @@ class Terms:
 
 
 def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
-    """000 Theorem 3; with keep p < 1, 003 Theorem 3 for top_k. Enters no privacy statement.
+    """Shi et al. 2023a, Theorem 3; with keep p < 1, Shi et al. 2023b, Theorem 3 for top_k. Enters no privacy statement.
 
     2L(f(w¹)−f*)/√(KT) + L²σ_l²/(KT²) + Σ_t(ᾱ^tσ_g² + α̃^tL²)/T² + L²√T·σ²C²pd/(m²√K), where η = 𝒪(1/(L√(KT))) and
     ρ = 𝒪(1/√T): the ratios are ηL√(KT) and ρ√T. p is in the noise only where it lies on a client's own mask, which is
@@ -84,7 +84,7 @@ def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
 
 
 def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
-    """002 Theorem 1, Δ = f(x⁰) − f*: √(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m². Enters no privacy statement.
+    """Liu et al. 2025, Theorem 1, Δ = f(x⁰) − f*: √(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m². Enters no privacy statement.
 
     It holds with β = min{1, √(mKLΔ/(σ_l²T))} and γ = min{1/(24L), β/(6L)} (the ratios: the recipe's β over that one,
     and γ = η_g·ηK over its limit). The last term has no d although σ²C²/m² is the variance of one coordinate of the
@@ -106,7 +106,7 @@ def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
 
 
 def blur_lus(facts: Facts) -> Terms:
-    """004 Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²) with P = m and Q = K.
+    """Cheng et al. 2022, Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²) with P = m and Q = K.
 
     Enters no privacy statement.
     """

@@ -21,7 +21,7 @@ from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.params import Layout
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
 from fedflat.engine.kept import states_of
@@ -155,7 +155,7 @@ def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[
         yield Model(f"client {client}", client, weights, *_data(job, client, settings)), layout, job
 
 
-def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
+def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]:
     """A run's live parts and its newest checkpoint."""
     from fedflat.assembly.jobs import prepare
     from fedflat.assembly.tasks import refuse_other_tasks
@@ -180,7 +180,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, Heads]:
     return job, state, heads
 
 
-def local_model(job: Job, state: RoundState, heads: Heads, client: int) -> Tensor:
+def local_model(job: Job, state: RoundState, heads: PersonalState, client: int) -> Tensor:
     """The weights ``(D,)`` a client has after its local phases from the current global weights, before any clip.
 
     Simulation only: a deployment never shows them to anyone but the client.

@@ -15,13 +15,13 @@ from fedflat.assembly.plans import NOT_HELD, algorithm_of
 from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.loss import CROSS_ENTROPY, Objective, OwnLoss
+from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.clients import Federated, from_pairs, hold_back, with_test
+from fedflat.data.clients import FederatedData, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients
 
-Clients = Federated | Mapping[Any, Any] | Sequence[Any]
+Clients = FederatedData | Mapping[Any, Any] | Sequence[Any]
 """What ``run(clients=...)`` takes."""
 
 
@@ -29,9 +29,9 @@ def as_given(
     recipe: Recipe,
     model: nn.Module | None = None,
     clients: Clients | None = None,
-    data: Federated | None = None,
+    data: FederatedData | None = None,
     algorithm: Algorithm | Factory | None = None,
-    loss: OwnLoss | None = None,
+    loss: CustomLoss | None = None,
 ) -> Recipe:
     """The recipe without the names of data, model and method that were given in Python instead; twice is as once."""
     given: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def as_given(
     return recipe.model_copy(update=given)
 
 
-def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
+def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData:
     """The federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
         given = _given(clients, test, recipe.task != "classification")
@@ -65,17 +65,17 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> Federated:
     return load(recipe.data, recipe.seed)
 
 
-def _given(clients: Clients, test: Any, fractions: bool) -> Federated:
+def _given(clients: Clients, test: Any, fractions: bool) -> FederatedData:
     """Pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
     if isinstance(clients, Mapping):
         return own_clients(clients, test=test)
-    if not isinstance(clients, Federated):
+    if not isinstance(clients, FederatedData):
         return from_pairs(clients, test, fractions=fractions)
     return clients if test is None else with_test(clients, test)
 
 
 def module_of(
-    recipe: Recipe, given: nn.Module | None, data: Federated, objective: Objective = CROSS_ENTROPY
+    recipe: Recipe, given: nn.Module | None, data: FederatedData, objective: Objective = CROSS_ENTROPY
 ) -> tuple[nn.Module, bool]:
     """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator."""

@@ -28,13 +28,13 @@ from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.held import Held
+from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
-from fedflat.core.loss import Objective, OwnLoss
+from fedflat.core.loss import CustomLoss, Objective
 from fedflat.core.params import Layout, flatten, last_linear, layout_of, zero
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.data.public import public_training
 from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.evaluate import Metric, outputs_of
@@ -53,8 +53,8 @@ def prepare(
     test: Any = None,
     *,
     algorithm: Algorithm | Factory | None = None,
-    data: Federated | None = None,
-    loss: OwnLoss | None = None,
+    data: FederatedData | None = None,
+    loss: CustomLoss | None = None,
     metrics: Mapping[str, Metric] | Sequence[str] | None = None,
     features: bool = True,
 ) -> Job:
@@ -98,9 +98,9 @@ class _Ingredients:
     """
 
     method: Algorithm
-    data: Federated
+    data: FederatedData
     queries: torch.Tensor | None
-    public: Federated | None
+    public: FederatedData | None
     module: nn.Module
     layout: Layout
     precision: str
@@ -123,8 +123,8 @@ def _ingredients(
     clients: Clients | None,
     test: Any,
     algorithm: Algorithm | Factory | None,
-    data: Federated | None,
-    loss: OwnLoss | None,
+    data: FederatedData | None,
+    loss: CustomLoss | None,
 ) -> _Ingredients:
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
@@ -155,7 +155,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     """The job on a device, to which the module is moved."""
     pristine = copy.deepcopy(made.module).cpu()
     module, layout, precision = made.module.to(device), made.layout, made.precision
-    untouched = Held(module)
+    untouched = StateWatch(module)
     data = _resident(made.data, module, device, precision, made.features)
     parts, threshold = _parts(recipe, made.method, data, layout)
     random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
@@ -199,7 +199,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     return job if made.queries is None else voting.with_votes(job, recipe, made.queries)
 
 
-def _shapes(data: Federated) -> dict[str, Any]:
+def _shapes(data: FederatedData) -> dict[str, Any]:
     """What a named module was built for: public, since its tensors' shapes show it."""
     return {
         "input_shape": list(data.input_shape),
@@ -210,7 +210,7 @@ def _shapes(data: Federated) -> dict[str, Any]:
     }
 
 
-def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -> tuple[Parts, float]:
+def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[Parts, float]:
     """What the server and the clients agree on, and the first threshold."""
     plan = plan_of(recipe, method, data.clients, layout.dimension)
     as_published = published.applies(recipe, method)
@@ -230,14 +230,14 @@ def _parts(recipe: Recipe, method: Algorithm, data: Federated, layout: Layout) -
 
 
 def _resident(
-    data: Federated, module: nn.Module, device: torch.device, precision: str, features: bool = True
-) -> Federated:
+    data: FederatedData, module: nn.Module, device: torch.device, precision: str, features: bool = True
+) -> FederatedData:
     """The data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor cores."""
     data = with_features(data, module, precision) if features else data
     return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
 
 
-def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federated) -> Backend:
+def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: FederatedData) -> Backend:
     keep_freed_memory()
     engine = recipe.engine
     with exact(problem.device):
@@ -246,7 +246,7 @@ def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federat
         )
 
 
-def _public_update(job: Job, public: Federated) -> Callable[[RoundState], torch.Tensor]:
+def _public_update(job: Job, public: FederatedData) -> Callable[[RoundState], torch.Tensor]:
     """w^t -> the update ``(d,)`` of the local loop on public data: what Fed-SMP's top_k mask is taken from."""
     parts = job.parts
     alone = Sequential(Algorithm("public data"), job.problem, parts.local, public, job.seed)

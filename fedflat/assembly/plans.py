@@ -14,7 +14,7 @@ from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Optimizer
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
@@ -104,7 +104,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     return plan
 
 
-def local_of(recipe: Recipe, method: Algorithm, data: Federated) -> Local:
+def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
     """Local training's public numbers; epochs become K = E·⌈n̄/batch⌉ for every client."""
     local = recipe.local
     momentum = method.momentum if local.momentum is None else local.momentum
@@ -149,7 +149,7 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
         if isinstance(given, ClipSection) and (given.kind != "constant" or given.value is None):
             raise wrong("privacy.clip", given.kind, f"one number for {method.name}, which scales messages itself")
         threshold = float(given.value if isinstance(given, ClipSection) else given)  # type: ignore[arg-type]
-        return clipping.ByNorm(method.scale), clipping.whole_vector(threshold).threshold
+        return clipping.MethodScale(method.scale), clipping.whole_vector(threshold).threshold
     if not isinstance(given, ClipSection):
         return clipping.whole_vector(given), float(given)
     if given.kind == "adaptive":

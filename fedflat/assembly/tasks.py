@@ -14,11 +14,11 @@ from fedflat.assembly.measures import named
 from fedflat.assembly.plans import NOT_HELD
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.held import Held
+from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
-from fedflat.core.loss import IGNORE, Objective, OwnLoss
+from fedflat.core.loss import IGNORE, CustomLoss, Objective
 from fedflat.core.rng import seeded_torch
-from fedflat.data.clients import Federated, first_above
+from fedflat.data.clients import FederatedData, first_above
 from fedflat.engine.evaluate import Metric, measured
 
 TRIED = 4
@@ -26,7 +26,7 @@ TRIED = 4
 RESERVED = ("loss", "accuracy")
 
 
-def objective_of(recipe: Recipe, loss: OwnLoss | None) -> Objective:
+def objective_of(recipe: Recipe, loss: CustomLoss | None) -> Objective:
     """The loss of a recipe: its task's, one by import path, or a function given in Python."""
     if loss is None and recipe.loss == GIVEN:
         raise wrong("loss", f"{GIVEN}: the run's folder does not hold the function", NOT_HELD)
@@ -43,7 +43,7 @@ def refuse_other_tasks(where: str, recipe: Recipe) -> None:
         raise wrong(f"{where}: task", found, "classification or next-token")
 
 
-def suited(data: Federated, task: str) -> Federated:
+def suited(data: FederatedData, task: str) -> FederatedData:
     """The federation with targets as the task takes them.
 
     Raises InputError, naming client and row, for targets of another kind.
@@ -58,7 +58,7 @@ def suited(data: Federated, task: str) -> Federated:
     return replace(data, targets=data.targets.float(), test_targets=tests, classes=outputs)
 
 
-def _whose(data: Federated, row: int) -> str:
+def _whose(data: FederatedData, row: int) -> str:
     for i in range(data.clients):
         for rows in (data.parts[i], data.held_back[i] if data.held_back else data.parts[i][:0]):
             found = np.flatnonzero(rows == row)
@@ -67,7 +67,7 @@ def _whose(data: Federated, row: int) -> str:
     return f"row {row}"
 
 
-def _check_targets(data: Federated, task: str, targets: Tensor, place: Callable[[int], str]) -> None:
+def _check_targets(data: FederatedData, task: str, targets: Tensor, place: Callable[[int], str]) -> None:
     whole = not targets.is_floating_point()
     if task == "regression":
         return  # any finite numbers, which is checked where they are read
@@ -97,7 +97,7 @@ def _first_bad(targets: Tensor, bad: Tensor, place: Callable[[int], str], allowe
         raise wrong(f"{place(row)}, target", f"{shown.flatten()[0].item():g}", allowed)
 
 
-def check_outputs(module: nn.Module, example: Tensor, data: Federated, objective: Objective) -> None:
+def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objective: Objective) -> None:
     """Raise InputError for a module whose outputs do not fit the task. example: made-up inputs."""
     with torch.no_grad():
         out = copy.deepcopy(module).eval()(example)
@@ -120,13 +120,13 @@ def check_outputs(module: nn.Module, example: Tensor, data: Federated, objective
         raise wrong("model", f"outputs of shape {shape} per example", allowed)
 
 
-def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Federated) -> None:
+def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: FederatedData) -> None:
     """A loss of the user's own on two made-up batches: finite, ``(b,)``, with a gradient, the same again, and nothing
     kept from one to the other. Raises InputError."""
     own = objective.own
     if own is None:
         return
-    watched = Held(own)
+    watched = StateWatch(own)
     with torch.no_grad(), seeded_torch(0, "outputs to try a loss on"):
         shape = copy.deepcopy(module).eval()(example).shape[1:]
         batches = [torch.randn(count, *shape) for count in (TRIED, TRIED - 1)]
@@ -142,7 +142,7 @@ def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Fed
         )
 
 
-def _made_up(data: Federated, count: int, task: str) -> Tensor:
+def _made_up(data: FederatedData, count: int, task: str) -> Tensor:
     shape = (count, *data.targets.shape[1:])
     numbers = torch.arange(int(np.prod(shape))).reshape(shape)
     if task == "multilabel":
@@ -150,7 +150,7 @@ def _made_up(data: Federated, count: int, task: str) -> Tensor:
     return numbers.float() / 8 if task == "regression" else numbers % max(1, data.classes)
 
 
-def _tried(own: OwnLoss, outputs: Tensor, targets: Tensor) -> Tensor:
+def _tried(own: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
     outputs = outputs.clone().requires_grad_()
     where = f"loss, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     allowed = f"a floating-point tensor ({len(outputs)},): the loss of each example, with its gradient"
@@ -171,7 +171,7 @@ def _tried(own: OwnLoss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def metrics_of(
-    given: Mapping[str, Metric] | Sequence[str] | None, recipe: Recipe, data: Federated
+    given: Mapping[str, Metric] | Sequence[str] | None, recipe: Recipe, data: FederatedData
 ) -> dict[str, Metric]:
     """The recipe's measures by name, then the user's own.
 
@@ -185,7 +185,7 @@ def metrics_of(
     return found
 
 
-def check_metrics(metrics: Mapping[str, Metric], data: Federated) -> None:
+def check_metrics(metrics: Mapping[str, Metric], data: FederatedData) -> None:
     """Raise InputError for a metric's name that cannot be a key, or metrics without test data."""
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:

@@ -33,7 +33,7 @@ from fedflat.core.types import (
     UpdateView,
     broadcast_by,
 )
-from fedflat.pieces.clipping import ByNorm
+from fedflat.pieces.clipping import MethodScale
 from fedflat.pieces.gradients import Composed
 
 ROWS = 3
@@ -217,7 +217,7 @@ def _try_state(name: str, call: Call, size: int) -> None:
 def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     """Try a factor of the method's own; what it does to the norms of a block cannot matter: it is asked one by one."""
     norms = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64)
-    clip = ByNorm(rule)
+    clip = MethodScale(rule)
     with _named("algorithm.scale", rule):
         if not torch.equal(clip.scale(norms, 1.0), clip.scale(norms, 1.0)):
             raise _Fault("other factors for the same norms", "a function of a message's norm and C")

@@ -19,7 +19,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import Layout
-from fedflat.core.personal import Own
+from fedflat.core.personal import ClientContext
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Local, Part, RoundState
 from fedflat.engine.client import train_client
@@ -94,7 +94,7 @@ def linear_message(
     start = torch.cat([broadcast.shared, personal])
     weights = start.expand(slope.shape).clone()
     problem = LinearProblem(layout)
-    own = Own({state.name: torch.zeros_like(update) for state in algorithm.client_state})
+    own = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
     return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, own).message
 
 

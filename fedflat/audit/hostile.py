@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.rng import stream
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 
 Pair = tuple[Tensor, Tensor]
 """One client's inputs ``(n, …)`` and targets ``(n,)`` or ``(n, T)``."""
@@ -89,7 +89,7 @@ TOKENS: tuple[Case, ...] = (
 """The same for token ids."""
 
 
-def cases_for(data: Federated) -> tuple[Case, ...]:
+def cases_for(data: FederatedData) -> tuple[Case, ...]:
     """The cases that mean something for a federation's examples."""
     return CASES if data.inputs.is_floating_point() else TOKENS
 
@@ -98,7 +98,7 @@ def cases_for(data: Federated) -> tuple[Case, ...]:
 class Maker:
     """Makes clients' data for the examples ``template`` has: their shape, kind, classes and vocabulary."""
 
-    template: Federated
+    template: FederatedData
 
     def make(self, kind: str, client: int) -> Pair:
         """The data of ``kind`` for a client; clients other than 0 have fewer examples, one of them a single one."""
@@ -217,7 +217,7 @@ _KINDS: Mapping[str, Kind] = {
 }
 
 
-def federation(template: Federated, pairs: Sequence[Pair], test: Pair) -> Federated:
+def federation(template: FederatedData, pairs: Sequence[Pair], test: Pair) -> FederatedData:
     """The template's federation with other clients: one pair each."""
     inputs, targets = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)

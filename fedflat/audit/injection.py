@@ -14,7 +14,7 @@ from torch import Tensor
 from fedflat.audit.bench import linear_message
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
@@ -89,7 +89,9 @@ class CanaryBackend:
     total: Floats = field(default_factory=lambda: np.zeros(0))
     drawn: int = 0
 
-    def train(self, cohort: NDArray[np.int64], broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(
+        self, cohort: NDArray[np.int64], broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState
+    ) -> None:
         """The real clients by the inner back end, then the canaries of the cohort through the real local loop."""
         self.look(broadcast.shared)
         self.inner.train(cohort[cohort < self.first], broadcast, accumulator, heads)

@@ -18,13 +18,13 @@ from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.audit.planted import PLANTED
 from fedflat.audit.result import AuditResult
 from fedflat.audit.shared_noise import shared_noise
-from fedflat.audit.worlds import BATCH, CLIENTS, SLACK, STEPS, Engine, Movement, Stage, Worlds
+from fedflat.audit.worlds import BATCH, CLIENTS, SLACK, STEPS, Engine, Movement, Scenario, Worlds
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import InputError, one_of
 from fedflat.core.params import layout_of
 from fedflat.core.rng import noise_key, seeded_torch
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import Federated, from_pairs
+from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.train import Job
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
@@ -87,7 +87,7 @@ def audit_worlds(
     note = "" if folder is None else _of_a_run(folder, recipe, method, module, data)
     if note.startswith("audit:"):
         return _nothing(recipe, method, note)
-    stage = Stage(recipe, module, data)
+    stage = Scenario(recipe, module, data)
     found, left = measured(stage, engines_for(recipe, thorough=thorough), None if thorough else SECONDS)
     shared = shared_noise(stage) if method.kind == "update" else ()
     claimed, proven = _epsilons(recipe, method, data, module)
@@ -109,7 +109,7 @@ def audit_worlds(
     )
 
 
-def measured(stage: Stage, engines: Sequence[Engine], seconds: float | None = None) -> tuple[list[Movement], int]:
+def measured(stage: Scenario, engines: Sequence[Engine], seconds: float | None = None) -> tuple[list[Movement], int]:
     """Movements of a stage case by case, and how many were left out for want of time."""
     worlds, began, found, left = Worlds(stage), time.perf_counter(), list[Movement](), 0
     refused: set[tuple[str, str]] = set()
@@ -157,7 +157,7 @@ def _details(found: Sequence[Movement], worst: Movement, left: int) -> dict[str,
     }
 
 
-def _epsilons(recipe: Recipe, method: Algorithm, data: Federated, module: nn.Module) -> tuple[float, float]:
+def _epsilons(recipe: Recipe, method: Algorithm, data: FederatedData, module: nn.Module) -> tuple[float, float]:
     """(claimed, proven) ε of the whole run."""
     plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
     proven = plan.epsilon(plan.rounds)
@@ -188,7 +188,7 @@ def _given(folder: Path) -> str:
     )
 
 
-def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: Federated) -> str:
+def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: FederatedData) -> str:
     """What must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
     kept = checkpoint.newest(folder / "checkpoints")
     if kept is None:
@@ -216,7 +216,7 @@ def audit_planted(names: Sequence[str] | None = None) -> list[AuditResult]:
 SEED_ONLY = "a noise key from the seed only"
 
 
-def planted_stage(name: str) -> Stage:
+def planted_scenario(name: str) -> Scenario:
     """The small federation that a planted defect is put into: 12 inputs, 2 classes, dp-fedavg at C = 0.05."""
     with seeded_torch(0, "audit: planted"):
         dropped = name in PLANTED and PLANTED[name].model == "dropout"
@@ -234,7 +234,7 @@ def planted_stage(name: str) -> Stage:
         }
     )
     change = PLANTED[name].change if name in PLANTED else _seed_only if name == SEED_ONLY else None
-    return Stage(recipe, module, from_pairs([pair]), change=change)
+    return Scenario(recipe, module, from_pairs([pair]), change=change)
 
 
 INPUTS = 12
@@ -245,7 +245,7 @@ def _seed_only(job: Job) -> None:
 
 
 def _audit_planted(name: str) -> AuditResult:
-    began, stage = time.perf_counter(), planted_stage(name)
+    began, stage = time.perf_counter(), planted_scenario(name)
     if name == SEED_ONLY:
         violations = faults((), shared_noise(stage))
         movement, data = math.inf if violations else 0.0, "two runs"

@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from fedflat.audit.hostile import Case
 from fedflat.backends.sequential import Sequential
 from fedflat.core.params import Layout, layout_of
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Broadcast, Part, UpdateView
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.batches import Order, SingleFeed
+from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
-from fedflat.engine.mlp import Linear, stack_of
+from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch, Gradient, ModuleProblem
 from fedflat.engine.train import Job
 
@@ -39,12 +39,12 @@ class Rows:
     """
 
     layer: Linear
-    data: Federated
+    data: FederatedData
     rate: float
     together: bool
     name: str = "rows"
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Add the cohort's clipped messages, as the defect has it."""
         kept: list[tuple[Tensor, Tensor]] = []
         for client in cohort.tolist():
@@ -87,8 +87,8 @@ def _gram_norm(u: Tensor, x: Tensor) -> Tensor:
 
 
 def _rows_of(job: Job, together: bool) -> None:
-    stack = stack_of(job.problem.module, job.parts.layout)
-    job.backend = Rows(cast(Any, stack)[0], job.data, job.parts.local.lr, together)
+    layers = layers_of(job.problem.module, job.parts.layout)
+    job.backend = Rows(cast(Any, layers)[0], job.data, job.parts.local.lr, together)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class OneGenerator:
     inner: Sequential
     name: str = "one generator"
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train the cohort as one block."""
         real = self.inner
         present = [client for client in cohort.tolist() if len(real.data.parts[client])]
@@ -106,9 +106,11 @@ class OneGenerator:
         with seeded_torch(real.seed, "dropout", broadcast.round, present[0] if present else 0):
             for client in present:
                 rows = real.data.parts[client]
-                feed = SingleFeed(real.data, client, Order(real.seed, broadcast.round, real.local.batch_size), rows)
+                local_data = ClientBatches(
+                    real.data, client, Order(real.seed, broadcast.round, real.local.batch_size), rows
+                )
                 weights = heads.whole(broadcast.shared, client)
-                found = train_client(real.algorithm, real.problem, broadcast, real.local, feed, weights)
+                found = train_client(real.algorithm, real.problem, broadcast, real.local, local_data, weights)
                 accumulator.add(found.message[None], [len(rows)])
 
 
@@ -120,7 +122,7 @@ class Unguarded:
     layout: Layout
     name: str = "unguarded"
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train the cohort as one block."""
         real = replace(self.inner, algorithm=replace(self.inner.algorithm, transforms=()))
         present = [client for client in cohort.tolist() if len(real.data.parts[client])]

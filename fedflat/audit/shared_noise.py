@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedflat.audit.hostile import Case, Maker, federation
-from fedflat.audit.worlds import Engine, Recorder, Stage, world_recipe
+from fedflat.audit.worlds import Engine, Recorder, Scenario, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.engine.train import Job
 from fedflat.simulation import run as simulation
@@ -30,7 +30,7 @@ OTHER: Mapping[str, tuple[str, ...]] = {
 """What the second run has otherwise; its data is another federation's where it is ``data``."""
 
 
-def shared_noise(stage: Stage) -> tuple[str, ...]:
+def shared_noise(stage: Scenario) -> tuple[str, ...]:
     """The settings in ``OTHER`` in which a second run of the stage still has the first one's noise.
 
     Raises InputError where the recipe cannot run, RunError where it stops.
@@ -46,12 +46,12 @@ def shared_noise(stage: Stage) -> tuple[str, ...]:
     return tuple(name for name, noise in found.items() if _cosine(first, noise) >= ALIKE)
 
 
-def _noise(stage: Stage, changes: tuple[str, ...], data: str) -> Tensor:
+def _noise(stage: Scenario, changes: tuple[str, ...], data: str) -> Tensor:
     noisy, plain = (_mean(stage, changes, data, noise) for noise in (True, False))
     return noisy - plain
 
 
-def _mean(stage: Stage, changes: tuple[str, ...], kind: str, noise: bool) -> Tensor:
+def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Tensor:
     maker, recorder = Maker(stage.template), Recorder()
     recipe = Recipe.of(
         world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, Case(kind, noise=noise)), changes

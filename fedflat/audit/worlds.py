@@ -24,7 +24,7 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear, zero
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, RoundedBound, RoundState, ServerView
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.parts import Parts
 from fedflat.engine.train import Job, Outcome, train
 
@@ -82,7 +82,7 @@ class Movement:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Scenario:
     """What worlds are made of: a recipe, a module and a federation whose examples give shape, classes and values.
 
     algorithm: instead of the recipe's, for methods under test. change: alters a prepared job before it is run; that is
@@ -91,7 +91,7 @@ class Stage:
 
     recipe: Recipe
     module: nn.Module
-    template: Federated
+    template: FederatedData
     algorithm: Algorithm | None = None
     change: Callable[[Job], None] | None = None
     clients: int = CLIENTS
@@ -148,7 +148,7 @@ class _Release:
 class Worlds:
     """Runs pairs of worlds of one stage, and keeps what they have in common."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Scenario) -> None:
         self.stage, self.maker = stage, Maker(stage.template)
         self._absent: dict[tuple[object, ...], _Release] = {}
         self._later: RoundState | None = None

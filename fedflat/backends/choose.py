@@ -31,10 +31,10 @@ from fedflat.backends.vectorized import Vectorized
 from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.core.threads import using_threads
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import width_of
 from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
-from fedflat.engine.mlp import Linear, stack_of
+from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
 from fedflat.engine.train import Backend
@@ -77,7 +77,7 @@ def backend_for(
     processes: int | None,
     parts: Parts,
     problem: ModuleProblem,
-    data: Federated,
+    data: FederatedData,
     seed: int,
     compiled: bool | None = None,
 ) -> Backend:
@@ -122,7 +122,7 @@ def _threads(name: str, processes: int | None, makers: _Makers) -> int:
     """Cores of a back end asked for by name, or a GPU's streams."""
     if makers.problem.device.type != "cpu":
         return processes or STREAMS if name == "graphs" else 1
-    return makers.cores if makers.stack is not None else processes or 1
+    return makers.cores if makers.layers is not None else processes or 1
 
 
 def _allowed(gpu: bool) -> str:
@@ -133,10 +133,10 @@ def _allowed(gpu: bool) -> str:
 class _Makers:
     """Builds back ends for one run."""
 
-    def __init__(self, parts: Parts, problem: ModuleProblem, data: Federated, seed: int, cores: int) -> None:
+    def __init__(self, parts: Parts, problem: ModuleProblem, data: FederatedData, seed: int, cores: int) -> None:
         self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
         plain = data.targets.dim() == 1 and data.inputs.is_floating_point() and problem.objective.cross_entropy
-        self.stack: tuple[Linear, ...] | None = stack_of(problem.module, parts.layout) if plain else None
+        self.layers: tuple[Linear, ...] | None = layers_of(problem.module, parts.layout) if plain else None
 
     def make(self, name: str, block: int | None, parts: Parts | None = None, threads: int = 1) -> Backend:
         """A back end by name; ``parts`` with fewer steps for a trial. threads: cores for blocks, or for one client."""
@@ -153,13 +153,13 @@ class _Makers:
         precision = "fp32" if name in FLOAT32 else self.problem.precision
         written: Problem = BlockProblem(self.problem.module, layout, precision, self.problem.objective)
         factors = None
-        if self.stack is not None:
-            written = DenseProblem(layout, self.stack, precision)
-            factors = LowRankProblem(layout, self.stack) if name == "lowrank" else None
+        if self.layers is not None:
+            written = DenseProblem(layout, self.layers, precision)
+            factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
         if name == "graphs":
             return Graphs(parts.algorithm, written, parts.local, self.data, self.seed, block or 1, threads)
         size, random = block or self.block(name == "lowrank", BLOCK_ENTRIES), self.problem.random
-        apart = self.stack is not None and self.problem.device.type == "cpu" and not random
+        apart = self.layers is not None and self.problem.device.type == "cpu" and not random
         return Vectorized(
             parts.algorithm,
             written,
@@ -179,8 +179,8 @@ class _Makers:
         """Clients per block; as factors a client holds its rows, otherwise all its weights."""
         width = width_of(self.data, self.parts.local.batch_size)
         per_client = max(self.parts.layout.size, width * math.prod(self.data.input_shape))
-        if factors and self.stack is not None:
-            per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.stack)
+        if factors and self.layers is not None:
+            per_client = self.rows * sum(layer.inputs + layer.outputs for layer in self.layers)
         return max(1, min(AT_MOST, entries // max(per_client, 1)))
 
     @property
@@ -222,7 +222,7 @@ class _Makers:
         """Why the low-rank form does not apply; empty if it does."""
         if not self.problem.objective.cross_entropy:
             return "a loss other than cross-entropy"
-        if self.stack is None:
+        if self.layers is None:
             return "a model that is not a stack of linear layers"
         if self.parts.algorithm.head is not None or any(p.part != "all" for p in self.parts.algorithm.phases):
             return "a personal part"
@@ -280,13 +280,13 @@ def _with_threads(makers: _Makers, first: torch.Tensor, best: Choice, seconds: f
     parts, factor = (makers.parts, 1.0) if whole else shortened(makers.parts)
     most = TRIED_FACTORS if whole else TRIED
     block, clients = best.block or 1, min(best.block or 1, most)
-    if makers.stack is not None:
+    if makers.layers is not None:
         block = min(block, most, max(1, math.ceil(makers.parts.plan.sampler.size / cores)))
         clients = cores * block
     backend = makers.make(best.backend, block, parts, cores)
     together = factor * seconds_per_client(backend, parts, makers.data, first, clients)
     least = (
-        CLEARLY if makers.stack is None else 1.0
+        CLEARLY if makers.layers is None else 1.0
     )  # blocks of their own give the same bits with any number of threads
     return replace(best, block=block, threads=cores) if together < least * seconds else best
 
@@ -295,10 +295,10 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
     parts, data = makers.parts, makers.data
     short, factor = shortened(parts)
     cohort = max(1, math.ceil(parts.plan.sampler.size))
-    if makers.stack is None and best > SMALL_STEP:
+    if makers.layers is None and best > SMALL_STEP:
         return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
     sizes = {min(makers.block(False, entries), cohort) for entries in (CACHED_ENTRIES, BLOCK_ENTRIES // 2)}
-    both = makers.stack is not None and makers.problem.precision == "bf16"
+    both = makers.layers is not None and makers.problem.precision == "bf16"
     for name, size in product(("vectorized", "vectorized-fp32") if both else ("vectorized",), sorted(sizes)):
         backend = makers.make(name, size, short)
         if makers.agrees(backend, short):

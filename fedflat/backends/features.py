@@ -23,7 +23,7 @@ from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
 from fedflat.core.threads import using_threads
 from fedflat.core.waiting import told
-from fedflat.data.clients import GIVEN, Federated
+from fedflat.data.clients import GIVEN, FederatedData
 from fedflat.engine.device import exact
 
 BATCH = 64
@@ -43,7 +43,7 @@ class Frozen(Protocol):
     def features(self, inputs: Tensor) -> Tensor: ...
 
 
-def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -> Federated:
+def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32") -> FederatedData:
     """The federation with each input replaced by its features ``(n,)``, if ``module`` has a frozen body.
 
     Only then: with a body that is trained, or draws dropout, features change from step to step. The numbers of a run
@@ -61,7 +61,7 @@ def with_features(data: Federated, module: nn.Module, precision: str = "fp32") -
     return replace(data, inputs=inputs, test_inputs=test)
 
 
-def _of_all(data: Federated, module: nn.Module, precision: str, name: str) -> tuple[Tensor, Tensor | None]:
+def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str) -> tuple[Tensor, Tensor | None]:
     """Features of all clients' examples and of the test set, kept on disk where they took long."""
     began = time.monotonic()
     test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
@@ -144,7 +144,7 @@ def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
     return torch.where(inputs != padding, places, 0).amax(1)
 
 
-def _name(data: Federated, module: nn.Module, precision: str) -> str:
+def _name(data: FederatedData, module: nn.Module, precision: str) -> str:
     """A hash of everything that the features depend on."""
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():

@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _LARGE = -3, -1, 1 << 30
 _ARENA_MAX = -8
 """Numbers of ``mallopt``'s parameters in glibc's malloc.h; 1 GiB is more than any block that training takes."""
 
 
-def resident(data: Federated, module: nn.Module) -> Federated:
+def resident(data: FederatedData, module: nn.Module) -> FederatedData:
     """The same federation, images channels-last for convolutional models: contiguous max pooling is slow on CPUs."""
     if not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or data.inputs.dim() != 4:
         return data

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.core.held import Held, global_generators
-from fedflat.core.personal import Heads, Own
+from fedflat.core.held import StateWatch, global_generators
+from fedflat.core.personal import ClientContext, PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.batches import Order, SingleFeed
+from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import sent
 from fedflat.engine.kept import add_trained, states_of
@@ -39,17 +39,17 @@ class Sequential:
     algorithm: Algorithm
     problem: ModuleProblem
     local: Local
-    data: Federated
+    data: FederatedData
     seed: int
     name: str = "sequential"
     threads: int = 1
-    _pieces: Held = field(init=False, repr=False)
+    _pieces: StateWatch = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         method = self.algorithm
-        self._pieces = Held((method.phases, method.transforms, method.finetune, method.client_state))
+        self._pieces = StateWatch((method.phases, method.transforms, method.finetune, method.client_state))
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train each client of the cohort (sorted ids) and add its message to the accumulator."""
         if self.threads > 1:
             with using_threads(self.threads):
@@ -57,7 +57,7 @@ class Sequential:
         else:
             self._train(cohort, broadcast, accumulator, heads)
 
-    def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         broadcast = sent(broadcast, self.problem.device)
         for client in cohort.tolist():
             size = len(self.data.parts[client])
@@ -75,7 +75,7 @@ class Sequential:
         refuse_change(self._pieces, "algorithm", everything=True)
 
     def keep(
-        self, accumulator: Accumulator, heads: Heads, broadcast: Broadcast, client: int, result: LocalResult
+        self, accumulator: Accumulator, heads: PersonalState, broadcast: Broadcast, client: int, result: LocalResult
     ) -> None:
         """Add a trained client's message, and keep what stays with it."""
         size = len(self.data.parts[client])
@@ -90,14 +90,14 @@ class Sequential:
         """
         rows, device = self.data.parts[client], self.problem.device
         order = Order(self.seed, broadcast.round, self.local.batch_size)
-        feed = SingleFeed(self.data, client, order, rows)
+        local_data = ClientBatches(self.data, client, order, rows)
         local, there, told = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).own()
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
                 before = global_generators()
                 there_too = {name: state.to(device, copy=True) for name, state in states.items()}
-                own = Own(there_too, stream(self.seed, "pieces", broadcast.round, client))
-                result = train_client(self.algorithm, self.problem, told, local, feed, there, own)
+                own = ClientContext(there_too, stream(self.seed, "pieces", broadcast.round, client))
+                result = train_client(self.algorithm, self.problem, told, local, local_data, there, own)
                 if global_generators()[1:] != before[1:]:
                     raise wrong(
                         "model or algorithm", "a draw from a global generator of NumPy or Python", "torch's own"

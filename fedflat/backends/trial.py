@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from fedflat.core.checks import RunError
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Broadcast
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.batches import width_of
 from fedflat.engine.parts import Parts
@@ -43,7 +43,7 @@ class Choice:
     threads: int = 1
 
 
-def seconds_per_client(backend: Backend, parts: Parts, data: Federated, first: torch.Tensor, clients: int) -> float:
+def seconds_per_client(backend: Backend, parts: Parts, data: FederatedData, first: torch.Tensor, clients: int) -> float:
     """Local training, clip and sum of ``clients`` of the largest clients, the best of a few tries; inf if it fails.
 
     Nothing stays: the sum is thrown away, heads are copies, and weights are w^0's.
@@ -67,7 +67,7 @@ def sum_of(backend: Backend, parts: Parts, first: torch.Tensor, clients: np.ndar
     zero = torch.zeros(size)
     broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=dict.fromkeys(parts.broadcast, zero))
     sink = PlainSum(parts.clip, threshold, parts.message_tensors, parts.message_length)
-    backend.train(clients, broadcast, sink, Heads(first[size:].clone()))
+    backend.train(clients, broadcast, sink, PersonalState(first[size:].clone()))
     return sink.total
 
 
@@ -84,7 +84,7 @@ def shortened(parts: Parts) -> tuple[Parts, float]:
     return short, whole / max(done, 1)
 
 
-def situation(parts: Parts, problem: ModuleProblem, data: Federated, cores: int) -> str:
+def situation(parts: Parts, problem: ModuleProblem, data: FederatedData, cores: int) -> str:
     """What a trial's outcome depends on, as a short hash: machine, versions, model, method and shapes."""
     facts = (
         VERSION,

@@ -21,13 +21,13 @@ from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.held import global_generators
-from fedflat.core.personal import Heads, Own
+from fedflat.core.personal import ClientContext, PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm, Broadcast, Local, PartedSum
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.batches import BlockFeed, Order
+from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.factored import Declined, Factored
@@ -71,7 +71,7 @@ class Vectorized:
     algorithm: Algorithm
     problem: Problem
     local: Local
-    data: Federated
+    data: FederatedData
     seed: int
     block: int
     factors: LowRankProblem | None = None
@@ -81,7 +81,7 @@ class Vectorized:
     alone: Sequential | None = None
     random: bool = False
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train the cohort in blocks of neighbours and add the messages to the accumulator, in client order."""
         broadcast = sent(broadcast, self.data.inputs.device)
         done, together = 0, 1 if self.apart else self.threads
@@ -100,7 +100,7 @@ class Vectorized:
             )
 
     def _blocks(
-        self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads
+        self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState
     ) -> Iterator[int]:
         """Train and add blocks, and say how many clients each had; ends early where memory was short."""
         size = self.block if self.local.epochs is None and not self._one_by_one else 1  # a block steps together
@@ -123,7 +123,9 @@ class Vectorized:
     def _one_by_one(self) -> bool:
         return self.random and self.alone is not None
 
-    def _one(self, clients: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> _Trained:
+    def _one(
+        self, clients: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState
+    ) -> _Trained:
         """Train one block and, where the round's sum allows it, clip and add its messages up."""
         if not self.data.sizes[clients].any():
             return _Trained(clients, None, None)
@@ -153,7 +155,7 @@ class Vectorized:
             f"engine.block: {clients} clients did not fit into memory; going on with {self.block}", stacklevel=2
         )
 
-    def _trained(self, clients: np.ndarray, broadcast: Broadcast, heads: Heads) -> LocalResult:
+    def _trained(self, clients: np.ndarray, broadcast: Broadcast, heads: PersonalState) -> LocalResult:
         if self._one_by_one:
             return self._each(clients, broadcast, heads)
         factors = self.factors  # another block's thread may decline in between
@@ -172,7 +174,7 @@ class Vectorized:
             self.random = True
             return self._each(clients, broadcast, heads)
 
-    def _each(self, clients: np.ndarray, broadcast: Broadcast, heads: Heads) -> LocalResult:
+    def _each(self, clients: np.ndarray, broadcast: Broadcast, heads: PersonalState) -> LocalResult:
         """One client after the other, each from its own stream; zeros for those without data."""
         train, found = cast(Sequential, self.alone).one, list[LocalResult | None]()
         for client in clients.tolist():
@@ -184,25 +186,27 @@ class Vectorized:
         return LocalResult(*map(torch.stack, zip(*(vars(one or zero).values() for one in found))))
 
     def _run(
-        self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor, heads: Heads
+        self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor, heads: PersonalState
     ) -> LocalResult:
         order = Order(self.seed, broadcast.round, self.local.batch_size)
-        feed = BlockFeed(self.data, clients.tolist(), order, [self.data.parts[c] for c in clients])
-        local = self.local.of(len(feed.rows[0]))
+        local_data = BlockBatches(self.data, clients.tolist(), order, [self.data.parts[c] for c in clients])
+        local = self.local.of(len(local_data.rows[0]))
         rows = [states_of(self.algorithm, heads, c, broadcast.shared) for c in clients.tolist()]
-        own = Own({state.name: torch.stack([row[state.name] for row in rows]) for state in self.algorithm.client_state})
+        own = ClientContext(
+            {state.name: torch.stack([row[state.name] for row in rows]) for state in self.algorithm.client_state}
+        )
         if self.apart:  # no module, so nothing that could draw or remember but the method's pieces
-            return train_client(self.algorithm, problem, broadcast, local, feed, weights, own)
+            return train_client(self.algorithm, problem, broadcast, local, local_data, weights, own)
         with seeded_torch(self.seed, "block", broadcast.round, int(clients[0])):
             before = global_generators()
-            result = train_client(self.algorithm, problem, broadcast, local, feed, weights, own)
+            result = train_client(self.algorithm, problem, broadcast, local, local_data, weights, own)
             drawn = before != global_generators()
         _settle(problem)
         if drawn and self.alone is not None:
             raise _Drew
         return result
 
-    def _keep(self, trained: _Trained, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def _keep(self, trained: _Trained, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         result, present = trained.result, self.data.sizes[trained.clients] > 0
         if result is None:
             self._add_zeros(len(trained.clients), accumulator)

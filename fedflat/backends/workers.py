@@ -25,9 +25,9 @@ from torch import Tensor
 from fedflat.backends.resident import keep_freed_memory, shown, stored
 from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Algorithm, Broadcast
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
 from fedflat.engine.kept import states_of
@@ -59,7 +59,7 @@ class Workers:
     name: str = "workers"
     _pool: _Pool | None = field(default=None, repr=False)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train each client of the cohort and add its message, in client order."""
         if self._pool is None:
             self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))
@@ -126,7 +126,7 @@ class _Pool:
         for row, vector in zip(self.shared[2:], broadcast.vectors.values()):
             row.copy_(vector)
 
-    def train(self, clients: list[int], broadcast: Broadcast, heads: Heads) -> Any:
+    def train(self, clients: list[int], broadcast: Broadcast, heads: PersonalState) -> Any:
         """Yield (answer, vector) in client order, handing out tasks as slots come free."""
         small = replace(
             broadcast,
@@ -146,7 +146,7 @@ class _Pool:
             yield done, self.slots[done.slot]
             self.free.append(done.slot)
 
-    def _hand_out(self, waiting: list[int], small: Broadcast, heads: Heads) -> None:
+    def _hand_out(self, waiting: list[int], small: Broadcast, heads: PersonalState) -> None:
         _, head, *states = self.spans
         while waiting and self.free:
             client, slot = waiting.pop(), self.free.pop()
@@ -179,7 +179,7 @@ class _Pool:
                 process.terminate()
 
 
-def _share(data: Federated) -> Federated:
+def _share(data: FederatedData) -> FederatedData:
     """The federation with its training tensors in shared memory (layout kept) and without test data."""
     (inputs, last), targets = stored(data.inputs), data.targets.clone().share_memory_()
     inputs = shown(inputs.clone().share_memory_(), last)

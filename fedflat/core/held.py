@@ -61,7 +61,7 @@ def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
     return b"".join(state.numpy().tobytes() for state in own), legacy, random.getstate()
 
 
-class Held:
+class StateWatch:
     """What ``root`` held when this was made. skip: tensors that may change, such as bound parameters.
 
     restored: tensors that somebody else puts back; only what is in them is looked at, not whether they were written to.

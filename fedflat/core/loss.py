@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORE = -100
-OwnLoss = Callable[[Tensor, Tensor], Tensor]
+CustomLoss = Callable[[Tensor, Tensor], Tensor]
 """Outputs and targets of a minibatch -> the loss of each example ``(b,)``."""
 
 
@@ -32,7 +32,7 @@ class Objective:
     """
 
     task: str = "classification"
-    own: OwnLoss | None = None
+    own: CustomLoss | None = None
 
     @property
     def cross_entropy(self) -> bool:
@@ -89,7 +89,7 @@ def label_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(-1)
 
 
-_LOSSES: dict[str, OwnLoss] = {"regression": squared_error, "multilabel": label_loss}
+_LOSSES: dict[str, CustomLoss] = {"regression": squared_error, "multilabel": label_loss}
 
 
 def _score(task: str, outputs: Tensor, targets: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fedflat.core.rng import NO_GENERATOR
 
 
 @dataclass(frozen=True)
-class Own:
+class ClientContext:
     """What a client, or each client of a block, brings to its training besides its data and weights.
 
     state: its named vectors ``(…, d)``. generator: its own randomness of the round; a block has none.
@@ -23,11 +23,11 @@ class Own:
     generator: np.random.Generator = NO_GENERATOR
 
 
-NOTHING = Own()
+NOTHING = ClientContext()
 
 
 @dataclass
-class Heads:
+class PersonalState:
     """What clients keep: their personal parameters and their named states. A client never sampled has w^0's head and
     states of zeros.
 
@@ -57,9 +57,9 @@ class Heads:
         if bool(torch.isfinite(value).all()):
             self.states.setdefault(name, {})[int(client)] = value.detach().cpu().clone()
 
-    def copy(self) -> Heads:
+    def copy(self) -> PersonalState:
         """The same vectors; what is stored later is not in it."""
-        return Heads(self.first, dict(self.kept), {name: dict(found) for name, found in self.states.items()})
+        return PersonalState(self.first, dict(self.kept), {name: dict(found) for name, found in self.states.items()})
 
     def whole(self, shared: Tensor, client: int) -> Tensor:
         """A fresh vector ``(D,)``: the shared part with the client's own head behind it."""

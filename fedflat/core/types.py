@@ -298,7 +298,7 @@ Average = Callable[[int, Tensor, Tensor | None], Tensor | None]
 AVERAGE = "released average"
 """The slot it is kept in."""
 
-OwnOptimizer = Callable[[float, MeanView], Optimizer]
+OptimizerFactory = Callable[[float, MeanView], Optimizer]
 """(``server.lr``, what is public of the round's noise) -> the server optimiser of that round."""
 
 
@@ -336,7 +336,7 @@ class Algorithm:
     private: bool = True
     momentum: float = 0.5
     fixed_momentum: str = ""
-    optimizer: OwnOptimizer | None = None
+    optimizer: OptimizerFactory | None = None
     server_lr: float = 1.0
     kind: Literal["update", "ddgauss", "votes"] = "update"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -501,7 +501,7 @@ class RoundInfo:
     private: Mapping[str, Any]
 
 
-def whole_gradient(gradient: GradientFn, view: LocalView) -> GradientFn:
+def plain_gradient(gradient: GradientFn, view: LocalView) -> GradientFn:
     """The neutral gradient rule: plain SGD."""
     return gradient
 

@@ -23,7 +23,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Federated:
+class FederatedData:
     """All data of a federation, in memory once; a client is a set of row numbers.
 
     inputs: ``(N, ...)`` float32 (images, features) or int64 (token ids).
@@ -108,7 +108,7 @@ class Federated:
 
 def from_pairs(
     clients: Sequence[Any], test: Any = None, name: str = GIVEN, *, fractions: bool = False, names: Sequence[str] = ()
-) -> Federated:
+) -> FederatedData:
     """A federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
@@ -134,10 +134,10 @@ def from_pairs(
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
     test_inputs, test_targets = public or (None, None)
     classes = classes_of(targets, test_targets)
-    return Federated(inputs, targets, parts, empty, test_inputs, test_targets, classes, name, names=tuple(names))
+    return FederatedData(inputs, targets, parts, empty, test_inputs, test_targets, classes, name, names=tuple(names))
 
 
-def with_test(data: Federated, test: Any) -> Federated:
+def with_test(data: FederatedData, test: Any) -> FederatedData:
     """The federation with a public test pair, of the same form as its clients' data."""
     fractions = data.targets.is_floating_point()
     x, y = _pair("test", test, fractions)
@@ -241,7 +241,7 @@ def _first(found: torch.Tensor) -> int:
     return int(found.nonzero()[0, 0])
 
 
-def first_above(data: Federated, classes: int) -> str:
+def first_above(data: FederatedData, classes: int) -> str:
     """Whose target is the first that is not below ``classes``, and where: ``clients[3] targets[17] is 7``."""
     for i, part in enumerate(data.parts):
         high = data.targets[torch.from_numpy(part)] >= classes

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedflat.core.checks import nearest, whole, wrong
-from fedflat.data.clients import GIVEN, Federated, Indices, bounded, classes_of, from_pairs
+from fedflat.data.clients import GIVEN, FederatedData, Indices, bounded, classes_of, from_pairs
 from fedflat.data.encoding import Encoding, encoding_of, inputs_of, targets_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def clients(
     max_examples: int | None = None,
     test: Any = None,
     seed: int = 0,
-) -> Federated:
+) -> FederatedData:
     """A federation for ``fedflat.run(recipe, clients=...)``: every user one client, with all of its examples.
 
     source: a table (a pandas or Polars DataFrame, a Hugging Face Dataset, a pyarrow Table) with ``by`` the column that
@@ -99,7 +99,7 @@ def _frame(source: Any) -> pd.DataFrame:
     return found
 
 
-def _table(source: Any, by: Any, asked: Any, test: Any) -> Federated:
+def _table(source: Any, by: Any, asked: Any, test: Any) -> FederatedData:
     frame = _frame(source)
     if not isinstance(by, str):
         if by is None:
@@ -123,7 +123,7 @@ def _listed(frame: pd.DataFrame) -> str:
     return ", ".join(map(str, frame.columns))
 
 
-def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any) -> Federated:
+def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any) -> FederatedData:
     """One table whose row ``i`` belongs to client ``codes[i]``."""
     if not names:
         raise wrong("clients", "a table without rows", "at least one client's example")
@@ -141,7 +141,7 @@ def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: En
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
     test_x, test_y = public or (None, None)
     classes = encoding.classes or classes_of(y, test_y)
-    return Federated(x, y, parts, empty, test_x, test_y, classes, GIVEN, names=tuple(names))
+    return FederatedData(x, y, parts, empty, test_x, test_y, classes, GIVEN, names=tuple(names))
 
 
 def _public(test: Any, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ def _same_shape(public: tuple[torch.Tensor, torch.Tensor] | None, x: torch.Tenso
             raise wrong(f"test {side}", f"shape {tuple(here.shape[1:])} of {here.dtype} per example", allowed)
 
 
-def _several(data: list[Any], names: list[str], asked: Any, test: Any) -> Federated:
+def _several(data: list[Any], names: list[str], asked: Any, test: Any) -> FederatedData:
     """One entry per client: pairs, torch Datasets, or tables."""
     if data and all(_is_table(entry) for entry in data):
         import pandas as pd
@@ -225,7 +225,7 @@ def _each(by: Any, rows: int) -> list[Any]:
     return owners
 
 
-def _whole(source: Any, by: Any, test: Any) -> Federated:
+def _whole(source: Any, by: Any, test: Any) -> FederatedData:
     """One pair or torch Dataset whose examples belong to the owners in ``by``."""
     pair = _examples("data", source)
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fedflat.core.checks import wrong
 from fedflat.core.rng import stream
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 
 HELD_OUT, TEST = "held-out", "test"
 
 
 def public_examples(
-    data: Federated, source: str, count: int, seed: int, dataset: str | None = None
-) -> tuple[Federated, Tensor]:
+    data: FederatedData, source: str, count: int, seed: int, dataset: str | None = None
+) -> tuple[FederatedData, Tensor]:
     """The federation without the public examples, and the inputs ``(count, …)`` of those, in a seeded random order.
 
     source: ``held-out`` takes examples of the training set away from the clients that hold them, before anything is
@@ -35,7 +35,9 @@ def public_examples(
     return _from_test(data, count, seed) if source == TEST else (data, _elsewhere(data, source, count, seed))
 
 
-def public_training(data: Federated, source: str, seed: int, dataset: str | None = None) -> tuple[Federated, Federated]:
+def public_training(
+    data: FederatedData, source: str, seed: int, dataset: str | None = None
+) -> tuple[FederatedData, FederatedData]:
     """The federation without the public examples, and those, labelled, as one client (Fed-SMP's top_k).
 
     source: ``held-out`` takes a twentieth of the training examples away from the clients before training; any
@@ -56,7 +58,7 @@ def public_training(data: Federated, source: str, seed: int, dataset: str | None
     return data, found
 
 
-def _same_kind(found: Federated, data: Federated, source: str) -> None:
+def _same_kind(found: FederatedData, data: FederatedData, source: str) -> None:
     same = found.input_shape == data.input_shape and found.inputs.dtype == data.inputs.dtype
     if not same:
         shape = f"examples of shape {found.input_shape}"
@@ -69,7 +71,7 @@ def _chosen(total: int, count: int, seed: int, where: str) -> np.ndarray:
     return stream(seed, "public examples").permutation(total)[:count]
 
 
-def _held_out(data: Federated, count: int, seed: int) -> tuple[Federated, Tensor]:
+def _held_out(data: FederatedData, count: int, seed: int) -> tuple[FederatedData, Tensor]:
     rows = np.sort(np.concatenate(data.parts))
     if count > len(rows) // 2:
         raise wrong("algorithm.queries", count, f"at most {len(rows) // 2}, half of the training examples")
@@ -80,7 +82,7 @@ def _held_out(data: Federated, count: int, seed: int) -> tuple[Federated, Tensor
     return dataclasses.replace(data, parts=parts), data.inputs[torch.from_numpy(taken)]
 
 
-def _from_test(data: Federated, count: int, seed: int) -> tuple[Federated, Tensor]:
+def _from_test(data: FederatedData, count: int, seed: int) -> tuple[FederatedData, Tensor]:
     if data.test_inputs is None or data.test_targets is None:
         raise wrong("algorithm.public", TEST, "a data set: this federation has no public test set")
     taken = torch.from_numpy(_chosen(max(len(data.test_inputs) - 1, 0), count, seed, "the public test set"))
@@ -90,7 +92,7 @@ def _from_test(data: Federated, count: int, seed: int) -> tuple[Federated, Tenso
     return rest, data.test_inputs[taken]
 
 
-def _elsewhere(data: Federated, source: str, count: int, seed: int) -> Tensor:
+def _elsewhere(data: FederatedData, source: str, count: int, seed: int) -> Tensor:
     from fedflat.data.sources import load
 
     found = load({"dataset": source, "clients": 1}, seed)

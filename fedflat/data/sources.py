@@ -15,7 +15,7 @@ from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
 from fedflat.data import images as pictures
 from fedflat.data.catalog import DATASETS, Kind, Source
-from fedflat.data.clients import Federated, bounded, hold_back
+from fedflat.data.clients import FederatedData, bounded, hold_back
 from fedflat.data.columns import Options, guess_kind
 from fedflat.data.locate import locate
 from fedflat.data.partition import partition
@@ -35,7 +35,7 @@ USED: dict[Kind, tuple[str, ...]] = {
 __all__ = ["DATASETS", "Options", "Source", "load", "tokenize"]
 
 
-def load(spec: Any, seed: int = 0) -> Federated:
+def load(spec: Any, seed: int = 0) -> FederatedData:
     """The federation that a recipe's ``data`` section describes (a dict, or any object with those attributes).
 
     ``dataset`` is ``digits``, a short name of ``DATASETS``, a hub id ``owner/name``, or a path. Names are first
@@ -56,7 +56,7 @@ def load(spec: Any, seed: int = 0) -> Federated:
     if options.max_per_client is not None:
         parts = bounded(parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
-    return Federated(
+    return FederatedData(
         inputs=_resident(train.inputs, meaning),
         targets=train.targets,
         parts=parts,

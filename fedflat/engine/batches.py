@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.rng import Streams, stream
-from fedflat.data.clients import Federated, batch_indices
+from fedflat.data.clients import FederatedData, batch_indices
 from fedflat.engine.problem import Batch
 
 WHOLE_CHUNK = 512
@@ -20,17 +20,17 @@ BLOCK_CHUNK = 64
 """Examples of all of a client's data that a block looks at together, at least; never by how many somebody has."""
 
 
-def width_of(data: Federated, batch_size: int) -> int:
+def width_of(data: FederatedData, batch_size: int) -> int:
     """Examples in a minibatch of a block: a public number, so that no client's arithmetic follows another's data."""
     return batch_size if data.most is None else min(batch_size, max(1, data.most))
 
 
-def repeats(data: Federated, batch_size: int) -> bool:
+def repeats(data: FederatedData, batch_size: int) -> bool:
     """Whether it is public that every client's minibatch is all it has, the same at every step."""
     return data.most is not None and batch_size >= data.most
 
 
-def chunk_of(data: Federated, batch_size: int) -> int:
+def chunk_of(data: FederatedData, batch_size: int) -> int:
     """Examples of all of a client's data that a block looks at together."""
     return min(WHOLE_CHUNK, max(BLOCK_CHUNK, width_of(data, batch_size)))
 
@@ -51,10 +51,10 @@ class Order:
 
 
 @dataclass(frozen=True)
-class SingleFeed:
+class ClientBatches:
     """One client's data for ``ModuleProblem``."""
 
-    data: Federated
+    data: FederatedData
     client: int
     order: Order
     rows: np.ndarray
@@ -79,7 +79,7 @@ class SingleFeed:
 
 
 @dataclass(frozen=True)
-class BlockFeed:
+class BlockBatches:
     """A block of n clients for ``BlockProblem``: minibatches padded to one public width, always with 0/1 weights.
 
     Padding repeats the client's own first example at weight 0, and a client without data is made of zeros: no client
@@ -87,7 +87,7 @@ class BlockFeed:
     (an infinite value, say; or nothing) cannot reach another's update, down to its rounding.
     """
 
-    data: Federated
+    data: FederatedData
     clients: Sequence[int]
     order: Order
     rows: Sequence[np.ndarray]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedflat.core.checks import wrong
 from fedflat.core.params import Layout
-from fedflat.core.personal import NOTHING, Own
-from fedflat.core.types import Algorithm, Broadcast, Local, LocalView, Phase, UpdateView, whole_gradient
+from fedflat.core.personal import NOTHING, ClientContext
+from fedflat.core.types import Algorithm, Broadcast, Local, LocalView, Phase, UpdateView, plain_gradient
 from fedflat.engine.problem import Batch, Gradient, Problem
 
 
@@ -55,7 +55,7 @@ def train_client(
     local: Local,
     data: LocalData,
     weights: Tensor,
-    own: Own = NOTHING,
+    own: ClientContext = NOTHING,
 ) -> LocalResult:
     """Local phases, update, mask and transforms of a client (docs/specification.md, "The round", steps 3 and 4).
 
@@ -117,13 +117,13 @@ def _run_phase(
     data: LocalData,
     weights: Tensor,
     record: _Record,
-    own: Own,
+    own: ClientContext,
 ) -> None:
     """K steps of the local optimiser with the phase's gradient rule, in place on the phase's part of ``weights``."""
     part = weights[..., problem.layout.span(phase.part)]
     start = part.clone()
     shared = phase.part != "personal"
-    rule = phase.rule or whole_gradient
+    rule = phase.rule or plain_gradient
     direction = _directions(local, phase)
     lr = rate_of(phase, local, broadcast)
     view = LocalView(

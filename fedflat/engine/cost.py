@@ -1,4 +1,4 @@
-"""What a round costs a client: gradient passes and bytes, read off the method (002 Table I counts the passes)."""
+"""What a round costs a client: gradient passes (as Liu et al. 2025, Table I, counts them) and bytes."""
 
 from __future__ import annotations
 

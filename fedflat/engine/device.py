@@ -18,7 +18,7 @@ from fedflat.core.checks import RunError, wrong
 from fedflat.core.loss import CROSS_ENTROPY, Objective
 from fedflat.core.params import Layout, flatten
 from fedflat.core.types import Broadcast
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import Batch, ModuleProblem
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def device_for(
     backend: str,
     module: nn.Module,
     layout: Layout,
-    data: Federated,
+    data: FederatedData,
     precision: str,
     objective: Objective = CROSS_ENTROPY,
 ) -> torch.device:
@@ -79,7 +79,7 @@ def _named(name: str) -> torch.device:
 def difference(
     module: nn.Module,
     layout: Layout,
-    data: Federated,
+    data: FederatedData,
     precision: str,
     device: torch.device,
     objective: Objective = CROSS_ENTROPY,
@@ -112,7 +112,7 @@ def difference(
     return "" if apart <= allowed else f"a gradient is {apart:.1%} away from the processor's"
 
 
-def placed(data: Federated, device: torch.device) -> Federated:
+def placed(data: FederatedData, device: torch.device) -> FederatedData:
     """The federation with its examples on a device; clients' rows stay on the processor, where batches are drawn."""
     if data.inputs.device == device:
         return data

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.device import exact, out_of_memory
 from fedflat.engine.problem import ModuleProblem
 
@@ -117,7 +117,7 @@ def class_accuracy(found: Scores, targets: Tensor) -> list[float | None]:
 
 
 def client_accuracies(
-    problem: ModuleProblem, data: Federated, weights_of: Callable[[int], Tensor], clients: Sequence[int]
+    problem: ModuleProblem, data: FederatedData, weights_of: Callable[[int], Tensor], clients: Sequence[int]
 ) -> np.ndarray:
     """Accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it; loss where the
     task has no accuracy."""

@@ -37,7 +37,7 @@ class Trace:
     """All evaluations of a block: each layer's inputs (``acts``, shared by evaluations on the same minibatch) and the
     gradients δ at its outputs, with the Gram matrices that have been needed so far."""
 
-    stack: tuple[Linear, ...]
+    layers: tuple[Linear, ...]
     clients: int
     size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -99,7 +99,7 @@ class Trace:
     def squares(self, steps: Mapping[int, Coefficient]) -> Tensor:
         """‖Σ c_s·g_s‖² ``(n,)`` in float64; infinite where a Gram matrix leaves float32's safe range."""
         total = torch.zeros(self.clients, dtype=torch.float64, device=self.device)
-        for index, layer in enumerate(self.stack):
+        for index, layer in enumerate(self.layers):
             mixed = list(self.mixed(index, steps).items())
             for i, (p, u) in enumerate(mixed):
                 for q, v in mixed[: i + 1]:
@@ -278,7 +278,7 @@ class Factored:
         out = torch.zeros(count, trace.size, device=trace.device) if shared is None else shared.repeat(count, 1)
         for base, c in others:
             out.addcmul_(c[pick], base[None])
-        for index, layer in enumerate(trace.stack):
+        for index, layer in enumerate(trace.layers):
             matrix = layer.matrix(out)
             for slot, u in trace.mixed(index, self.steps).items():
                 matrix.baddbmm_(u[pick].transpose(1, 2), trace.acts[index][slot][pick])
@@ -323,7 +323,7 @@ class Factored:
     def _along(self, vector: Tensor) -> Tensor:
         """Inner products ``(n,)`` of the gradients' combination with a common vector."""
         total = torch.zeros(self.trace.clients, dtype=torch.float64, device=self.trace.device)
-        for index, layer in enumerate(self.trace.stack):
+        for index, layer in enumerate(self.trace.layers):
             for slot, u in self.trace.mixed(index, self.steps).items():
                 projected = self.trace.acts[index][slot] @ layer.matrix(vector).T
                 if layer.bias is not None:

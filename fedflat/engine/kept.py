@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Algorithm, Broadcast, Local, StateView
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, rate_of, steps_of
 from fedflat.engine.device import sent
 
 
-def states_of(algorithm: Algorithm, heads: Heads, client: int, shared: Tensor) -> dict[str, Tensor]:
+def states_of(algorithm: Algorithm, heads: PersonalState, client: int, shared: Tensor) -> dict[str, Tensor]:
     """A client's named states ``(d,)``, where ``shared`` lies."""
     return {state.name: heads.state(state.name, client, shared) for state in algorithm.client_state}
 
 
 def add_trained(
     accumulator: Accumulator,
-    heads: Heads,
+    heads: PersonalState,
     algorithm: Algorithm,
     local: Local,
     broadcast: Broadcast,

@@ -78,24 +78,24 @@ class _Rows:
     """Some clients' factors in float64, in rooms of one shape; inputs have a column of ones behind them, for b."""
 
     def __init__(self, vectors: Factored) -> None:
-        self.trace, self.absent, stack = vectors.trace, vectors.absent, vectors.trace.stack
-        self.mixed = [list(self.trace.mixed(index, vectors.steps).items()) for index in range(len(stack))]
+        self.trace, self.absent, layers = vectors.trace, vectors.absent, vectors.trace.layers
+        self.mixed = [list(self.trace.mixed(index, vectors.steps).items()) for index in range(len(layers))]
         lengths = [sum(u.shape[1] for _, u in mixed) for mixed in self.mixed]
         columns = [
-            -(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in stack
+            -(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in layers
         ]  # products of aligned rows are faster
         limit = TOGETHER if self.trace.device.type == "cpu" else TOGETHER_ON_GPU
         largest = 1 + max(rows * width for rows, width in zip(lengths, columns))
         self.together = max(1, min(limit, TERMS // (1 + max(lengths)), ROOM // largest))
         empty = torch.zeros(0, dtype=torch.float64, device=self.trace.device)
         self.inputs, self.deltas = list[Tensor](), list[Tensor]()
-        for rows, width, layer in zip(lengths, columns, stack):
+        for rows, width, layer in zip(lengths, columns, layers):
             self.inputs.append(empty.new_zeros(self.together, rows, width))
             if layer.bias is not None:
                 self.inputs[-1][..., layer.inputs] = 1.0
             self.deltas.append(empty.new_zeros(self.together, rows, layer.outputs))
         self._bases(vectors)
-        widest, pairs = max(layer.inputs + layer.outputs for layer in stack), sum(rows**2 for rows in lengths)
+        widest, pairs = max(layer.inputs + layer.outputs for layer in layers), sum(rows**2 for rows in lengths)
         self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + SPARE)
         dense = self.trace.size if len(self.bases) else 0
         self.norm_error = gamma(max(PRODUCTS, widest + pairs) + dense + 2 * SPARE)
@@ -115,7 +115,7 @@ class _Rows:
         """Fill the rooms with the clients from ``start`` on; their number."""
         stop = min(start + self.together, self.trace.clients)
         count = stop - start
-        for index, (layer, x, u) in enumerate(zip(self.trace.stack, self.inputs, self.deltas)):
+        for index, (layer, x, u) in enumerate(zip(self.trace.layers, self.inputs, self.deltas)):
             at = 0
             for slot, delta in self.mixed[index]:
                 to = at + delta.shape[1]
@@ -127,7 +127,7 @@ class _Rows:
         if self.absent is not None:  # no other way for the others: each is measured as if everybody were there
             gone = torch.nonzero(self.absent[start:stop])[:, 0]
             self.coefficients[gone] = 0.0
-            for layer, x, u in zip(self.trace.stack, self.inputs, self.deltas):
+            for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
                 x[gone, :, : layer.inputs], u[gone] = 0.0, 0.0
         return count
 
@@ -135,7 +135,7 @@ class _Rows:
         """Norms N and sizes b ``(together,)``; not finite where a factor is not."""
         a = self.coefficients
         square, size = ((a @ self.products) * a).sum(1), a.abs() @ self.products.diagonal().sqrt()
-        for layer, x, u in zip(self.trace.stack, self.inputs, self.deltas):
+        for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
             pairs = torch.bmm(x, x.transpose(1, 2)).mul_(torch.bmm(u, u.transpose(1, 2)))
             size = size + pairs.diagonal(dim1=1, dim2=2).sqrt().sum(1)
             square = square + pairs.sum((1, 2))
@@ -146,7 +146,7 @@ class _Rows:
     def written(self, place: int) -> Tensor:
         """One client's vector ``(D,)`` written out."""
         out = self.coefficients[place] @ self.bases
-        for layer, x, u in zip(self.trace.stack, self.inputs, self.deltas):
+        for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
             _add(layer, out, u[place].T @ x[place])
         return out
 
@@ -155,9 +155,9 @@ class _Rows:
         gone = factors == 0
         if bool(gone.any()):  # zero times NaN is NaN
             self.coefficients[gone] = 0.0
-            for layer, x, u in zip(self.trace.stack, self.inputs, self.deltas):
+            for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
                 x[gone, :, : layer.inputs], u[gone] = 0.0, 0.0
-        for layer, x, u in zip(self.trace.stack, self.inputs, self.deltas):
+        for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
             u.mul_(factors[:, None, None])
             _add(layer, total, u.flatten(0, 1).T @ x.flatten(0, 1))
         if len(self.bases):

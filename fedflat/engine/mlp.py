@@ -43,20 +43,20 @@ class Linear:
         return vector[..., self.weight].view(*vector.shape[:-1], self.outputs, self.inputs)
 
 
-def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
+def layers_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
     """The module as a stack of linear layers, or None if it is anything else.
 
     Read: ``nn.Sequential`` of Flatten, Linear, ReLU and Tanh, and modules that list such layers with a method
-    ``stack()``. What was read is compared with the module itself, loss and gradient, before it is believed.
+    ``linear_layers()``. What was read is compared with the module itself, loss and gradient, before it is believed.
     """
-    layers = _layers(module)
+    listed = _layers(module)
     counted = sum(p.requires_grad or not _headed(module) for p in module.parameters())
-    if layers is None or len(layout.names) != counted:
+    if listed is None or len(layout.names) != counted:
         return None
     where = dict(zip(layout.names, layout.tensors()))
     names = {id(p): n for n, p in module.named_parameters()}
     found: list[Linear] = []
-    for layer in modules:
+    for layer in listed:
         if isinstance(layer, nn.Linear):
             bias = None if layer.bias is None else where[names[id(layer.bias)]]
             found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
@@ -65,12 +65,12 @@ def stack_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
                 return None
             last = found.pop()
             found.append(Linear(last.inputs, last.outputs, last.weight, last.bias, _ACTIVATIONS[type(layer)]))
-    stack = tuple(found)
-    return stack if stack and stack[-1].activation == "none" and _agrees(module, layout, stack) else None
+    layers = tuple(found)
+    return layers if layers and layers[-1].activation == "none" and _agrees(module, layout, layers) else None
 
 
 def _layers(module: nn.Module) -> list[nn.Module] | None:
-    listed = getattr(module, "stack", None)
+    listed = getattr(module, "linear_layers", None)
     layers = list(module) if type(module) is nn.Sequential else listed() if callable(listed) else None
     if layers is None or (any(True for _ in module.buffers()) and not _headed(module)):
         return None
@@ -92,11 +92,11 @@ def _flattens(layer: nn.Module) -> bool:
     return type(layer) is nn.Flatten and layer.start_dim == 1 and layer.end_dim == -1
 
 
-def _agrees(module: nn.Module, layout: Layout, stack: tuple[Linear, ...]) -> bool:
+def _agrees(module: nn.Module, layout: Layout, layers: tuple[Linear, ...]) -> bool:
     """Whether made-up examples give the module's own loss and gradient: it may have hooks, or a forward of its own."""
     parameters = dict(module.named_parameters())
     chosen = [parameters[name] for name in layout.names]
-    inputs = torch.linspace(-1, 1, 2 * stack[0].inputs).sin().reshape(2, -1).to(chosen[0].device)
+    inputs = torch.linspace(-1, 1, 2 * layers[0].inputs).sin().reshape(2, -1).to(chosen[0].device)
     targets = torch.zeros(2, dtype=torch.int64, device=inputs.device)
     try:
         losses, _ = example_loss(module(inputs), targets)
@@ -104,11 +104,11 @@ def _agrees(module: nn.Module, layout: Layout, stack: tuple[Linear, ...]) -> boo
     except (RuntimeError, ValueError):
         return False
     vector = torch.cat([p.detach().reshape(-1) for p in chosen])[None]
-    matrices = [layer.matrix(vector) for layer in stack]
-    states = forward(stack, inputs[None], lambda index, x: affine(stack[index], matrices[index], vector, x))
+    matrices = [layer.matrix(vector) for layer in layers]
+    states = forward(layers, inputs[None], lambda index, x: affine(layers[index], matrices[index], vector, x))
     loss, _, delta = head(states[-1], Batch(inputs[None], targets[None]))
     whole = torch.empty_like(vector)
-    write_gradient(stack, matrices, states, delta, whole)
+    write_gradient(layers, matrices, states, delta, whole)
     expected = torch.cat([g.reshape(-1) for g in grads])
     return torch.allclose(loss, losses.mean(), rtol=LOSS, atol=LOSS / 100) and torch.allclose(
         whole[0], expected, rtol=GRADIENT, atol=GRADIENT / 100 * max(1.0, float(expected.abs().max()))
@@ -122,10 +122,10 @@ def affine(layer: Linear, matrix: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return torch.baddbmm(weights[:, None, layer.bias].to(x.dtype), x, matrix.transpose(1, 2))
 
 
-def forward(stack: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor]:
+def forward(layers: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor]:
     """Input of every layer, then the logits: ``[(n, b, inputs_0), …, (n, b, classes)]``."""
     states = [x]
-    for index, layer in enumerate(stack):
+    for index, layer in enumerate(layers):
         y = apply(index, states[-1])  # type: ignore[operator]
         states.append(F.relu_(y) if layer.activation == "relu" else y.tanh_() if layer.activation == "tanh" else y)
     return states
@@ -164,11 +164,11 @@ def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:
 
 
 def write_gradient(
-    stack: tuple[Linear, ...], matrices: list[Tensor], states: list[Tensor], delta: Tensor, out: Tensor
+    layers: tuple[Linear, ...], matrices: list[Tensor], states: list[Tensor], delta: Tensor, out: Tensor
 ) -> None:
     """Back through the stack, in the precision of W's, inputs and ``delta``: the gradients into ``out (n, D)``."""
-    for index in reversed(range(len(stack))):
-        layer, x = stack[index], states[index]
+    for index in reversed(range(len(layers))):
+        layer, x = layers[index], states[index]
         if delta.dtype == out.dtype:
             torch.bmm(delta.transpose(1, 2), x, out=layer.matrix(out))
         else:
@@ -176,4 +176,4 @@ def write_gradient(
         if layer.bias is not None:
             torch.sum(delta, 1, dtype=out.dtype, out=out[:, layer.bias])
         if index:
-            delta = through(stack[index - 1].activation, torch.bmm(delta, matrices[index]), x)
+            delta = through(layers[index - 1].activation, torch.bmm(delta, matrices[index]), x)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.core.checks import InputError
-from fedflat.core.held import Held
+from fedflat.core.held import StateWatch
 from fedflat.core.loss import CROSS_ENTROPY, Objective, weighted_mean
 from fedflat.core.onednn import looked_at
 from fedflat.core.params import Layout
@@ -89,7 +89,7 @@ class Buffers:
                 self._versions[index] = buffer._version
 
 
-def refuse_change(watched: Held, of: str = "model", *, everything: bool = False) -> None:
+def refuse_change(watched: StateWatch, of: str = "model", *, everything: bool = False) -> None:
     """Raise InputError, naming it, where something is not as it was before the first client."""
     found = watched.changed(everything=everything)
     if found is not None:
@@ -133,15 +133,15 @@ class ModuleProblem:
         self._twins = [module]
         self.module.train()
         self._watched = [self._watch(module)]
-        self._loss = None if objective.own is None else Held(objective.own)
+        self._loss = None if objective.own is None else StateWatch(objective.own)
 
-    def _watch(self, module: nn.Module) -> Held:
-        return Held(module, self.parameters, module.buffers())
+    def _watch(self, module: nn.Module) -> StateWatch:
+        return StateWatch(module, self.parameters, module.buffers())
 
     def settle(self, *, everything: bool = False) -> None:
         """After a client: undo what was written into buffers, and raise InputError, by name, for any other change.
 
-        everything: look into all tensors (see ``Held.changed``).
+        everything: look into all tensors (see ``StateWatch.changed``).
         """
         self._buffers.restore()
         for watched in self._watched:
@@ -248,7 +248,7 @@ class BlockProblem:
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
         self._fixed |= dict(module.named_buffers())
         self._buffers = Buffers(module)
-        self._watched = Held(module, [p for n, p in module.named_parameters() if n in trained], module.buffers())
+        self._watched = StateWatch(module, [p for n, p in module.named_parameters() if n in trained], module.buffers())
 
     def settle(self, *, everything: bool = False) -> None:
         """After a block: as ``ModuleProblem.settle``."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import wrong
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
 from fedflat.privacy.ledger import Entry, Ledger, run_of
@@ -41,7 +41,7 @@ class Start:
     """Where a run goes on."""
 
     state: RoundState
-    heads: Heads
+    heads: PersonalState
     history: list[Record]
     private: list[Record]
 
@@ -50,10 +50,10 @@ def first_start(job: Job) -> Start:
     """The start of a run that has no record yet: w^0, before round 0."""
     size = job.parts.layout.dimension
     state = job.parts.first_state(job.first[:size], job.threshold)
-    return Start(state, Heads(job.first[size:].clone()), [], [])
+    return Start(state, PersonalState(job.first[size:].clone()), [], [])
 
 
-def take_up(job: Job, ledger: Ledger) -> Start:
+def resume_run(job: Job, ledger: Ledger) -> Start:
     """The state to go on from, with ``job.key`` chosen and everything charged that may be released twice.
 
     Raises:

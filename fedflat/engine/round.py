@@ -214,10 +214,10 @@ def _malformed(aggregate: Aggregate) -> dict[str, int]:
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
-    """Norms against the clip, ᾱ and α̃ (000 Eq. 15), signal-to-noise, and the two errors as norms of the round's sum.
+    """Norms against the clip, ᾱ and α̃ (Shi et al. 2023a, Eq. 15), signal-to-noise, and both errors as norms of the sum.
 
     noise_norm is the L2 norm of what the noise added to the sum; clip_bias = Σ‖Δ_i‖·|1 − α_i| is at least the norm of
-    what the clip took from it (004 Eq. 2 has the mean square of each for one client, per coordinate).
+    what the clip took from it (Cheng et al. 2022, Eq. 2 has the mean square of each for one client, per coordinate).
     """
     norms, factors = aggregate.norms, aggregate.factors
     facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedflat.core.checks import RunError
-from fedflat.core.personal import Heads, Own
+from fedflat.core.personal import ClientContext, PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.ahead import ahead
-from fedflat.engine.batches import Order, SingleFeed
+from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
 from fedflat.engine.evaluate import (
@@ -37,7 +37,7 @@ from fedflat.engine.evaluate import (
 )
 from fedflat.engine.parts import Parts
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.resume import Start, first_start, ledger_mark, take_up
+from fedflat.engine.resume import Start, first_start, ledger_mark, resume_run
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Claiming, Plan
@@ -58,7 +58,9 @@ class Backend(Protocol):
 
     name: str
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None: ...
+    def train(
+        self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Job:
     """
 
     parts: Parts
-    data: Federated
+    data: FederatedData
     problem: ModuleProblem
     backend: Backend
     first: Tensor
@@ -131,7 +133,7 @@ class Outcome:
     """Where a run ended. ``stopped`` says why, if before the last round."""
 
     state: RoundState
-    heads: Heads
+    heads: PersonalState
     history: list[Record]
     private: list[Record]
     entries: list[Record]
@@ -189,7 +191,7 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
     made = [file for file in (path, path.with_suffix(".lock")) if not file.exists()]
     with Ledger.open(path) as ledger:
         try:
-            start = take_up(job, ledger)
+            start = resume_run(job, ledger)
         except BaseException:
             if path in made and not ledger.entries:  # no trace of an attempt at a run whose ledger is gone
                 for file in made:
@@ -213,7 +215,7 @@ class MemoryLedger:
 
 
 def _one_round(
-    job: Job, state: RoundState, heads: Heads, ledger: Ledger, saved: Callable[[], object]
+    job: Job, state: RoundState, heads: PersonalState, ledger: Ledger, saved: Callable[[], object]
 ) -> tuple[RoundState, Record, Record]:
     """One round from the secret cohort to the evaluated new state. saved: waits for the last round's checkpoint."""
     began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
@@ -268,7 +270,7 @@ class _Clock:
 
 
 def _save(
-    job: Job, state: RoundState, heads: Heads, released: Record, hidden: Record, ledger: Record
+    job: Job, state: RoundState, heads: PersonalState, released: Record, hidden: Record, ledger: Record
 ) -> Callable[[], object]:
     """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again.
 
@@ -330,7 +332,7 @@ def _due(round: int, every: int, rounds: int) -> bool:
     return round % every == 0 or round == rounds
 
 
-def _evaluate(job: Job, state: RoundState, heads: Heads) -> tuple[Record, Record]:
+def _evaluate(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
     """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
     data, rounds, finished = job.data, job.parts.plan.rounds, state.round
     last = finished == job.last_round
@@ -370,7 +372,7 @@ def _personal(algorithm: Algorithm) -> bool:
     return algorithm.head is not None or algorithm.finetune is not None
 
 
-def _personal_weights(job: Job, state: RoundState, heads: Heads) -> Callable[[int], Tensor]:
+def _personal_weights(job: Job, state: RoundState, heads: PersonalState) -> Callable[[int], Tensor]:
     """Client -> the weights it would use itself: own head, or the global model fine-tuned on its own data."""
     tune = job.parts.algorithm.finetune
     if tune is None:
@@ -386,11 +388,11 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
     alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
     broadcast = Broadcast(state.round, state.released, math.inf, parts.local.rate(max(state.round - 1, 0)))
     order = Order(job.seed, state.round, parts.local.batch_size)
-    feed = SingleFeed(job.data, client, order, rows)
+    local_data = ClientBatches(job.data, client, order, rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
         weights = weights.to(device)
-        own = Own(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
-        train_client(alone, job.problem, sent(broadcast, device), parts.local, feed, weights, own)
+        own = ClientContext(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
+        train_client(alone, job.problem, sent(broadcast, device), parts.local, local_data, weights, own)
     return weights
 
 

@@ -25,8 +25,8 @@ from fedflat.federation.client.store import Store
 from fedflat.federation.exits import status_of
 from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, must_be_free, private
 from fedflat.federation.launch.project import (
+    ADDRESSES_FILE,
     CONTROL_CERTIFICATE,
-    DOORS,
     HERE,
     PACKAGE,
     client_folder,
@@ -54,14 +54,14 @@ class Federation:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (self.project / DOORS).is_file():
+        if not (self.project / ADDRESSES_FILE).is_file():
             raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
-        from fedflat.federation.superlink import Doors, shown
+        from fedflat.federation.superlink import Addresses, shown
 
-        doors = Doors.read(self.project)
-        self.doors = (doors.listen, doors.control)
-        self.host, self.port = doors.listen
-        self.control = shown(doors.control)
+        addresses = Addresses.read(self.project)
+        self.addresses = (addresses.listen, addresses.control)
+        self.host, self.port = addresses.listen
+        self.control = shown(addresses.control)
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
 
@@ -77,8 +77,8 @@ class Federation:
     def start(self, clients: Sequence[int] | None = None) -> None:
         """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
-        for host, port in (*self.doors, *((HERE, node_port(self.port, client)) for client in chosen)):
-            must_be_free(str(self.project / DOORS), host, port)
+        for host, port in (*self.addresses, *((HERE, node_port(self.port, client)) for client in chosen)):
+            must_be_free(str(self.project / ADDRESSES_FILE), host, port)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)

@@ -147,12 +147,12 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m fedflat.federation.lock PROJECT", file=sys.stderr)
         return 2
-    from fedflat.federation.superlink import Doors, shown
+    from fedflat.federation.superlink import Addresses, shown
 
     def work() -> int:
         project = Path(arguments[0])
         credentials = project / "flower" / "credentials.yaml"
-        write_lock(project / "server" / LOCK, credentials, shown(Doors.read(project).control))
+        write_lock(project / "server" / LOCK, credentials, shown(Addresses.read(project).control))
         print(f"{credentials}: a new operator's token; start the SuperLink again")
         return 0
 

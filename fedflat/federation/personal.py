@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import wrong
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.threads import using_threads
 from fedflat.core.types import RoundState
 from fedflat.engine.evaluate import scores
@@ -50,7 +50,7 @@ def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
     if shared.shape != (size,):
         raise wrong("--model", f"{shared.numel()} shared parameters", f"{size}, as the recipe's model has")
     first = job.first[size:]
-    heads = Heads(first, {number: client.store.head(first, round)})
+    heads = PersonalState(first, {number: client.store.head(first, round)})
     with using_threads(1):
         plain = scores(job.problem, torch.cat([shared, first]), inputs, targets).mean()[1]
         own = heads.whole(shared, number)

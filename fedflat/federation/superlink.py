@@ -25,7 +25,7 @@ from fedflat.federation.exits import status_of
 from fedflat.federation.launch.certificates import write_authority_and_server
 from fedflat.federation.launch.flower import check_flower
 from fedflat.federation.launch.processes import hang_up_is_an_end, must_be_free, private
-from fedflat.federation.launch.project import CONTROL_CERTIFICATE, DOORS, PACKAGE, environment
+from fedflat.federation.launch.project import ADDRESSES_FILE, CONTROL_CERTIFICATE, PACKAGE, environment
 from fedflat.federation.lock import LOCK, OperatorOnly, address_of, fleet_only, loopback_of, read_lock
 from fedflat.federation.roster import Roster
 from fedflat.federation.task import ROSTER
@@ -38,26 +38,26 @@ LOOK = 0.05
 
 
 @dataclass(frozen=True)
-class Doors:
+class Addresses:
     """Addresses (host, port) that the SuperLink listens at."""
 
     listen: tuple[str, int]
     control: tuple[str, int]
 
     @classmethod
-    def read(cls, project: Path) -> Doors:
+    def read(cls, project: Path) -> Addresses:
         """What ``server/superlink.toml`` of a project says; InputError unless orders come from this machine alone."""
-        path = project / DOORS
+        path = project / ADDRESSES_FILE
         try:
             found = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: found no addresses ({error}); allowed: what fedflat deploy wrote.") from error
-        doors = cls(
+        addresses = cls(
             address_of(f"{path}: listen", found.get("listen")), loopback_of(f"{path}: control", found.get("control"))
         )
-        if doors.listen[1] == doors.control[1]:
-            raise wrong(f"{path}: control", f"port {doors.control[1]}, as in listen", "another port")
-        return doors
+        if addresses.listen[1] == addresses.control[1]:
+            raise wrong(f"{path}: control", f"port {addresses.control[1]}, as in listen", "another port")
+        return addresses
 
 
 def serve(project: Path) -> int:
@@ -67,13 +67,13 @@ def serve(project: Path) -> int:
         InputError: no project, a control address or a key open to others, no lock, or a port that is taken.
     """
     check_flower()
-    doors, lock = Doors.read(project), read_lock(project / "server" / LOCK)
+    addresses, lock = Addresses.read(project), read_lock(project / "server" / LOCK)
     roster = Roster.read(project / "app" / PACKAGE / ROSTER)
     key = project / "certificates" / "server.key"
     if not key.is_file() or key.stat().st_mode & 0o077:
         raise wrong(str(key), "no such file" if not key.is_file() else "a mode other than 0600", "a private key, 0600")
-    for door, address in (("listen", doors.listen), ("control", doors.control)):
-        must_be_free(f"{project / DOORS}: {door}", *address)
+    for door, address in (("listen", addresses.listen), ("control", addresses.control)):
+        must_be_free(f"{project / ADDRESSES_FILE}: {door}", *address)
     private()
     hang_up_is_an_end()
     os.environ.update(environment(project))
@@ -81,11 +81,11 @@ def serve(project: Path) -> int:
         os.environ.pop(door, None)
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
     shutil.rmtree(own, ignore_errors=True)
-    write_authority_and_server(own, [doors.control[0]], keep=False)  # new at each start, for this process
-    runtime = Runtime(shown(doors.control), own / "ca.crt", secrets.token_bytes(32))
+    write_authority_and_server(own, [addresses.control[0]], keep=False)  # new at each start, for this process
+    runtime = Runtime(shown(addresses.control), own / "ca.crt", secrets.token_bytes(32))
     start_worker(runtime, "flwr-serverapp", server_work((project / "app").absolute()))
-    app = _application(doors, own, lock, runtime.secret)
-    _run(app, fleet_only(app, _register(app, roster)), doors, own, project / "certificates")
+    app = _application(addresses, own, lock, runtime.secret)
+    _run(app, fleet_only(app, _register(app, roster)), addresses, own, project / "certificates")
     return 0
 
 
@@ -95,12 +95,12 @@ def shown(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _application(doors: Doors, own: Path, lock: bytes, secret: bytes) -> Any:
+def _application(addresses: Addresses, own: Path, lock: bytes, secret: bytes) -> Any:
     """Flower's SuperLink: registered SuperNodes only, state in memory, apps run by our worker, orders by token."""
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
     from flwr.superlink.main import create_app
 
-    host, port = doors.control
+    host, port = addresses.control
     sys.argv = [
         "flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", f"{own}/ca.crt",
         "--ssl-certfile", f"{own}/server.crt", "--ssl-keyfile", f"{own}/server.key",
@@ -127,7 +127,7 @@ def _register(app: Any, roster: Roster) -> set[bytes]:
     return known
 
 
-def _run(app: Any, outside: Any, doors: Doors, own: Path, public: Path) -> None:
+def _run(app: Any, outside: Any, addresses: Addresses, own: Path, public: Path) -> None:
     """Both addresses of one application: the network's in a thread, control in the main one, which gets the signals."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
@@ -144,8 +144,8 @@ def _run(app: Any, outside: Any, doors: Doors, own: Path, public: Path) -> None:
             )
         )  # fmt: skip
 
-    control = server(app, doors.control, own)
-    network = server(outside, doors.listen, public, lifespan="off")
+    control = server(app, addresses.control, own)
+    network = server(outside, addresses.listen, public, lifespan="off")
 
     def open_to_the_network() -> None:
         while not (control.started or control.should_exit):

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.federation.roster import Roster
 from fedflat.federation.wire import PROTOCOL
 
@@ -27,7 +27,7 @@ RECIPE, TASK, ROSTER = "recipe.yaml", "task.json", "roster.json"
 
 
 @dataclass(frozen=True)
-class Form:
+class DataSpec:
     """The public form of the data: shape and type of one example, number of classes and clients."""
 
     name: str
@@ -39,7 +39,7 @@ class Form:
     padding: int = 0
 
     @classmethod
-    def of(cls, data: Federated) -> Form:
+    def of(cls, data: FederatedData) -> DataSpec:
         """The form of a federation's data."""
         kind = str(data.inputs.dtype).removeprefix("torch.")
         return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
@@ -53,7 +53,7 @@ class Form:
         client: int | None = None,
         own: tuple[Tensor, Tensor] | None = None,
         test: tuple[Tensor, Tensor] | None = None,
-    ) -> Federated:
+    ) -> FederatedData:
         """What one party sees of the federation: its own examples if it is a client, the public test set if it has
         one.
         """
@@ -64,7 +64,7 @@ class Form:
             parts[client] = np.arange(len(inputs), dtype=np.int64)
         held = (nothing,) * self.clients
         shown, answers = test if test is not None else (None, None)
-        return Federated(
+        return FederatedData(
             inputs, targets, tuple(parts), held, shown, answers, self.classes, self.name, self.vocabulary, self.padding
         )
 
@@ -93,7 +93,7 @@ class Task:
     """
 
     recipe: Recipe
-    form: Form
+    form: DataSpec
     roster: Roster
     pin: str
     identity: str = ""
@@ -104,7 +104,7 @@ class Task:
         roster = Roster.read(folder / ROSTER)
         try:
             found = json.loads((folder / TASK).read_text(encoding="utf-8"))
-            form = Form(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
+            form = DataSpec(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
@@ -124,7 +124,7 @@ class Task:
         (folder / ROSTER).write_text(json.dumps(self.roster.dump(), indent=1) + "\n", encoding="utf-8")
 
 
-def write_form(folder: Path, form: Form) -> None:
+def write_form(folder: Path, form: DataSpec) -> None:
     """Write the public form of the data to ``task.json`` in the folder."""
     value: Mapping[str, Any] = {"protocol": PROTOCOL, "form": asdict(form)}
     (folder / TASK).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """What the server sends one client. nonce: 16 random bytes, to be answered once. pin: hash of recipe and task."""
 
     client: int
@@ -102,7 +102,7 @@ def parts_of(content: Any) -> tuple[Any, Any]:
     return arrays, facts
 
 
-def write_ask(ask: Ask, shared: Any = None) -> Any:
+def write_request(ask: Request, shared: Any = None) -> Any:
     """The content of a server's message. shared: ``write_broadcast``'s result, packed once for the whole cohort."""
     from flwr.app import ConfigRecord, RecordDict
 
@@ -121,7 +121,7 @@ def write_broadcast(broadcast: Broadcast) -> Any:
     return _records(arrays, {"round": broadcast.round, "draw": broadcast.draw, **numbers})
 
 
-def read_ask(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Ask:
+def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Request:
     """A checked ask for a model with d = ``dimension`` shared parameters, or ``Malformed``.
 
     vectors: the names of the vectors ``(d,)`` that the method broadcasts; all of them must be there, and no other.
@@ -147,7 +147,7 @@ def read_ask(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Ask:
     pin = facts.get("pin")
     if not isinstance(pin, str):
         raise Malformed("form")
-    return Ask(number(facts, "client"), nonce_of(facts), pin, broadcast)
+    return Request(number(facts, "client"), nonce_of(facts), pin, broadcast)
 
 
 def write_answer(answer: Answer) -> Any:

@@ -44,7 +44,7 @@ class Dense(nn.Module):
             x = F.relu(layer(x))
         return cast(Tensor, self.layers[-1](x))
 
-    def stack(self) -> list[nn.Module]:
+    def linear_layers(self) -> list[nn.Module]:
         """The same function as a list of plain layers, for back ends that write the arithmetic out."""
         listed: list[nn.Module] = [nn.Flatten()]
         for layer in self.layers:

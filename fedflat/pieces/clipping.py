@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedflat.core import wide
 from fedflat.core.checks import in_range, wrong
-from fedflat.core.held import Held, global_generators
+from fedflat.core.held import StateWatch, global_generators
 
 
 def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
@@ -120,7 +120,7 @@ class PerTensor:
 
 
 @dataclass(frozen=True)
-class EachTensor:
+class PublishedPerTensor:
     """Published item 1: every one of L tensors clipped to C on its own, so that a message's norm is up to C·√L.
 
     The noise of that procedure is σC all the same, so the clip is for ``privacy.protocol: published`` only.
@@ -132,7 +132,7 @@ class EachTensor:
         """C·√L, which is true, whatever the noise was made for."""
         return threshold * math.sqrt(self.tensors)
 
-    def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
         """C for every message ``(n,)``: what its noise is made for."""
         return torch.full((len(messages),), threshold, dtype=torch.float64)
 
@@ -143,7 +143,7 @@ class EachTensor:
 
 
 @dataclass(frozen=True)
-class Median:
+class PublishedMedian:
     """Published item 2: each tensor clipped to the median of the client's own tensor norms ("median clipping").
 
     The threshold follows the client's data, so nothing bounds a message: the bound is infinite, and no ε is proven.
@@ -153,7 +153,7 @@ class Median:
         """Infinite: nothing bounds a message."""
         return math.inf
 
-    def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
         """Each message's own median ``(n,)``, the mean of the middle two where L is even; 0 for a broken message."""
         pieces = tensor_norms(messages, tensors)
         median = torch.quantile(torch.nan_to_num(pieces, posinf=0.0), 0.5, dim=1)
@@ -162,7 +162,7 @@ class Median:
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
         norms = norms_of(messages)
-        own = self.own_thresholds(messages, threshold, tensors)[:, None]
+        own = self.client_thresholds(messages, threshold, tensors)[:, None]
         return norms, _factor(tensor_norms(messages, tensors), own) * torch.isfinite(norms)[:, None]
 
 
@@ -197,7 +197,7 @@ class Adaptive:
 
 
 @dataclass(frozen=True)
-class ByNorm:
+class MethodScale:
     """A method's own factor of a message's norm (``Algorithm.scale``), and the clip at C behind it.
 
     rule: (norms ``(n,)``, C) -> factors ``(n,)``. What it says beyond C/‖Δ‖ is cut, so the bound is C whatever it says;
@@ -206,10 +206,10 @@ class ByNorm:
     """
 
     rule: Callable[[Tensor, float], Tensor]
-    _watched: Held = field(init=False, repr=False, compare=False)
+    _watched: StateWatch = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_watched", Held(self.rule))
+        object.__setattr__(self, "_watched", StateWatch(self.rule))
 
     def bound(self, threshold: float) -> float:
         """C, whatever the method's factor says."""
@@ -246,12 +246,12 @@ class ByNorm:
 
 
 @dataclass(frozen=True)
-class Normalise:
+class SmoothedNormalisation:
     """Smoothed normalisation in place of a clip: Δ ← C·Δ/(α + ‖Δ‖), shorter than C (Shulgin et al. 2025a).
 
     alpha: α > 0, in units of the message's norm: far below it a message is multiplied by C/α, far above it has norm C.
 
-    >>> Normalise(alpha=1.0)(torch.tensor([1.0, 3.0]), 2.0)  # norms (n,) -> factors (n,)
+    >>> SmoothedNormalisation(alpha=1.0)(torch.tensor([1.0, 3.0]), 2.0)  # norms (n,) -> factors (n,)
     tensor([1.0000, 0.5000])
     """
 

@@ -22,11 +22,11 @@ CONTROL = "control"
 
 
 @dataclass(frozen=True)
-class Corrected:
+class ScaffoldGradient:
     """The gradient rule g − c_i + c: c_i the client's state, c the broadcast vector, both named ``control``.
 
     >>> variates = {"state": {CONTROL: torch.tensor([1.0])}, "broadcast": {CONTROL: torch.tensor([0.25])}}
-    >>> Corrected()(lambda w: 2 * w, LocalView(torch.zeros(1), 1.0, 1, 0.1, **variates))(torch.tensor([3.0]))
+    >>> ScaffoldGradient()(lambda w: 2 * w, LocalView(torch.zeros(1), 1.0, 1, 0.1, **variates))(torch.tensor([3.0]))
     tensor([5.2500])
     """
 
@@ -35,11 +35,11 @@ class Corrected:
 
 
 @dataclass(frozen=True)
-class WithControl:
+class ScaffoldMessage:
     """The transform that makes the message (Δw, Δc/b), ``(…, d)`` -> ``(…, 2d)``. scale: b > 0.
 
     >>> view = UpdateView((slice(0, 1),), lambda: torch.ones(1), 10, 0.1, broadcast={CONTROL: torch.tensor([0.25])})
-    >>> WithControl(scale=2.0)(torch.tensor([-0.5]), view)  # Δc = −c − Δw/(Kη) = 0.25
+    >>> ScaffoldMessage(scale=2.0)(torch.tensor([-0.5]), view)  # Δc = −c − Δw/(Kη) = 0.25
     tensor([-0.5000,  0.1250])
     """
 
@@ -51,11 +51,11 @@ class WithControl:
 
 
 @dataclass(frozen=True)
-class OwnControl:
+class ClientControl:
     """The client's new control variate: c_i + b·(the second part of what was sent). scale: b > 0.
 
     >>> view = StateView(broadcast={}, state={CONTROL: torch.tensor([1.0])}, steps=10, lr=0.1)
-    >>> OwnControl(scale=2.0)(torch.tensor([-0.5, 0.125]), view)
+    >>> ClientControl(scale=2.0)(torch.tensor([-0.5, 0.125]), view)
     tensor([1.2500])
     """
 
@@ -66,11 +66,11 @@ class OwnControl:
 
 
 @dataclass(frozen=True)
-class MeanControl:
+class ServerControl:
     """The server step c ← c + (m/M)·b·(the mean's second part); hands on the first part. scale: b > 0.
 
     >>> view = ServerView(0, 10, 0.1, (slice(0, 1),), {CONTROL: torch.zeros(1)}, cohort=5.0, clients=50)
-    >>> MeanControl(scale=2.0)(torch.tensor([-0.5, 0.125]), view)
+    >>> ServerControl(scale=2.0)(torch.tensor([-0.5, 0.125]), view)
     (tensor([-0.5000]), {'control': tensor([0.0250])})
     """
 
@@ -85,10 +85,10 @@ class MeanControl:
         return update, {CONTROL: view.slots[CONTROL] + view.cohort / view.clients * self.scale * change}
 
 
-def own_control(scale: float) -> ClientState:
+def client_control(scale: float) -> ClientState:
     """The client state of DP-SCAFFOLD: the control variate c_i ``(d,)``, zero at first. scale: b > 0.
 
-    >>> own_control(2.0).name
+    >>> client_control(2.0).name
     'control'
     """
-    return ClientState(CONTROL, OwnControl(scale))
+    return ClientState(CONTROL, ClientControl(scale))

@@ -20,11 +20,11 @@ MEMORY = "memory"
 
 
 @dataclass(frozen=True)
-class Lacking:
+class Residual:
     """The transform Δ_i − g_i, ``(…, d)`` -> ``(…, d)``: what the client's memory lacks of its update.
 
     >>> view = UpdateView((slice(0, 1),), lambda: torch.ones(1), 10, 0.1, state={MEMORY: torch.tensor([2.0])})
-    >>> Lacking()(torch.tensor([3.0]), view)
+    >>> Residual()(torch.tensor([3.0]), view)
     tensor([1.])
     """
 
@@ -33,10 +33,10 @@ class Lacking:
 
 
 @dataclass(frozen=True)
-class OwnMemory:
+class ClientMemory:
     """The client's new error memory: g_i + what was sent, ``(d,)``.
 
-    >>> OwnMemory()(torch.tensor([0.5]), StateView({}, {MEMORY: torch.tensor([2.0])}, 10, 0.1))
+    >>> ClientMemory()(torch.tensor([0.5]), StateView({}, {MEMORY: torch.tensor([2.0])}, 10, 0.1))
     tensor([2.5000])
     """
 
@@ -45,11 +45,11 @@ class OwnMemory:
 
 
 @dataclass(frozen=True)
-class MeanMemory:
+class FeedbackDirection:
     """The server step g ← g + (m/M)·mean; hands on g ``(d,)``.
 
     >>> view = ServerView(0, 10, 0.1, (slice(0, 1),), {MEMORY: torch.tensor([1.0])}, cohort=5.0, clients=50)
-    >>> MeanMemory()(torch.tensor([2.5]), view)
+    >>> FeedbackDirection()(torch.tensor([2.5]), view)
     (tensor([1.2500]), {'memory': tensor([1.2500])})
     """
 
@@ -61,10 +61,10 @@ class MeanMemory:
         return memory, {MEMORY: memory}
 
 
-def own_memory() -> ClientState:
+def client_memory() -> ClientState:
     """The client state of Fed-α-NormEC: the error memory g_i ``(d,)``, zero at first.
 
-    >>> own_memory().name
+    >>> client_memory().name
     'memory'
     """
-    return ClientState(MEMORY, OwnMemory())
+    return ClientState(MEMORY, ClientMemory())

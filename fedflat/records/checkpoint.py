@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.durable import flush
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import RoundState
 
 KEPT = 3
@@ -40,7 +40,7 @@ def round_of(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def save(folder: Path, state: RoundState, heads: Heads, facts: Mapping[str, Any]) -> Path:
+def save(folder: Path, state: RoundState, heads: PersonalState, facts: Mapping[str, Any]) -> Path:
     """Write the state after ``state.round`` finished rounds; keep the newest few."""
     path = folder / f"round-{state.round:06d}.safetensors"
     tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
@@ -90,7 +90,7 @@ def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
 
 def newest(
     folder: Path, damaged: Callable[[Path, str], object] | None = None
-) -> tuple[RoundState, Heads, Facts] | None:
+) -> tuple[RoundState, PersonalState, Facts] | None:
     """The newest sound checkpoint of a run, or None if there is none. damaged: told of every other one on the way."""
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:
@@ -101,7 +101,7 @@ def newest(
     return None
 
 
-def load(path: Path) -> tuple[RoundState, Heads, Facts]:
+def load(path: Path) -> tuple[RoundState, PersonalState, Facts]:
     """State, heads and recorded facts of one checkpoint.
 
     Raises:
@@ -115,7 +115,7 @@ def load(path: Path) -> tuple[RoundState, Heads, Facts]:
         if apart["of"] != facts["sha256"]:
             raise InputError(f"{other}: found the private half of another checkpoint; allowed: that of {path.name}.")
     state = _state(tensors | hidden, facts)
-    heads = Heads(tensors["heads.first"])
+    heads = PersonalState(tensors["heads.first"])
     heads.unpack(hidden)
     return state, heads, facts
 

@@ -9,7 +9,7 @@ from fedflat.report.metrics import Run
 def rounds_to(run: Run, target: float) -> int | None:
     """Rounds until the shared model's test accuracy (0 to 1) was first at least ``target``; None if it never was.
 
-    Read at the rounds that were evaluated (002 Tables II and III).
+    Read at the rounds that were evaluated (Liu et al. 2025, Tables II and III).
     """
     return next((turn + 1 for turn, value in metrics.column(run.metrics, "test_accuracy") if value >= target), None)
 
@@ -33,7 +33,7 @@ def train_accuracy(run: Run, round: int | None = None) -> float | None:
 
 
 def generalisation_gap(run: Run, measure: str = "final") -> float | None:
-    """Training minus test accuracy at the ``best`` or ``final`` round (000 Table 3); private to the simulation."""
+    """Training minus test accuracy at the ``best`` or ``final`` round (Shi et al. 2023a, Table 3); private."""
     shown = shown_round(run, measure)
     trained = None if shown is None else train_accuracy(run, shown[0])
     return None if shown is None or trained is None else trained - shown[1]

@@ -91,7 +91,7 @@ def compare(
     wide = _at_a_time(settings, cores) if processes is None else whole("processes", processes, 1)
     check_folders(place, settings)
     todo = _announce(tasks(place, settings), tell)
-    crew = _Crew(todo, tell, lambda: claim(place, settings))
+    crew = _WorkerCrew(todo, tell, lambda: claim(place, settings))
     if todo:
         # Threads by what was asked for, not by what is left: a resumed run adds its numbers up in the same order.
         crew.work(_unchecked(settings, todo), min(wide, len(todo)), max(1, cores // wide))
@@ -133,7 +133,7 @@ def _unchecked(settings: list[Setting], todo: list[Task]) -> list[Setting]:
 
 
 @dataclass
-class _Crew:
+class _WorkerCrew:
     """The worker processes of one experiment and what became of its runs.
 
     ended: runs that are done, with why if it was before the last round. failed: with the error. stopped: as asked.
@@ -169,11 +169,13 @@ class _Crew:
         queue, abort = context.Queue(), context.Event()
         pool = ProcessPoolExecutor(processes, context, worker.begin, (queue, stop, abort, threads))
         try:
-            with _deaf():  # workers inherit the ignored signal, so Ctrl-C in their first second cannot end them
+            with (
+                _ignoring_interrupts()
+            ):  # workers inherit the ignored signal, so Ctrl-C in their first second cannot end them
                 checks = [pool.submit(worker.check, setting.recipe) for setting in unchecked]
             self._check(checks, stop)
             self.checked()
-            with _deaf():
+            with _ignoring_interrupts():
                 futures = {pool.submit(worker.work, task): task for task in todo}
             return self._watch(futures, queue)
         except BaseException:
@@ -249,7 +251,7 @@ class _Crew:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def _ignoring_interrupts() -> Iterator[None]:
     """Ignore Ctrl-C for a moment; does nothing outside the main thread, where signals cannot be set."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -283,7 +285,7 @@ def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _collect(folder: Path, settings: list[Setting], crew: _Crew) -> Comparison:
+def _collect(folder: Path, settings: list[Setting], crew: _WorkerCrew) -> Comparison:
     """Read the runs that are done back from their files, and write the tables and the page."""
     every = tasks(folder, settings)
     groups, paths, notes, missing = [], [], [], []

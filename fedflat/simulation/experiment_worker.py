@@ -13,13 +13,13 @@ from typing import Any
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.simulation.experiment_settings import Task
 
 # Set once in each worker process by ``begin``: the queue and the two flags that it shares with the parent.
 _SHARED: dict[str, Any] = {}
-_DATA: dict[str, Federated] = {}  # at most one federation, the last one used
+_DATA: dict[str, FederatedData] = {}  # at most one federation, the last one used
 
 PAUSE = 0.2  # seconds between looks at the flags
 
@@ -41,7 +41,7 @@ def _watch(abort: Any) -> None:
     os._exit(1)  # no clean-up: a run killed at any point can be gone on with
 
 
-def data_for(recipe: Recipe) -> Federated:
+def data_for(recipe: Recipe) -> FederatedData:
     """The recipe's federation; kept until another data section or seed is asked for, one at a time in memory."""
     from fedflat.data.sources import load
 

@@ -25,7 +25,7 @@ from fedflat.core.params import layout_of
 from fedflat.core.rng import stream
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Aggregate, GridMechanism, MeanView
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.parts import Parts
 from fedflat.engine.round import broadcast_of, mean_view
 from fedflat.engine.train import Job
@@ -138,7 +138,7 @@ def drowned(recipe: Recipe, job: Job) -> list[str]:
     return [f"{said} fedflat plan says what would help."] if said else []
 
 
-def _quick(recipe: Recipe, data: Federated, steps: int) -> bool:
+def _quick(recipe: Recipe, data: FederatedData, steps: int) -> bool:
     """Whether a whole round is timed: its module is built once more to count parameters."""
     method = algorithm_of(recipe)
     module, _ = module_of(recipe, None, data, objective_of(recipe, None))
@@ -146,7 +146,7 @@ def _quick(recipe: Recipe, data: Federated, steps: int) -> bool:
     return work * len(method.phases) <= QUICK
 
 
-def made_up(real: Federated, task: str) -> Federated:
+def made_up(real: FederatedData, task: str) -> FederatedData:
     """Random examples of the same form: every client has the same n̄ rows, and none is anybody's."""
     generator, count = stream(0, "made-up examples"), real.examples_per_client
 

@@ -17,11 +17,11 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.records import resolved, state_privacy, write_frozen
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.loss import OwnLoss
+from fedflat.core.loss import CustomLoss
 from fedflat.core.rng import fresh_key
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.evaluate import Metric
 from fedflat.engine.resume import software_of
@@ -44,10 +44,10 @@ def run(
     out: str | Path | None = None,
     *,
     task: str | None = None,
-    loss: OwnLoss | None = None,
+    loss: CustomLoss | None = None,
     metrics: Mapping[str, Metric] | Sequence[str] | None = None,
     algorithm: Algorithm | Factory | None = None,
-    data: Federated | None = None,
+    data: FederatedData | None = None,
     resume: bool = False,
     on_round: Callable[[Record, Record], None] | None = None,
     on_start: Callable[[Job], None] | None = None,

@@ -53,7 +53,7 @@ def test_divergence_at_an_integer_order_equals_the_exact_sum() -> None:
     [(0.95, 300, 10.795, 10.83), (0.95, 200, 8.515, 8.58), (0.8, 300, 15.494, 15.90)],
 )
 def test_epsilon_of_eq_13_at_the_papers_settings(sigma: float, rounds: int, exact: float, library: float) -> None:
-    value, order = bounds.epsilon_000(q=0.1, rounds=rounds, noise_multiplier=sigma, delta=1 / 500)
+    value, order = bounds.renyi_epsilon(q=0.1, rounds=rounds, noise_multiplier=sigma, delta=1 / 500)
     assert value == pytest.approx(exact, abs=5e-4)
     assert library - 0.5 < value < library  # the library's fractional orders are upper bounds of the same formula
     at = bounds.epsilon_at(order, q=0.1, rounds=rounds, noise_multiplier=sigma, delta=1 / 500)
@@ -81,13 +81,13 @@ def test_sensitivity_bounds_of_000() -> None:
 
 def test_theorem_2_of_001_solves_its_own_inequality() -> None:
     q, rounds, epsilon, delta = 0.1, 100, 2.0, 1e-3
-    sigma = bounds.noise_multiplier_001(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
+    sigma = bounds.sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
     order = 1 + 2 * math.log(1 / delta) / epsilon
     spent = rounds * 3.5 * q**2 * order / sigma**2 + math.log(1 / delta) / (order - 1)  # Lemmas 2-4
     assert spent == pytest.approx(epsilon, rel=1e-12)
-    assert bounds.noise_multiplier_001(q=1e-3, rounds=1, epsilon=epsilon, delta=delta) == math.sqrt(0.7)
+    assert bounds.sufficient_noise_multiplier(q=1e-3, rounds=1, epsilon=epsilon, delta=delta) == math.sqrt(0.7)
     with pytest.raises(InputError, match="epsilon: found 20"):
-        bounds.noise_multiplier_001(q=q, rounds=rounds, epsilon=20, delta=delta)
+        bounds.sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=20, delta=delta)
 
 
 def step(**change: float) -> bounds.RoundPrivacy:
@@ -95,7 +95,7 @@ def step(**change: float) -> bounds.RoundPrivacy:
         "samples": 500, "cohort": 50, "smoothness": 1.0, "rho": 0.5, "noise_multiplier": 0.95, "clip": 0.2,
         "dimension": 10, "delta_tilde": 1e-3, "rounds": 300,
     }  # fmt: skip
-    return bounds.round_privacy_003(**{**facts, **change})  # type: ignore[arg-type]
+    return bounds.sample_round_privacy(**{**facts, **change})  # type: ignore[arg-type]
 
 
 def test_theorem_4_of_003() -> None:
@@ -115,7 +115,7 @@ def test_theorem_4_of_003() -> None:
 
 def test_theorem_5_of_003_against_high_precision() -> None:
     one = bounds.RoundPrivacy(0.01, 1e-4)
-    got = bounds.generalization_003(one, samples=500, cohort=50, rounds=300, delta_tilde=0.1)
+    got = bounds.generalization_bound(one, samples=500, cohort=50, rounds=300, delta_tilde=0.1)
     mpmath.mp.dps = 40
     e, t = mpmath.mpf(one.epsilon), 300
     tanh = (mpmath.exp(e) - 1) / (mpmath.exp(e) + 1)
@@ -137,17 +137,17 @@ def test_theorem_5_of_003_against_high_precision() -> None:
 def test_theorem_5_of_003_at_its_edges() -> None:
     one = bounds.RoundPrivacy(0.01, 1e-4)
     with pytest.raises(InputError, match="rounds: found 3; allowed: more rounds"):
-        bounds.generalization_003(one, samples=500, cohort=50, rounds=3, delta_tilde=0.1)
-    never = bounds.generalization_003(
+        bounds.generalization_bound(one, samples=500, cohort=50, rounds=3, delta_tilde=0.1)
+    never = bounds.generalization_bound(
         bounds.RoundPrivacy(3.0, 0.0), samples=500, cohort=50, rounds=10_000, delta_tilde=0.9
     )
     assert never.delta_prime == 0.0 and never.samples_needed == math.inf
 
 
 def test_eq_2_of_004() -> None:
-    error = bounds.update_error_004(3.0, clip=1.0, noise_multiplier=2.0, cohort=8, dimension=4)
+    error = bounds.update_error(3.0, clip=1.0, noise_multiplier=2.0, cohort=8, dimension=4)
     assert error == (1.0, 0.5)
-    assert bounds.update_error_004(0.5, clip=1.0, noise_multiplier=0.0, cohort=1, dimension=4) == (0.0, 0.0)
+    assert bounds.update_error(0.5, clip=1.0, noise_multiplier=0.0, cohort=1, dimension=4) == (0.0, 0.0)
 
 
 def test_alpha_and_its_spread() -> None:

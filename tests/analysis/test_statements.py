@@ -32,7 +32,7 @@ def test_theorem_2_of_001_with_lemma_4s_condition() -> None:
     assert found.limit == pytest.approx(by_hand) and not found.holds and found.order > found.limit
     small = bounds.noise_condition_001(q=0.0005, rounds=10, epsilon=6.0, delta=1e-3)
     assert small.order == pytest.approx(1 + math.log(1e3) / 3) and small.holds
-    q, sigma = 0.1, bounds.noise_multiplier_001(q=0.1, rounds=100, epsilon=2.0, delta=1e-3)
+    q, sigma = 0.1, bounds.sufficient_noise_multiplier(q=0.1, rounds=100, epsilon=2.0, delta=1e-3)
     order = 1 + math.log(1e3)
     assert 100 * bounds.rdp_001(q, sigma, order) + math.log(1e3) / (order - 1) == pytest.approx(2.0)
 

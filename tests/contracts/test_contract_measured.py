@@ -21,13 +21,13 @@ from fedflat.assembly.jobs import prepare
 from fedflat.backends.mlp.lowrank import LowRankProblem
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import flatten, layout_of
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
 from fedflat.engine import accumulate, measured
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Factored, Trace
-from fedflat.engine.mlp import Linear, stack_of
+from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.pieces.clipping import Adaptive, PerTensor, WholeVector, norms_of
@@ -89,7 +89,7 @@ def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: in
     state = made.parts.first_state(made.first, made.threshold)
     broadcast = broadcast_of(made.parts, state, made.seed)
     sink = accumulator_of(made.parts, broadcast, made.key)
-    made.backend.train(made.parts.plan.sampler.select(None), broadcast, sink, Heads(made.first[:0]))
+    made.backend.train(made.parts.plan.sampler.select(None), broadcast, sink, PersonalState(made.first[:0]))
     found: Tensor = sink.result().total
     return found
 
@@ -117,8 +117,8 @@ def test_one_client_moves_the_sum_by_at_most_the_plans_sensitivity(kind: str, ba
 def factors(deltas: Tensor, inputs: Tensor) -> Factored:
     """Σ_r δ_r x_rᵀ of one layer without bias: ``(n, R, outputs)``, ``(n, R, inputs)``."""
     n, _, outputs = deltas.shape
-    stack = (Linear(inputs.shape[2], outputs, slice(0, outputs * inputs.shape[2]), None, "none"),)
-    trace = Trace(stack, n, outputs * inputs.shape[2])
+    layers = (Linear(inputs.shape[2], outputs, slice(0, outputs * inputs.shape[2]), None, "none"),)
+    trace = Trace(layers, n, outputs * inputs.shape[2])
     trace.record([trace.slot(0, inputs)], [deltas])
     return Factored(trace, [], {0: 1.0})
 
@@ -303,9 +303,9 @@ def test_vectors_with_dense_parts_and_two_layers_are_measured_whole() -> None:
     """Weight decay and a memory leave dense parts in an update, one with a coefficient for each client."""
     module = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3, bias=False))
     layout = layout_of(module)
-    stack = stack_of(module, layout)
-    assert stack is not None
-    low, first = LowRankProblem(layout, stack), flatten(module, layout)
+    layers = layers_of(module, layout)
+    assert layers is not None
+    low, first = LowRankProblem(layout, layers), flatten(module, layout)
     with seeded_torch(4, "batch"):
         batch = Batch(torch.randn(3, 5, 7), torch.randint(0, 3, (3, 5)))
     w = low.start(first, 3)

@@ -16,7 +16,7 @@ from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, ClientState, Phase, ServerView
-from fedflat.pieces.clipping import ByNorm
+from fedflat.pieces.clipping import MethodScale
 
 C = 0.05
 
@@ -140,7 +140,7 @@ def test_no_piece_carries_a_client_to_another(name: str, backend: str) -> None:
     assert movement(METHODS[name], backend) <= 1.002
 
 
-def _as_it_was(self: ByNorm, norms: Tensor, threshold: float) -> Tensor:
+def _as_it_was(self: MethodScale, norms: Tensor, threshold: float) -> Tensor:
     return self.rule(norms, threshold).to(norms)
 
 
@@ -149,9 +149,9 @@ TWINS: dict[str, tuple[Any, str, Any]] = {
     "transform_writes_into_the_broadcast": (Broadcast, "own", lambda self: self),
     "state_writes_into_the_broadcast": (Broadcast, "own", lambda self: self),
     "transform_hides_what_it_saw": (Sequential, "settle", lambda self: None),
-    "factor_of_the_whole_block": (ByNorm, "_asked", _as_it_was),
-    "factor_that_shortens_the_norms": (ByNorm, "_asked", _as_it_was),
-    "factor_that_remembers": (ByNorm, "_asked", _as_it_was),
+    "factor_of_the_whole_block": (MethodScale, "_asked", _as_it_was),
+    "factor_that_shortens_the_norms": (MethodScale, "_asked", _as_it_was),
+    "factor_that_remembers": (MethodScale, "_asked", _as_it_was),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.round import accumulator_of, broadcast_of
@@ -215,7 +215,7 @@ def _sum(method: str, backend: str, kind: str, network: torch.nn.Module) -> Tens
     broadcast = broadcast_of(parts, state, made.seed)
     accumulator = accumulator_of(parts, broadcast, made.key)
     made.backend.train(
-        parts.plan.sampler.select(None), broadcast, accumulator, Heads(made.first[parts.layout.dimension :])
+        parts.plan.sampler.select(None), broadcast, accumulator, PersonalState(made.first[parts.layout.dimension :])
     )
     return accumulator.result().total
 

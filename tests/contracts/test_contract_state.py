@@ -20,7 +20,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.cohorts import Poisson
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Algorithm, ClientState, LocalView, Phase, ServerView, StateView, UpdateView
 from fedflat.engine import kept
 from fedflat.engine.client import LocalResult
@@ -57,9 +57,9 @@ def made(method: Algorithm | str, changes: dict[str, Any] | None = None, data: A
     return prepare(Recipe.of(recipe(named, changes)), module(), data or clients(), algorithm=given)
 
 
-def one_round(job: Job) -> tuple[Tensor, Heads]:
+def one_round(job: Job) -> tuple[Tensor, PersonalState]:
     """The noiseless sum of a round, and what clients keep after it."""
-    parts, heads = job.parts, Heads(job.first[job.parts.layout.dimension :])
+    parts, heads = job.parts, PersonalState(job.first[job.parts.layout.dimension :])
     broadcast = broadcast_of(parts, parts.first_state(job.first[: parts.layout.dimension], job.threshold), job.seed)
     accumulator = accumulator_of(parts, broadcast, job.key)
     job.backend.train(np.arange(5), broadcast, accumulator, heads)
@@ -88,7 +88,7 @@ def test_a_memory_of_the_unclipped_message_is_caught(monkeypatch: pytest.MonkeyP
         remembered_is_added(ENGINES[0], 0.05)
 
 
-def same(one: Heads, other: Heads) -> None:
+def same(one: PersonalState, other: PersonalState) -> None:
     assert one.states.keys() == other.states.keys() and one.states
     for name, states in one.states.items():
         assert states.keys() == other.states[name].keys()
@@ -96,7 +96,7 @@ def same(one: Heads, other: Heads) -> None:
 
 
 def test_a_message_that_is_not_finite_moves_no_state() -> None:
-    parts, heads, zero = made(remembering()).parts, Heads(torch.zeros(0)), torch.zeros(())
+    parts, heads, zero = made(remembering()).parts, PersonalState(torch.zeros(0)), torch.zeros(())
     broadcast = broadcast_of(parts, parts.first_state(torch.zeros(parts.message_length), 0.2), 5)
     accumulator = accumulator_of(parts, broadcast, bytes(32))
     for client, number in enumerate((torch.nan, torch.inf, 1e38)):
@@ -130,7 +130,7 @@ def test_the_others_states_do_not_see_a_client(method: str, monkeypatch: pytest.
     kept_by = []
     for data in (clients(), poisoned):
         job = made(method, {"engine": {"backend": "vectorized", "block": 3}}, data)
-        heads = Heads(job.first[job.parts.layout.dimension :])
+        heads = PersonalState(job.first[job.parts.layout.dimension :])
         state = job.parts.first_state(job.first, job.threshold)
         for round in range(2):
             broadcast = broadcast_of(job.parts, replace(state, round=round), job.seed)

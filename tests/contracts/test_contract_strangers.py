@@ -16,11 +16,11 @@ from fedflat.assembly.jobs import prepare
 from fedflat.backends.vectorized import Vectorized
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import from_pairs
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.batches import BlockFeed, Order
+from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.factored import Factored
 from fedflat.engine.round import broadcast_of
 
@@ -92,7 +92,7 @@ def messages(world: str, kind: str, method: str, change: Any = None, **engine: A
         change(backend)
     broadcast = broadcast_of(parts, parts.first_state(made.first[: parts.layout.dimension], 1.0), made.seed)
     sink = Messages(parts)
-    backend.train(np.arange(made.data.clients), broadcast, sink, Heads(made.first[parts.layout.dimension :]))
+    backend.train(np.arange(made.data.clients), broadcast, sink, PersonalState(made.first[parts.layout.dimension :]))
     if hasattr(backend, "close"):
         backend.close()
     present = [client for client in range(made.data.clients) if made.data.sizes[client]]
@@ -176,8 +176,8 @@ def test_the_twin_with_one_generator_for_a_block_is_caught() -> None:
 def shapes(world: str) -> list[Any]:
     """Of everything that a block computes on: minibatches, and the first piece of all of its data."""
     data = from_pairs(federation(world))
-    feed = BlockFeed(data, range(data.clients), Order(5, 0, 50), data.parts)
-    some = [*feed.batches(0, 2), next(iter(feed.everything()))[0]]
+    local_data = BlockBatches(data, range(data.clients), Order(5, 0, 50), data.parts)
+    some = [*local_data.batches(0, 2), next(iter(local_data.everything()))[0]]
     return [(b.inputs.shape, b.targets.shape, None if b.weights is None else b.weights.shape) for b in some]
 
 
@@ -189,7 +189,7 @@ def test_no_shape_depends_on_who_has_how_much(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_declared_most_is_the_width_and_is_kept() -> None:
     data = replace(from_pairs(clients()), most=15)
-    batch = next(iter(BlockFeed(data, range(5), Order(5, 0, 50), data.parts).batches(0, 2)))
+    batch = next(iter(BlockBatches(data, range(5), Order(5, 0, 50), data.parts).batches(0, 2)))
     assert batch.inputs.shape[:2] == (5, 15)
     with pytest.raises(InputError, match=r"data\.most: found 11"):
         replace(data, most=11)

@@ -18,9 +18,9 @@ from torch import nn
 from fedflat.algorithms import ALGORITHMS
 from fedflat.audit import planted
 from fedflat.audit.hostile import Case
-from fedflat.audit.movements import INPUTS, PLANTED, SEED_ONLY, audit_planted, planted_stage
+from fedflat.audit.movements import INPUTS, PLANTED, SEED_ONLY, audit_planted, planted_scenario
 from fedflat.audit.shared_noise import shared_noise
-from fedflat.audit.worlds import SLACK, Engine, Stage, Worlds
+from fedflat.audit.worlds import SLACK, Engine, Scenario, Worlds
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rng import seeded_torch
@@ -56,7 +56,7 @@ ENGINES = (
 )
 
 
-def stage(method: str, model: str = "relu", **changes: Any) -> Stage:
+def stage(method: str, model: str = "relu", **changes: Any) -> Scenario:
     inputs, classes, layers = MODELS[model]
     with seeded_torch(0, "worlds"):
         module = nn.Sequential(nn.Flatten(), *layers())
@@ -70,10 +70,10 @@ def stage(method: str, model: str = "relu", **changes: Any) -> Stage:
             "privacy": {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5},
         }
     )
-    return Stage(recipe, module, from_pairs([pair]), **changes)
+    return Scenario(recipe, module, from_pairs([pair]), **changes)
 
 
-def too_far(of: Stage, engine: Engine, cases: Sequence[Case]) -> list[str]:
+def too_far(of: Scenario, engine: Engine, cases: Sequence[Case]) -> list[str]:
     """The pairs of worlds that are further apart than C; none where the back end refuses the combination."""
     worlds, found = Worlds(of), []
     for case in cases:
@@ -133,7 +133,7 @@ MODULES = [planted.RunningMean, planted.CodeBook, planted.InADict, planted.InALi
 def test_a_model_that_remembers_is_refused_or_restored(kind: Any) -> None:
     made = stage("dp-fedavg", "linear 12")
     with seeded_torch(0, "worlds"):
-        made = Stage(made.recipe, kind(12, 2), made.template)
+        made = Scenario(made.recipe, kind(12, 2), made.template)
     assert too_far(made, ENGINES[0], [Case("ordinary"), Case("huge 1e6")]) == []
 
 
@@ -166,8 +166,8 @@ def test_every_planted_defect_is_caught(name: str) -> None:
 def test_without_the_defect_the_same_worlds_are_within_c(model: str) -> None:
     cases = tuple(dict.fromkeys(case for twin in PLANTED.values() if twin.model == model for case in twin.cases))
     name = next(name for name, twin in PLANTED.items() if twin.model == model)
-    made = planted_stage(name)
-    sound = Stage(made.recipe, made.module, made.template)
+    made = planted_scenario(name)
+    sound = Scenario(made.recipe, made.module, made.template)
     assert too_far(sound, ENGINES[0], cases) == []
 
 
@@ -177,6 +177,6 @@ def test_an_unknown_defect_is_refused() -> None:
 
 
 def test_sizes_of_the_planted_federation() -> None:
-    made = planted_stage(next(iter(PLANTED)))
+    made = planted_scenario(next(iter(PLANTED)))
     assert made.template.input_shape == (INPUTS,)
     assert math.isclose(float(made.recipe.privacy.clip), 0.05)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fedflat
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.data.clients import Federated, batch_indices, from_pairs, hold_back
+from fedflat.data.clients import FederatedData, batch_indices, from_pairs, hold_back
 
 
 def pairs(sizes: list[int], classes: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -158,7 +158,7 @@ def test_hold_back_of_a_client_depends_on_itself_only() -> None:
             hold_back(parts, wrong, 0)
 
 
-def changed(data: Federated, **what: object) -> str:
+def changed(data: FederatedData, **what: object) -> str:
     return dataclasses.replace(data, **what).fingerprint()  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 import fedflat
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.data.sources import load
 
 COLOURS = ["red", "green", "blue"]
@@ -44,7 +44,7 @@ FORM: dict[str, Any] = {
 }
 
 
-def same(a: Federated, b: Federated) -> None:
+def same(a: FederatedData, b: FederatedData) -> None:
     assert a.names == b.names and a.clients == b.clients
     for i in range(a.clients):
         for one, other in zip(a.client(i), b.client(i)):

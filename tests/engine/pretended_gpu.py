@@ -1,7 +1,7 @@
 """A GPU that is not there: tensors of the processor that behave as a GPU's do, for tests of everything but the kernels.
 
 - ``Elsewhere`` tensors say they lie on ``cuda:0`` and refuse to be mixed with tensors of the processor.
-- ``PretendedLane`` records a step's operations with the memory they used, and replays them on it, as a CUDA graph
+- ``PretendedStream`` records a step's operations with the memory they used, and replays them on it, as a CUDA graph
   does: what Python does between operations happens once, at recording. While it records, anything that a CUDA capture
   refuses is refused: reading a value, copying to or from the processor, indexing with the processor's tensors. Replays
   happen as late as a stream may run them: when the main stream waits for it.
@@ -160,7 +160,7 @@ class PretendedGpu(TorchFunctionMode):
         return moved
 
 
-class PretendedLane:
+class PretendedStream:
     """A stream that runs as late as it may."""
 
     def __init__(self, device: torch.device) -> None:
@@ -237,7 +237,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "get_device_name", lambda device=None: "pretended")
     patch.setattr(torch.cuda, "empty_cache", lambda: None)
     patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    patch.setattr(graphs, "CudaLane", PretendedLane)
+    patch.setattr(graphs, "CudaStream", PretendedStream)
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

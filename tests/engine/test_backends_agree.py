@@ -23,7 +23,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import from_pairs
-from fedflat.engine.batches import BlockFeed, Order
+from fedflat.engine.batches import BlockBatches, Order
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 WRITTEN = [name for name in METHODS if ALGORITHMS[name]().head is not None or ALGORITHMS[name]().client_state]
@@ -258,7 +258,7 @@ def test_streams_and_plans_of_a_block_are_those_of_its_clients() -> None:
     for batch in (1, 4, 5, 12, 30):
         for steps in (1, 3, 7):
             order = Order(5, 2, batch)
-            plan = BlockFeed(data, range(len(present)), order, data.parts).plan(1, steps)
+            plan = BlockBatches(data, range(len(present)), order, data.parts).plan(1, steps)
             for client, rows in enumerate(data.parts):
                 alone = order.indices(client, len(rows), 1, steps)
                 assert (plan[client][:, : alone.shape[1]] == alone).all()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedflat.backends.mlp.dense import DenseProblem
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import seeded_torch
-from fedflat.engine.mlp import FEW_CLASSES, Linear, _log_softmax, stack_of
+from fedflat.engine.mlp import FEW_CLASSES, Linear, _log_softmax, layers_of
 from fedflat.engine.problem import Batch, BlockProblem, ModuleProblem
 from fedflat.models.vision import linear, mlp
 
@@ -21,7 +21,7 @@ class Hooked(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 3)
 
-    def stack(self) -> list[nn.Module]:
+    def linear_layers(self) -> list[nn.Module]:
         return [self.layer]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,21 +67,21 @@ def block(
         if head == () and sum(isinstance(m, nn.Linear) for m in module.modules()) == 1:
             pytest.skip("the only layer would be personal")
         layout = layout_of(module, head)
-        stack = stack_of(module, layout)
-        assert stack is not None
+        layers = layers_of(module, layout)
+        assert layers is not None
         weights = flatten(module, layout) + 0.3 * torch.randn(4, layout.size)
         inputs = torch.randn(4, 5, *((2, 3) if name == "linear" else (6,)))
         batch = Batch(inputs, torch.randint(0, 3, (4, 5)), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2] * 2))
-    return module, layout, stack, weights, batch
+    return module, layout, layers, weights, batch
 
 
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("head", [None, ()])
 def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
-    module, layout, stack, weights, batch = block(name, head, 0)
+    module, layout, layers, weights, batch = block(name, head, 0)
     for part in ("all",) if head is None else ("shared", "personal"):
         for given in batch, Batch(batch.inputs, batch.targets):
-            ours = DenseProblem(layout, stack).gradient(weights, part, given)
+            ours = DenseProblem(layout, layers).gradient(weights, part, given)
             theirs = BlockProblem(module, layout).gradient(weights, part, given)
             torch.testing.assert_close(ours.vector, theirs.vector, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(ours.loss, theirs.loss)
@@ -92,14 +92,14 @@ def test_gradients_equal_vmap(name: str, head: tuple[str, ...] | None) -> None:
 @pytest.mark.parametrize("head", [None, ()])
 def test_bf16_rounds_where_one_client_does(name: str, head: tuple[str, ...] | None) -> None:
     """Against autocast on one client; equal to the bit where both use the same kernels."""
-    module, layout, stack, weights, batch = block(name, head, 1)
+    module, layout, layers, weights, batch = block(name, head, 1)
     alone = ModuleProblem(module, layout, "bf16")
     for part in ("all",) if head is None else ("shared", "personal"):
         given = [Batch(i, t, w) for i, t, w in zip(batch.inputs, batch.targets, batch.weights)]  # type: ignore[arg-type]
         each = [alone.gradient(w.clone(), part, b) for w, b in zip(weights, given)]
         theirs = torch.stack([found.vector for found in each])
-        ours = DenseProblem(layout, stack, "bf16").gradient(weights, part, batch)
-        exact = DenseProblem(layout, stack).gradient(weights, part, batch)
+        ours = DenseProblem(layout, layers, "bf16").gradient(weights, part, batch)
+        exact = DenseProblem(layout, layers).gradient(weights, part, batch)
         assert ours.vector.dtype == ours.loss.dtype == torch.float32
         torch.testing.assert_close(ours.loss, torch.stack([found.loss for found in each]), rtol=1e-2, atol=1e-3)
         rounding = float((theirs - exact.vector).norm())
@@ -111,7 +111,7 @@ def test_bf16_rounds_where_one_client_does(name: str, head: tuple[str, ...] | No
 @pytest.mark.parametrize("name", DECLINED)
 def test_anything_else_is_declined(name: str) -> None:
     module = DECLINED[name]()
-    assert stack_of(module, layout_of(module)) is None
+    assert layers_of(module, layout_of(module)) is None
 
 
 @pytest.mark.parametrize("classes", [2, 10, FEW_CLASSES, FEW_CLASSES + 1])

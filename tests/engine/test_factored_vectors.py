@@ -15,7 +15,7 @@ from fedflat.core.rng import seeded_torch
 from fedflat.core.types import LocalView
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Declined, Factored
-from fedflat.engine.mlp import stack_of
+from fedflat.engine.mlp import layers_of
 from fedflat.engine.problem import Batch
 from fedflat.pieces.clipping import norms_of, per_tensor, whole_vector
 from fedflat.pieces.gradients import blur, compose, pgn, sam
@@ -27,9 +27,9 @@ def problems() -> tuple[LowRankProblem, DenseProblem, Tensor]:
     with seeded_torch(3, "test"):
         module = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
     layout = layout_of(module)
-    stack = stack_of(module, layout)
-    assert stack is not None
-    return LowRankProblem(layout, stack), DenseProblem(layout, stack), flatten(module, layout)
+    layers = layers_of(module, layout)
+    assert layers is not None
+    return LowRankProblem(layout, layers), DenseProblem(layout, layers), flatten(module, layout)
 
 
 def batch(seed: int, scale: float = 1.0) -> Batch:

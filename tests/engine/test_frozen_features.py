@@ -17,7 +17,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.core.checks import InputError
-from fedflat.data.clients import Federated, from_pairs
+from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models.headed import Headed
 
 
@@ -55,7 +55,7 @@ def texts(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, ids[:, 0] % 3
 
 
-def federation(clients: int = 5) -> Federated:
+def federation(clients: int = 5) -> FederatedData:
     return from_pairs([texts(17 + i, i) for i in range(clients)], texts(30, 99))
 
 

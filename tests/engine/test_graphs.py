@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretended_gpu import Elsewhere, PretendedLane, elsewhere, here, pretended_gpu
+from pretended_gpu import Elsewhere, PretendedStream, elsewhere, here, pretended_gpu
 from torch import Tensor, nn
 
 import fedflat
@@ -21,7 +21,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.backends import choose
 from fedflat.backends.cuda import graphs
 from fedflat.backends.cuda.graphs import Graphs
-from fedflat.backends.cuda.streams import CudaLane
+from fedflat.backends.cuda.streams import CudaStream
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Broadcast, Phase
@@ -245,7 +245,7 @@ def _backend(**engine: Any) -> tuple[Graphs, Any]:
 def test_short_memory_takes_streams_and_then_half_the_block(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained("dp-fedavg", backend="graphs", device="cuda", block=4, processes=3)
 
-    class Short(PretendedLane):
+    class Short(PretendedStream):
         asked = 0
 
         def record(self, step: Any) -> Any:
@@ -254,7 +254,7 @@ def test_short_memory_takes_streams_and_then_half_the_block(gpu: None, monkeypat
                 raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return super().record(step)
 
-    monkeypatch.setattr(graphs, "CudaLane", Short)
+    monkeypatch.setattr(graphs, "CudaStream", Short)
     with pytest.warns(UserWarning) as told:
         found = trained("dp-fedavg", backend="graphs", device="cuda", block=4, processes=3)
     assert [str(w.message) for w in told if "memory" in str(w.message)] == [
@@ -265,10 +265,10 @@ def test_short_memory_takes_streams_and_then_half_the_block(gpu: None, monkeypat
 
 
 def test_one_client_that_does_not_fit_ends_the_run(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: PretendedLane, step: Any) -> Any:
+    def full(self: PretendedStream, step: Any) -> Any:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(PretendedLane, "record", full)
+    monkeypatch.setattr(PretendedStream, "record", full)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RunError, match="round 0, 1 clients, local training as a CUDA graph: CUDA out of memory"):
@@ -373,7 +373,7 @@ def test_twin_a_rate_that_is_baked_into_the_recording_is_noticed(monkeypatch: py
 
 
 def test_twin_an_outcome_read_before_its_lane_is_done_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PretendedLane, "finish", lambda self: None)
+    monkeypatch.setattr(PretendedStream, "finish", lambda self: None)
     assert _differs(monkeypatch)
 
 
@@ -477,15 +477,15 @@ def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
     monkeypatch.setattr(torch.cuda, "stream", On)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: log.append("replay")))
-    lane = CudaLane(torch.device("cuda", 0))
-    lane.put(Buffer(), Value())  # type: ignore[arg-type]
+    stream = CudaStream(torch.device("cuda", 0))
+    stream.put(Buffer(), Value())  # type: ignore[arg-type]
     assert log == ["stream waits for main", "copy from page-locked memory True"]
     log.clear()
-    replay, found = lane.record(lambda: log.append("step") or "outcome")
+    replay, found = stream.record(lambda: log.append("step") or "outcome")
     assert found == "outcome" and log == ["stream waits for main", "step", "host waits", "step"]
     log.clear()
-    lane.start(replay)
-    lane.finish()
+    stream.start(replay)
+    stream.finish()
     assert log == ["stream waits for main", "replay", "main waits for stream"] and current == ["main"]
     calls = 0
 
@@ -496,7 +496,7 @@ def test_a_lane_waits_for_the_main_stream_before_it_writes_and_replays(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError):
-        lane.record(fails_at_recording)
+        stream.record(fails_at_recording)
     assert current == ["main"]
 
 

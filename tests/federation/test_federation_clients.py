@@ -26,7 +26,7 @@ from fedflat.federation.launch.certificates import write_client_keys
 from fedflat.federation.launch.project import PACKAGE, client_folder, write_project
 from fedflat.federation.roster import Roster
 from fedflat.federation.task import Task
-from fedflat.federation.wire import Ask
+from fedflat.federation.wire import Request
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def ask_of(client: Client, /, **changes: Any) -> Any:
     facts = {"client": client.number, "nonce": b"n" * 16, "pin": client.task.pin}
     broadcast |= {k: v for k, v in changes.items() if k in broadcast}
     facts |= {k: v for k, v in changes.items() if k in facts}
-    return wire.write_ask(Ask(**facts, broadcast=Broadcast(**broadcast)))
+    return wire.write_request(Request(**facts, broadcast=Broadcast(**broadcast)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_local_trust_a_client_answers_once_in_a_round(tmp_path: Path) -> None:
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
     size = clients[0].job.parts.layout.dimension
-    ask = wire.read_ask(ask_of(clients[0]), size)  # below the rule that it is answered once
+    ask = wire.read_request(ask_of(clients[0]), size)  # below the rule that it is answered once
     one, two = (clients[0].update(ask.broadcast)[0] for _ in range(2))
     assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
 

@@ -149,8 +149,8 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
     app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
     with Federation(place / "fed", PATIENCE) as federation:
         federation.start(clients=[])
-        doors = superlink.Doors.read(federation.project)
-        network, inside = (f"127.0.0.1:{port}" for port in (doors.listen[1], doors.control[1]))
+        addresses = superlink.Addresses.read(federation.project)
+        network, inside = (f"127.0.0.1:{port}" for port in (addresses.listen[1], addresses.control[1]))
         public, own = place / "fed" / "certificates" / "ca.crt", place / "fed" / "flower" / "control" / "ca.crt"
         ways = [
             connection(place / "a", network, public),
@@ -214,8 +214,8 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
 ) -> None:
     fed = tmp_path / "fed"
     write_project(small(), fed, port=8443)
-    doors, secret = fed / "server" / "superlink.toml", fed / "server" / lock.LOCK
-    good = doors.read_text()
+    addresses, secret = fed / "server" / "superlink.toml", fed / "server" / lock.LOCK
+    good = addresses.read_text()
 
     def said() -> str:
         assert superlink.main([str(fed)]) == 2
@@ -224,15 +224,15 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
         return found
 
     for text in ("0.0.0.0:8444", "10.0.0.1:8444", "fed.example.org:8444", "localhost:8444", "[::]:8444"):
-        doors.write_text(good.replace("127.0.0.1:8444", text))
+        addresses.write_text(good.replace("127.0.0.1:8444", text))
         assert f"control: found {text}; allowed: an address of this machine alone, as 127.0.0.1:8444" in said()
     for text in ("127.0.0.1:8443", "127.0.0.1", "127.0.0.1:0", ":8444"):
-        doors.write_text(good.replace("127.0.0.1:8444", text))
+        addresses.write_text(good.replace("127.0.0.1:8444", text))
         assert "control: found" in said()
     for text in ("", "listen = 3", "control = ["):
-        doors.write_text(text)
+        addresses.write_text(text)
         said()
-    doors.write_text(good.replace("127.0.0.1:8444", "[::1]:8444"))
+    addresses.write_text(good.replace("127.0.0.1:8444", "[::1]:8444"))
     for mode in (0o644, 0o660):
         secret.chmod(mode)
         assert f"found mode {mode:04o}; allowed: 0600" in said()
@@ -243,7 +243,7 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
     secret.unlink()
     assert "found no lock" in said()
     assert superlink.main([]) == 2 and lock.main([]) == 2 and lock.main([str(tmp_path)]) == 2
-    doors.write_text(good)
+    addresses.write_text(good)
     assert lock.main([str(fed)]) == 0 and len(lock.read_lock(secret)) == 32  # a new token mends it
     assert "127.0.0.1:8444.oidc-access-token" in (fed / "flower" / "credentials.yaml").read_text()
 

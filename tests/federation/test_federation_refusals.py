@@ -25,12 +25,12 @@ from stand_in import deployed, final_shared, grid_of, honest, settings, small
 from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
 from fedflat.federation import wire
-from fedflat.federation.server import replies as desk_module
+from fedflat.federation.server import replies as replies_module
 from fedflat.federation.server import session as server
 from fedflat.federation.server import transport
-from fedflat.federation.server.replies import DATA_FAULTS, PROTOCOL_FAULTS, Desk, loggable
+from fedflat.federation.server.replies import DATA_FAULTS, PROTOCOL_FAULTS, ReplyTracker, loggable
 from fedflat.federation.server.session import serve
-from fedflat.federation.wire import Answer, Ask, Malformed
+from fedflat.federation.wire import Answer, Malformed, Request
 from fedflat.records import keys
 
 D = 5
@@ -47,15 +47,15 @@ def reply(answer: Any, to: str = "m0", node: int = 7) -> Any:
     return SimpleNamespace(metadata=metadata, content=answer, has_content=lambda: True, has_error=lambda: False)
 
 
-def desk_with_one(round: int = 3) -> tuple[Desk, desk_module.Slip]:
-    desk = Desk(round, lambda content: wire.read_answer(content, D))
-    slip = desk.slip(client=2, node=7)
-    desk.sent("m0", slip)
-    return desk, slip
+def tracker_with_one(round: int = 3) -> tuple[ReplyTracker, replies_module.PendingReply]:
+    tracker = ReplyTracker(round, lambda content: wire.read_answer(content, D))
+    pending = tracker.pending(client=2, node=7)
+    tracker.sent("m0", pending)
+    return tracker, pending
 
 
-def answer(slip: desk_module.Slip, **changes: Any) -> Any:
-    usual = {"round": 3, "nonce": slip.nonce, "update": np.ones(D, np.float32), "examples": 0}
+def answer(pending: replies_module.PendingReply, **changes: Any) -> Any:
+    usual = {"round": 3, "nonce": pending.nonce, "update": np.ones(D, np.float32), "examples": 0}
     return wire.write_answer(Answer(**{**usual, **changes}))
 
 
@@ -114,55 +114,55 @@ BAD_CONTENT: dict[str, tuple[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", BAD_CONTENT)
 def test_wrong_content_is_refused_and_uses_up_the_question(name: str) -> None:
     reason, spoil = BAD_CONTENT[name]
-    desk, slip = desk_with_one()
-    good = answer(slip)
-    assert desk.take(reply(spoil(good))) is None
-    assert desk.refused == Counter({reason: 1})
-    assert desk.waiting == ()
-    assert desk.take(reply(good)) is None  # no second try
-    assert desk.refused["duplicate"] == 1
+    tracker, pending = tracker_with_one()
+    good = answer(pending)
+    assert tracker.take(reply(spoil(good))) is None
+    assert tracker.refused == Counter({reason: 1})
+    assert tracker.waiting == ()
+    assert tracker.take(reply(good)) is None  # no second try
+    assert tracker.refused["duplicate"] == 1
 
 
 def test_a_good_answer_counts_once() -> None:
-    desk, slip = desk_with_one()
-    found = desk.take(reply(answer(slip)))
+    tracker, pending = tracker_with_one()
+    found = tracker.take(reply(answer(pending)))
     assert found is not None and found[0] == 2 and np.array_equal(found[1].update, ONES)
-    assert desk.take(reply(answer(slip))) is None and desk.refused == Counter({"duplicate": 1})
+    assert tracker.take(reply(answer(pending))) is None and tracker.refused == Counter({"duplicate": 1})
 
 
 def test_unasked_and_foreign_replies_do_not_use_up_a_question() -> None:
-    desk, slip = desk_with_one()
-    assert desk.take(reply(answer(slip), to="m9")) is None
-    assert desk.take(reply(answer(slip), node=8)) is None
-    assert desk.refused == Counter({"unasked": 1, "sender": 1})
-    assert desk.take(reply(answer(slip))) is not None
+    tracker, pending = tracker_with_one()
+    assert tracker.take(reply(answer(pending), to="m9")) is None
+    assert tracker.take(reply(answer(pending), node=8)) is None
+    assert tracker.refused == Counter({"unasked": 1, "sender": 1})
+    assert tracker.take(reply(answer(pending))) is not None
 
 
 def test_missing_and_late_are_counted() -> None:
-    desk, slip = desk_with_one()
-    assert desk.close() == ("m0",)
-    assert desk.take(reply(answer(slip))) is None
-    assert desk.refused == Counter({"missing": 1, "duplicate": 1})
+    tracker, pending = tracker_with_one()
+    assert tracker.close() == ("m0",)
+    assert tracker.take(reply(answer(pending))) is None
+    assert tracker.refused == Counter({"missing": 1, "duplicate": 1})
 
 
 def test_the_superlinks_word_that_a_client_is_away_is_no_reply_and_counts_nothing() -> None:
     """Flower answers in a dead node's place, at every poll, as node 1: nothing of that may be logged or be a fault."""
-    desk, slip = desk_with_one()
+    tracker, pending = tracker_with_one()
     away = reply(None, node=1)
     away.has_error, away.has_content = lambda: True, lambda: False
     for _ in range(3):
-        assert desk.take(away) is None
-    assert desk.refused == Counter() and desk.waiting == ("m0",)
-    assert desk.take(reply(answer(slip))) is not None  # it came back in time
-    desk.late([away, reply(answer(slip))])
-    assert desk.refused == Counter({"too late": 1}) and loggable(desk.refused) == {}
+        assert tracker.take(away) is None
+    assert tracker.refused == Counter() and tracker.waiting == ("m0",)
+    assert tracker.take(reply(answer(pending))) is not None  # it came back in time
+    tracker.late([away, reply(answer(pending))])
+    assert tracker.refused == Counter({"too late": 1}) and loggable(tracker.refused) == {}
 
 
 def test_an_error_reply_is_a_failure_without_its_text() -> None:
-    desk, _ = desk_with_one()
+    tracker, _ = tracker_with_one()
     failed = reply(None)
     failed.has_error = lambda: True
-    assert desk.take(failed) is None and desk.refused == Counter({"failed": 1})
+    assert tracker.take(failed) is None and tracker.refused == Counter({"failed": 1})
 
 
 def test_every_reason_is_either_loggable_or_private() -> None:
@@ -173,14 +173,14 @@ def test_every_reason_is_either_loggable_or_private() -> None:
 
 def test_broken_twin_without_nonces_accepts_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check that finds a replay, without what it checks."""
-    monkeypatch.setattr(desk_module.hmac, "compare_digest", lambda a, b: True)
-    desk, slip = desk_with_one()
-    assert desk.take(reply(with_facts(answer(slip), nonce=b"x" * 16))) is not None
+    monkeypatch.setattr(replies_module.hmac, "compare_digest", lambda a, b: True)
+    tracker, pending = tracker_with_one()
+    assert tracker.take(reply(with_facts(answer(pending), nonce=b"x" * 16))) is not None
 
 
 def test_nonces_are_fresh() -> None:
-    desk = Desk(0, lambda content: None)
-    assert len({desk.slip(i, i).nonce for i in range(1000)}) == 1000
+    tracker = ReplyTracker(0, lambda content: None)
+    assert len({tracker.pending(i, i).nonce for i in range(1000)}) == 1000
 
 
 def hostile(kind: str, client: Any) -> Callable[[Any], Any]:
@@ -300,8 +300,8 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
     shared = torch.arange(D, dtype=torch.float32)
     mask = torch.tensor([True, False, True, True, False])
     broadcast = Broadcast(3, shared, 0.1, 0.998**3, vectors={"direction": shared * 2}, mask=mask, draw=9)
-    ask = Ask(1, b"n" * 16, "pin", broadcast)
-    found = wire.read_ask(wire.write_ask(ask), D, ["direction"])
+    ask = Request(1, b"n" * 16, "pin", broadcast)
+    found = wire.read_request(wire.write_request(ask), D, ["direction"])
     assert (found.client, found.nonce, found.pin) == (1, b"n" * 16, "pin")
     for name in ("round", "clip", "rate", "draw"):
         assert getattr(found.broadcast, name) == getattr(broadcast, name)
@@ -310,16 +310,18 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
     assert torch.equal(found.broadcast.vectors["direction"], shared * 2)
     for names in ([], ["control"], ["direction", "control"]):
         with pytest.raises(Malformed):
-            wire.read_ask(wire.write_ask(ask), D, names)
-    infinite = wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared, float("inf"), 1.0)))
-    assert wire.read_ask(infinite, D).broadcast.clip == float("inf")
+            wire.read_request(wire.write_request(ask), D, names)
+    infinite = wire.write_request(Request(1, b"n" * 16, "pin", Broadcast(0, shared, float("inf"), 1.0)))
+    assert wire.read_request(infinite, D).broadcast.clip == float("inf")
     for bad in ("nan", "-0x1p+0", "zero", None):
         with pytest.raises(Malformed):
-            wire.read_ask(with_facts(wire.write_ask(ask), clip=bad), D, ["direction"])
+            wire.read_request(with_facts(wire.write_request(ask), clip=bad), D, ["direction"])
     with pytest.raises(Malformed):
-        wire.read_ask(wire.write_ask(Ask(1, b"n" * 16, "pin", Broadcast(0, shared * torch.nan, 0.1, 1.0))), D)
+        wire.read_request(
+            wire.write_request(Request(1, b"n" * 16, "pin", Broadcast(0, shared * torch.nan, 0.1, 1.0))), D
+        )
     with pytest.raises(Malformed):
-        wire.read_ask(wire.write_ask(ask), D + 1, ["direction"])
+        wire.read_request(wire.write_request(ask), D + 1, ["direction"])
 
 
 def test_a_reply_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path) -> None:
@@ -366,7 +368,7 @@ def test_a_reply_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path) -> No
 def test_whatever_is_sent_the_desk_only_refuses(
     facts: dict[str, Any], dtype: str, shape: list[int], stype: str, data: bytes
 ) -> None:
-    desk, slip = desk_with_one()
-    content = with_array(answer(slip), lying(tuple(shape), data, dtype, stype))
-    assert desk.take(reply(with_facts(content, **facts))) is None or shape == [D]
-    assert sum(desk.refused.values()) <= 1
+    tracker, pending = tracker_with_one()
+    content = with_array(answer(pending), lying(tuple(shape), data, dtype, stype))
+    assert tracker.take(reply(with_facts(content, **facts))) is None or shape == [D]
+    assert sum(tracker.refused.values()) <= 1

@@ -24,7 +24,7 @@ from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
 from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
 
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.federation import rejoin
 from fedflat.federation.client.session import Client
@@ -97,7 +97,7 @@ class Federation:
         job = self.clients[0].job
         found = ClientsSum(job.parts.layout.dimension, np.zeros(1, dtype=np.int64))
         broadcast = Broadcast(number, job.first, job.threshold, 1.0)
-        self.server.train(np.array(list(cohort)), broadcast, found, Heads(job.first[:0]))  # type: ignore[arg-type]
+        self.server.train(np.array(list(cohort)), broadcast, found, PersonalState(job.first[:0]))  # type: ignore[arg-type]
         self.sums.append(found)
         return found
 

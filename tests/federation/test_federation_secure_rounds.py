@@ -24,7 +24,7 @@ from fedflat.federation.secagg import client as secure_client
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg import stages
 from fedflat.federation.secagg.client import threshold_of
-from fedflat.federation.server.replies import Slip
+from fedflat.federation.server.replies import PendingReply
 from fedflat.federation.server.session import serve
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
@@ -156,8 +156,8 @@ def question(client: Client, /, stage: str, session: bytes = b"s" * 16, round: i
     broadcast = None
     if stage == stages.VECTOR:
         broadcast = Broadcast(round, client.job.first, client.job.threshold, 1.0)
-    slip = Slip(changes.get("client", client.number), 7, b"n" * 16)
-    return stages.write_question(stage, slip, round, session, changes.get("pin", client.task.pin), facts, broadcast)
+    pending = PendingReply(changes.get("client", client.number), 7, b"n" * 16)
+    return stages.write_question(stage, pending, round, session, changes.get("pin", client.task.pin), facts, broadcast)
 
 
 def through_shares(

@@ -14,7 +14,7 @@ from fedflat.assembly.inputs import data_of, module_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import hub
 from fedflat.core.checks import InputError
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.data.text import SEPARATOR, tokenize
 from fedflat.models import build
 
@@ -36,7 +36,7 @@ def own(tmp_path: Path) -> str:
     return str(tiny.tokenizer(tmp_path / "tokenizer"))
 
 
-def made(dataset: Path, model: dict[str, Any] | None = None, **data: Any) -> tuple[Federated, nn.Module]:
+def made(dataset: Path, model: dict[str, Any] | None = None, **data: Any) -> tuple[FederatedData, nn.Module]:
     """The federation and the module of a run."""
     section = {"dataset": str(dataset), "clients": 6, "max_length": 10, **data}
     recipe = Recipe.of(tiny.recipe(dataset, data=section, model=model or tiny.TINY))

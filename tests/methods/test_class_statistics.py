@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.data.clients import Federated, from_pairs
+from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.train import train
 from fedflat.pieces.transforms import ClassSums
 
 SIZES = (7, 3, 12, 1, 0)
 
 
-def federation() -> Federated:
+def federation() -> FederatedData:
     draw = torch.Generator().manual_seed(3)
     return from_pairs([(torch.randn(n, 4, generator=draw), torch.arange(n) % 3) for n in SIZES])
 

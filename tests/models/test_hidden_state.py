@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.core.checks import InputError
-from fedflat.core.held import Held
+from fedflat.core.held import StateWatch
 from fedflat.models import refuse_unclipped_state
 
 X = torch.zeros(2, 6)
@@ -175,7 +175,7 @@ def test_a_registered_buffer_is_put_back_and_what_is_released_is_pristine() -> N
     before = copy.deepcopy(module)
     found = run(module, backend="sequential").model
     assert torch.equal(found.buffer, before.buffer) and not found.training
-    assert Held(found, found.parameters()).changed() is None
+    assert StateWatch(found, found.parameters()).changed() is None
     assert not torch.equal(found.layer.weight, before.layer.weight)
     assert torch.equal(module.layer.weight, before.layer.weight)
 
@@ -253,7 +253,7 @@ CORNERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("place", CORNERS)
 def test_no_corner_is_overlooked(place: str) -> None:
     module = Corners()
-    watched = Held(module, module.parameters())
+    watched = StateWatch(module, module.parameters())
     assert watched.changed(everything=True) is None
     CORNERS[place](module)
     assert watched.changed() is not None and watched.changed(everything=True) is not None
@@ -261,11 +261,11 @@ def test_no_corner_is_overlooked(place: str) -> None:
 
 def test_the_twin_that_names_all_keys_alike_overlooks_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedflat.core.held._label", lambda key, index: type(key).__name__)
-    watched = Held(made := Corners())
+    watched = StateWatch(made := Corners())
     CORNERS["key that is a tuple"](made)
     assert watched.changed() is None
 
 
 def test_the_twin_that_looks_at_buffers_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.core.held.Held.changed", lambda self, everything=False: None)
+    monkeypatch.setattr("fedflat.core.held.StateWatch.changed", lambda self, everything=False: None)
     run(Keeps(only_for_large(WAYS["running mean"][0])), backend="sequential")  # nobody notices

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.audit.hostile import Case
-from fedflat.audit.worlds import Engine, Stage, Worlds
+from fedflat.audit.worlds import Engine, Scenario, Worlds
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.waiting import listening
-from fedflat.data.clients import Federated, from_pairs
+from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models import build
 from fedflat.models.representation.bodies import BodyOptions, body_of
 from fedflat.models.representation.leaves import CHUNK, dead_leaves
@@ -217,7 +217,7 @@ def test_features_do_not_follow_the_other_clients() -> None:
 
 
 def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def federation(name: str, seed: int = 0) -> Federated:
+    def federation(name: str, seed: int = 0) -> FederatedData:
         found = from_pairs([(images(9, seed), torch.arange(9) % 3)], (images(4, 9), torch.zeros(4, dtype=torch.int64)))
         object.__setattr__(found, "name", name)
         return found
@@ -276,7 +276,7 @@ def test_one_client_s_images_move_a_release_by_the_clip_at_most(method: str, eng
     local = {"steps": 2, "batch_size": 3, "lr": 0.3}
     settings = {"rounds": 1, "algorithm": method, "cohort": {"size": 6}, "local": local, "privacy": privacy}
     template = from_pairs([(images(40), torch.arange(40) % 3)])
-    worlds = Worlds(Stage(Recipe.of(settings), made(), template))
+    worlds = Worlds(Scenario(Recipe.of(settings), made(), template))
     for case in (Case("ordinary"), Case("cancelling 1e6"), Case("huge 1e14"), Case("pixels", others="pixels")):
         moved = worlds.movement(engine, case)
         assert not moved.over, f"{case.name}: {moved.value} {moved.stopped}"

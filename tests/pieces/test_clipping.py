@@ -15,7 +15,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.core.wide import CACHED
 from fedflat.pieces import clipping
-from fedflat.pieces.clipping import ByNorm, Normalise, adaptive, norms_of, per_tensor, whole_vector
+from fedflat.pieces.clipping import MethodScale, SmoothedNormalisation, adaptive, norms_of, per_tensor, whole_vector
 
 TENSORS = (slice(0, 3), slice(3, 5))
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -38,7 +38,7 @@ def test_no_message_is_longer_than_the_bound(rows: list[list[float]], threshold:
         "whole": (whole_vector(threshold), threshold),
         "adaptive": (adaptive(threshold), threshold),
         "per tensor": (per_tensor([threshold, 2 * threshold], 2), math.sqrt(5) * threshold),
-        "published": (clipping.EachTensor(2), threshold),
+        "published": (clipping.PublishedPerTensor(2), threshold),
     }
     for name, (clip, used) in clips.items():
         found = clipped(clip, messages, used)
@@ -93,13 +93,13 @@ def test_each_tensor_has_its_own_limit() -> None:
 
 
 def test_the_published_clips_say_what_they_are() -> None:
-    each, median = clipping.EachTensor(2), clipping.Median()
+    each, median = clipping.PublishedPerTensor(2), clipping.PublishedMedian()
     rows = torch.tensor([[3.0, 0, 4, 0, 1], [0, 0, 0, 0, 0], [math.inf, 0, 0, 1, 1]])
     assert each.bound(0.5) == pytest.approx(0.5 * math.sqrt(2))
-    assert each.own_thresholds(rows, 0.5, TENSORS).tolist() == [0.5, 0.5, 0.5]
+    assert each.client_thresholds(rows, 0.5, TENSORS).tolist() == [0.5, 0.5, 0.5]
     np.testing.assert_allclose(each.factors(rows, 0.5, TENSORS)[1].numpy(), [[0.1, 0.5], [1, 1], [0, 0]])
     assert median.bound(0.5) == math.inf
-    np.testing.assert_allclose(median.own_thresholds(rows, 0.5, TENSORS).numpy(), [3.0, 0, 0])  # of 5 and 1
+    np.testing.assert_allclose(median.client_thresholds(rows, 0.5, TENSORS).numpy(), [3.0, 0, 0])  # of 5 and 1
     np.testing.assert_allclose(median.factors(rows, 0.5, TENSORS)[1][0].numpy(), [0.6, 1.0])
 
 
@@ -142,7 +142,7 @@ def test_a_methods_own_factor_never_lets_a_message_be_longer(norms: list[float],
         return torch.full_like(norms, factor)
 
     found = torch.tensor(norms, dtype=torch.float64).abs()
-    factors = ByNorm(rule).scale(found, c)
+    factors = MethodScale(rule).scale(found, c)
     assert bool((factors >= 0).all()) and bool(torch.isfinite(factors).all())
     finite = torch.isfinite(found)
     assert bool((found[finite] * factors[finite] <= c * (1 + 1e-15)).all())
@@ -151,13 +151,13 @@ def test_a_methods_own_factor_never_lets_a_message_be_longer(norms: list[float],
 
 def test_the_twin_of_a_methods_own_factor_is_caught() -> None:
     norms = torch.tensor([3.0], dtype=torch.float64)
-    assert float(norms * ByNorm(lambda n, c: torch.ones_like(n)).scale(norms, 1.0)) <= 1.0
+    assert float(norms * MethodScale(lambda n, c: torch.ones_like(n)).scale(norms, 1.0)) <= 1.0
     assert float(norms * torch.ones_like(norms)) > 1.0
 
 
 def test_normalising() -> None:
     messages = torch.tensor([[3.0, 4.0], [0.0, 0.0], [math.nan, 1.0], [3e-3, 4e-3]])
-    clip = ByNorm(Normalise(0.5))
+    clip = MethodScale(SmoothedNormalisation(0.5))
     norms, factors = clip.factors(messages, 2.0, ())
     torch.testing.assert_close(factors[[0, 1, 3]], 2.0 / (0.5 + torch.tensor([5.0, 0.0, 5e-3], dtype=torch.float64)))
     assert float(factors[2]) == 0 and clip.bound(2.0) == 2.0 and math.isinf(float(norms[2]))

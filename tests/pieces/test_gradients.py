@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError
-from fedflat.core.types import LocalView, whole_gradient
+from fedflat.core.types import LocalView, plain_gradient
 from fedflat.pieces.gradients import Blur, blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.kalman import disk
 
@@ -144,7 +144,7 @@ def test_a_broken_row_stays_in_its_row() -> None:
 
 
 def test_plain_sgd_is_the_neutral_rule() -> None:
-    assert whole_gradient(slope, view()) is slope
+    assert plain_gradient(slope, view()) is slope
 
 
 @pytest.mark.parametrize(

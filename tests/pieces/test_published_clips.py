@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fedflat.pieces.clipping import EachTensor, Median, tensor_norms
+from fedflat.pieces.clipping import PublishedMedian, PublishedPerTensor, tensor_norms
 
 TENSORS = (slice(0, 3), slice(3, 4), slice(4, 9), slice(9, 12))
 
@@ -18,7 +18,7 @@ def clipped(factors: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_tensor_is_clipped_alone_and_the_bound_is_reached() -> None:
-    given, clip = messages(), EachTensor(4)
+    given, clip = messages(), PublishedPerTensor(4)
     norms, factors = clip.factors(given, 0.3, TENSORS)
     assert torch.allclose(norms, given.double().norm(dim=1))
     for row, original in zip(clipped(factors, given), given.double()):
@@ -29,12 +29,12 @@ def test_each_tensor_is_clipped_alone_and_the_bound_is_reached() -> None:
     assert clip.bound(0.3) == 0.3 * math.sqrt(4)
     huge = clipped(clip.factors(torch.ones(1, 12) * 1e6, 0.3, TENSORS)[1], torch.ones(1, 12) * 1e6)
     assert torch.allclose(huge.norm(), torch.tensor(clip.bound(0.3), dtype=torch.float64))
-    assert clip.own_thresholds(given, 0.3, TENSORS).tolist() == [0.3] * 5
+    assert clip.client_thresholds(given, 0.3, TENSORS).tolist() == [0.3] * 5
 
 
 def test_the_median_is_each_clients_own_and_bounds_nothing() -> None:
-    given, clip = messages(), Median()
-    own = clip.own_thresholds(given, math.inf, TENSORS)
+    given, clip = messages(), PublishedMedian()
+    own = clip.client_thresholds(given, math.inf, TENSORS)
     for row, threshold in zip(tensor_norms(given, TENSORS), own):
         low, high = sorted(row.tolist())[1:3]
         assert math.isclose(float(threshold), (low + high) / 2)
@@ -49,8 +49,8 @@ def test_broken_and_empty_messages_are_zero() -> None:
     given = messages(3)
     given[0, 0], given[1, 5] = math.nan, math.inf
     given[2] = 0
-    for clip, threshold in ((EachTensor(4), 0.3), (Median(), math.inf)):
+    for clip, threshold in ((PublishedPerTensor(4), 0.3), (PublishedMedian(), math.inf)):
         norms, factors = clip.factors(given, threshold, TENSORS)
         assert not torch.isfinite(norms[:2]).any() and bool((factors[:2] == 0).all())
         assert bool(torch.isfinite(factors).all())
-    assert Median().own_thresholds(given, math.inf, TENSORS).tolist() == [0.0, 0.0, 0.0]
+    assert PublishedMedian().client_thresholds(given, math.inf, TENSORS).tolist() == [0.0, 0.0, 0.0]

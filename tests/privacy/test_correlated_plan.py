@@ -214,11 +214,11 @@ def test_what_is_not_proven_is_refused(changes: dict[str, Any], said: str) -> No
 
 
 def test_a_method_with_noise_of_its_own_is_refused() -> None:
-    class Own:
+    class ClientContext:
         name = "ae-dpfl"
 
     with pytest.raises(InputError, match="plain Gaussian"):
-        plan_of(mechanism=Own())
+        plan_of(mechanism=ClientContext())
     assert not hasattr(FromRound(4, 2), "separation")
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.data.clients import Federated
-from fedflat.engine.batches import BlockFeed, Order, chosen, chunk_of, ramp, repeats, width_of
+from fedflat.data.clients import FederatedData
+from fedflat.engine.batches import BlockBatches, Order, chosen, chunk_of, ramp, repeats, width_of
 from fedflat.engine.problem import Batch
 
 Put = Callable[[Tensor, Tensor], None]
@@ -35,7 +35,7 @@ class Shape:
     single: bool
 
 
-def shape_of(data: Federated, batch_size: int, everything: bool, single: bool) -> Shape:
+def shape_of(data: FederatedData, batch_size: int, everything: bool, single: bool) -> Shape:
     """The shape that fits every client of a federation. everything: whether all of a client's data is asked for."""
     chunk = chunk_of(data, batch_size)
     pieces = -(-int(data.sizes.max(initial=1)) // chunk) if everything else 0
@@ -43,14 +43,14 @@ def shape_of(data: Federated, batch_size: int, everything: bool, single: bool) -
 
 
 @dataclass(frozen=True)
-class StaticFeed:
+class StaticBatches:
     """The data of a block, for the local loop.
 
     plans: each phase's rows ``(n, K, b)`` (K = 1: the same batch at every step). weights: 0 for padding, ``(n, K, b)``.
     everyone: all rows of each client ``(n, W)``. shares: 1/n_i for each that is there, 0 for padding ``(n, W)``.
     """
 
-    data: Federated
+    data: FederatedData
     shape: Shape
     plans: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
@@ -58,7 +58,7 @@ class StaticFeed:
     shares: Tensor
 
     @classmethod
-    def room(cls, data: Federated, shape: Shape, block: int, steps: Sequence[int]) -> StaticFeed:
+    def room(cls, data: FederatedData, shape: Shape, block: int, steps: Sequence[int]) -> StaticBatches:
         """Memory for a block, on the data's device. steps: of each phase."""
         device = data.inputs.device
         sides = [(block, 1 if shape.constant else k, shape.width) for k in steps]
@@ -68,9 +68,9 @@ class StaticFeed:
         return cls(data, shape, plans, weights, everyone, torch.zeros(block, shape.whole, device=device))
 
     def write(self, clients: Sequence[int], seed: int, round: int, steps: Sequence[int], put: Put) -> None:
-        """The rows of a block's clients in a round, as ``BlockFeed`` draws them."""
+        """The rows of a block's clients in a round, as ``BlockBatches`` draws them."""
         order = Order(seed, round, self.shape.batch_size)
-        drawn = BlockFeed(self.data, clients, order, [self.data.parts[c] for c in clients])
+        drawn = BlockBatches(self.data, clients, order, [self.data.parts[c] for c in clients])
         sizes = self.data.sizes[np.asarray(clients)]
         for phase, (rows, weights) in enumerate(zip(self.plans, self.weights)):
             positions = np.full(tuple(rows.shape), -1, dtype=np.int64)

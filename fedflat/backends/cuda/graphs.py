@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.backends.cuda.batches import Shape, StaticFeed, shape_of
-from fedflat.backends.cuda.streams import CudaLane, Lane
+from fedflat.backends.cuda.batches import Shape, StaticBatches, shape_of
+from fedflat.backends.cuda.streams import CudaStream, Stream
 from fedflat.core.checks import RunError, wrong
-from fedflat.core.held import Held
-from fedflat.core.personal import Heads
+from fedflat.core.held import StateWatch
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, Local, PartedSum
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult, steps_of, train_client
 from fedflat.engine.device import out_of_memory, sent
@@ -38,7 +38,7 @@ KEPT = 16
 class _Recording:
     """A recorded local training: what it reads, what replays it, what it leaves."""
 
-    feed: StaticFeed
+    local_data: StaticBatches
     head: Tensor
     replay: Callable[[], None]
     result: LocalResult
@@ -48,7 +48,7 @@ class _Recording:
 class _Track:
     """A stream and its recordings, by the phases' steps."""
 
-    lane: Lane
+    stream: Stream
     recordings: dict[tuple[int, ...], _Recording] = field(default_factory=dict)
 
 
@@ -73,19 +73,19 @@ class Graphs:
     algorithm: Algorithm
     problem: Problem
     local: Local
-    data: Federated
+    data: FederatedData
     seed: int
     block: int = 1
     threads: int = 4
     name: str = "graphs"
     _tracks: list[_Track] = field(default_factory=list)
     _static: Broadcast | None = None
-    _pieces: Held = field(init=False, repr=False)
+    _pieces: StateWatch = field(init=False, repr=False)
     _random: bool | None = None
 
     def __post_init__(self) -> None:
         method = self.algorithm
-        self._pieces = Held((method.phases, method.transforms))
+        self._pieces = StateWatch((method.phases, method.transforms))
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +97,7 @@ class Graphs:
         single = isinstance(self.problem, ModuleProblem)
         return shape_of(self.data, self.local.batch_size, bool(self.algorithm.transforms), single)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train the cohort (sorted ids) and add the messages to the accumulator, in client order."""
         sizes = self.data.sizes[cohort]
         empty, dimension = int((sizes == 0).sum()), self.algorithm.vectors * broadcast.shared.numel()
@@ -156,13 +156,13 @@ class Graphs:
             self._static.vectors[name].copy_(vector)
         return replace(self._static, round=broadcast.round)
 
-    def _free(self, clients: np.ndarray, started: deque[_Started], into: Accumulator, heads: Heads) -> _Track:
+    def _free(self, clients: np.ndarray, started: deque[_Started], into: Accumulator, heads: PersonalState) -> _Track:
         """A track at rest, after the oldest outcome was added: one that knows these steps, if there is one."""
         self._collect(started, max(1, self.threads) - 1, into, heads)
         busy, steps = [id(one.track) for one in started], self._steps(clients)[1]
         rest = [track for track in self._tracks if id(track) not in busy]
         if not rest:
-            rest.append(_Track(CudaLane(self.device)))
+            rest.append(_Track(CudaStream(self.device)))
             self._tracks += rest
         return next((track for track in rest if steps in track.recordings), rest[0])
 
@@ -171,7 +171,7 @@ class Graphs:
         local = self.local.of(len(self.data.parts[clients[0]]))
         return local, tuple(steps_of(phase, local) for phase in self.algorithm.phases)
 
-    def _start(self, track: _Track, clients: np.ndarray, static: Broadcast, heads: Heads) -> _Started:
+    def _start(self, track: _Track, clients: np.ndarray, static: Broadcast, heads: PersonalState) -> _Started:
         """Write a block's rows and heads where its recording reads them, and replay it.
 
         A block that is not full is filled up with its last client again, whose further messages are dropped.
@@ -180,54 +180,56 @@ class Graphs:
         local, steps = self._steps(clients)
         known = track.recordings.pop(steps, None)
         if known is None:
-            feed = StaticFeed.room(self.data, self._shape, len(filled), steps)
+            local_data = StaticBatches.room(self.data, self._shape, len(filled), steps)
             head = torch.zeros(len(filled), heads.first.numel(), device=self.device)
         else:
-            feed, head = known.feed, known.head
-        feed.write(filled, self.seed, static.round, steps, track.lane.put)
+            local_data, head = known.local_data, known.head
+        local_data.write(filled, self.seed, static.round, steps, track.stream.put)
         if head.numel():
-            track.lane.put(head, torch.stack([heads.of(c) for c in filled]))
+            track.stream.put(head, torch.stack([heads.of(c) for c in filled]))
         if known is None:
             with seeded_torch(self.seed, "recording"):  # puts the generator back
-                known = self._record(track, feed, head, local, static)
+                known = self._record(track, local_data, head, local, static)
             if len(track.recordings) >= KEPT:
                 del track.recordings[next(iter(track.recordings))]
         track.recordings[steps] = known  # the one used last is the last to go
         seeded = seeded_torch(self.seed, "dropout", static.round, filled[0])
         with seeded if self._random else contextlib.nullcontext():
-            track.lane.start(known.replay)
+            track.stream.start(known.replay)
         return _Started(clients, track, known)
 
-    def _record(self, track: _Track, feed: StaticFeed, head: Tensor, local: Local, static: Broadcast) -> _Recording:
+    def _record(
+        self, track: _Track, local_data: StaticBatches, head: Tensor, local: Local, static: Broadcast
+    ) -> _Recording:
         """Record the local loop on fixed memory."""
 
         def step() -> LocalResult:
-            if feed.shape.single:
+            if local_data.shape.single:
                 weights = torch.cat([static.shared, head[0]])
             else:
                 weights = torch.cat([static.shared.expand(len(head), -1), head], 1)
-            return train_client(self.algorithm, self.problem, static, local, feed, weights)
+            return train_client(self.algorithm, self.problem, static, local, local_data, weights)
 
         if self._random is None:
-            self._random = track.lane.examine(step)
+            self._random = track.stream.examine(step)
             if self._random and self._together > 1:
                 raise wrong("engine.block", f"{self.block} with a model or method that draws random numbers", "1")
             self.threads = 1 if self._random else self.threads
-        replay, result = track.lane.record(step)
+        replay, result = track.stream.record(step)
         if isinstance(self.problem, ModuleProblem | BlockProblem) and self.problem.writes_buffers:
             raise RunError(
                 "engine.backend: found graphs with a model that writes into its buffers; allowed: sequential."
             )
-        return _Recording(feed, head, replay, result)
+        return _Recording(local_data, head, replay, result)
 
-    def _collect(self, started: deque[_Started], left: int, into: Accumulator, heads: Heads) -> None:
+    def _collect(self, started: deque[_Started], left: int, into: Accumulator, heads: PersonalState) -> None:
         """Add the oldest blocks' messages behind their training until ``left`` are in training.
 
         The host waits for none of it, but for personal heads.
         """
         while len(started) > left:
             one = started.popleft()
-            one.track.lane.finish()
+            one.track.stream.finish()
             clients, found = one.clients, one.recording.result
             single = self._shape.single
             there = self.data.sizes[clients] > 0
@@ -262,5 +264,5 @@ class Graphs:
         del self._tracks[self.threads :]  # streams are kept: each has workspaces of its own, which PyTorch never frees
         for track in self._tracks:
             track.recordings.clear()
-            track.lane.forget()
+            track.stream.forget()
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from torch import Tensor
 Found = TypeVar("Found")
 
 
-class Lane(Protocol):
+class Stream(Protocol):
     """A stream of work beside the main one. Nothing here waits for the device, but for ``record``."""
 
     def record(self, step: Callable[[], Found]) -> tuple[Callable[[], None], Found]:
@@ -36,7 +36,7 @@ class Lane(Protocol):
         """Nothing recorded here is needed any more."""
 
 
-class CudaLane:
+class CudaStream:
     """A CUDA stream with memory of its own: what streams do at the same time must not share any."""
 
     def __init__(self, device: torch.device) -> None:

@@ -25,7 +25,7 @@ class DenseProblem:
     """
 
     layout: Layout
-    stack: tuple[Linear, ...]
+    layers: tuple[Linear, ...]
     precision: str = "fp32"
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
@@ -34,13 +34,13 @@ class DenseProblem:
         matrices: list[Tensor] = []
 
         def apply(index: int, x: Tensor) -> Tensor:
-            matrices.append(self.stack[index].matrix(weights).to(kind))  # just before it is multiplied: still cached
-            return affine(self.stack[index], matrices[index], weights, x)
+            matrices.append(self.layers[index].matrix(weights).to(kind))  # just before it is multiplied: still cached
+            return affine(self.layers[index], matrices[index], weights, x)
 
-        states = forward(self.stack, batch.flat.to(kind), apply)
+        states = forward(self.layers, batch.flat.to(kind), apply)
         loss, right, delta = head(states[-1].to(weights.dtype), batch)
         whole = torch.empty_like(weights)
-        write_gradient(self.stack, matrices, states, delta.to(kind), whole)
+        write_gradient(self.layers, matrices, states, delta.to(kind), whole)
         return Gradient(whole[:, self.layout.span(part)], loss, right)
 
     @contextmanager

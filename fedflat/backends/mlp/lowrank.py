@@ -30,11 +30,11 @@ class LowRankProblem:
     """
 
     layout: Layout
-    stack: tuple[Linear, ...]
+    layers: tuple[Linear, ...]
 
     def start(self, shared: Tensor, clients: int) -> Factored:
         """w^t for every client of a block."""
-        return Factored(Trace(self.stack, clients, self.layout.size, shared.device), [(shared, 1.0)], {})
+        return Factored(Trace(self.layers, clients, self.layout.size, shared.device), [(shared, 1.0)], {})
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """As ``DenseProblem.gradient``, ``weights`` and the found vector being ``Factored``."""
@@ -42,18 +42,18 @@ class LowRankProblem:
             raise Declined("weights outside the span of w^t and the gradients, or a personal part")
         at = cast(Factored, weights)
         trace, slots = at.trace, list[int]()
-        layers = [_At(at, index) for index in range(len(self.stack))]
+        layers = [_At(at, index) for index in range(len(self.layers))]
 
         def apply(index: int, x: Tensor) -> Tensor:
             slots.append(trace.slot(index, x))
             return layers[index].forward(slots[index], x)
 
-        states = forward(self.stack, batch.flat, apply)
+        states = forward(self.layers, batch.flat, apply)
         loss, right, delta = head(states[-1], batch)
         deltas = [delta]
-        for index in range(len(self.stack) - 1, 0, -1):
+        for index in range(len(self.layers) - 1, 0, -1):
             behind = layers[index].backward(delta)
-            delta = through(self.stack[index - 1].activation, behind, states[index])
+            delta = through(self.layers[index - 1].activation, behind, states[index])
             deltas.append(delta)
         found = trace.record(slots, deltas[::-1])
         vector = Factored(trace, [], {found: 1.0})
@@ -69,7 +69,7 @@ class _At:
     """One layer at factored weights."""
 
     def __init__(self, at: Factored, index: int) -> None:
-        self.layer, self.index, self.trace = at.trace.stack[index], index, at.trace
+        self.layer, self.index, self.trace = at.trace.layers[index], index, at.trace
         self.shared, self.others = at.common()
         self.mixed = at.trace.mixed(index, at.steps)
 

@@ -17,7 +17,7 @@ from fedflat.backends.resident import shown, stored
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import RunError
 from fedflat.core.types import Algorithm, Local
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import ModuleProblem
 
 USER_FILES = "fedflat_user_"
@@ -55,7 +55,7 @@ class Package:
             parameters[name].data = view_of(values)
         inputs, targets = shown(view_of(self.arrays["inputs"]), self.last), view_of(self.arrays["targets"])
         parts = tuple(np.split(self.arrays["rows"], self.arrays["ends"][:-1]))
-        data = Federated(inputs, targets, parts, (), None, None, **self.constants)
+        data = FederatedData(inputs, targets, parts, (), None, None, **self.constants)
         return Sequential(self.algorithm, self.problem(), self.local, data, self.seed)
 
 

@@ -24,7 +24,7 @@ from fedflat.backends.ray.session import connect, one_line, workers
 from fedflat.backends.resident import keep_freed_memory
 from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
@@ -58,7 +58,7 @@ class RayTasks:
     _run: Any = field(default=None, repr=False)
     _task: Any = field(default=None, repr=False)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         """Train each client of the cohort and add its message, in client order."""
         sizes = {int(c): len(self.inner.data.parts[c]) for c in cohort}
         self._start(broadcast, heads)
@@ -70,7 +70,7 @@ class RayTasks:
             self.inner.keep(accumulator, heads, broadcast, client, LocalResult(**view_of(next(results))))
         refuse_change(self.inner._pieces, "algorithm", everything=True)
 
-    def _start(self, broadcast: Broadcast, heads: Heads) -> None:
+    def _start(self, broadcast: Broadcast, heads: PersonalState) -> None:
         """Put the run into the object store, unless this session has it already."""
         session = connect(self.processes)
         if session == self._session:
@@ -95,7 +95,7 @@ class RayTasks:
         size = self.block or max(1, min(LARGEST, ENTRIES // max(per_client, 1), even))
         return [clients[start : start + size] for start in range(0, len(clients), size)]
 
-    def _results(self, clients: list[int], broadcast: Broadcast, heads: Heads) -> Iterator[dict[str, Any]]:
+    def _results(self, clients: list[int], broadcast: Broadcast, heads: PersonalState) -> Iterator[dict[str, Any]]:
         """Trained clients in client order; a block is handed out for each one taken back."""
         import ray
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import fresh_key
 from fedflat.core.threads import using_threads
 from fedflat.core.types import Broadcast, MovingClip
@@ -26,7 +26,7 @@ from fedflat.engine.train import Job
 from fedflat.federation.client.store import Store, read_examples
 from fedflat.federation.secagg.stages import stage_of
 from fedflat.federation.task import Task
-from fedflat.federation.wire import Answer, Ask, Malformed, read_ask, write_answer
+from fedflat.federation.wire import Answer, Malformed, Request, read_request, write_answer
 
 log = logging.getLogger("fedflat.client")
 
@@ -79,7 +79,7 @@ class Client:
         if self.job.parts.plan.trust == "distributed":
             raise Refused("the server asks for an update without secure aggregation")
         try:
-            ask = read_ask(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
+            ask = read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
         except Malformed as fault:
             raise Refused(f"the server's message is malformed: {fault.reason}") from fault
         self.check(ask)
@@ -88,7 +88,7 @@ class Client:
             self.store.note_participation(ask.broadcast.round)
         return write_answer(Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: Request) -> None:
         """What a client must not take the server's word for."""
         plan, clip = self.job.parts.plan, self.job.parts.clip
         if ask.client != self.number:
@@ -119,7 +119,9 @@ class Client:
         if len(rows) == 0:
             return torch.zeros(parts.message_length), 0
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
-        kept = Heads(before, states={n: {self.number: s} for n, s in self.store.states(broadcast.round).items()})
+        kept = PersonalState(
+            before, states={n: {self.number: s} for n, s in self.store.states(broadcast.round).items()}
+        )
         states = states_of(parts.algorithm, kept, self.number, broadcast.shared)
         with using_threads(1), exact(job.problem.device):
             result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]), states)
@@ -137,7 +139,7 @@ class Client:
         except Exception:  # whatever it is, the answer is the same as without the record
             log.exception("no personal accuracy")
 
-    def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: Heads) -> Tensor:
+    def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: PersonalState) -> Tensor:
         """What leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
 
         What stays goes to ``kept``; a state is moved by the message as clipped here.

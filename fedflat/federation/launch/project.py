@@ -14,7 +14,7 @@ import yaml
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.train import Job
 from fedflat.federation.client.store import write_examples
 from fedflat.federation.launch.certificates import write_authority_and_server, write_client_keys
@@ -22,12 +22,12 @@ from fedflat.federation.launch.project_texts import ADDRESSES, APP, PYPROJECT, R
 from fedflat.federation.launch.schedule import scheduled
 from fedflat.federation.lock import LOCK, write_lock
 from fedflat.federation.roster import Roster
-from fedflat.federation.task import RECIPE, Form, Task, check_deployable
+from fedflat.federation.task import RECIPE, DataSpec, Task, check_deployable
 
 PACKAGE = "fedflat_app"
 HERE, PORT = "127.0.0.1", 8443
 DATA, HELD = "data.safetensors", "held.safetensors"
-DOORS, CONTROL_CERTIFICATE = "server/superlink.toml", "flower/control/ca.crt"
+ADDRESSES_FILE, CONTROL_CERTIFICATE = "server/superlink.toml", "flower/control/ca.crt"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """No telemetry, no look for updates."""
 
@@ -113,14 +113,14 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     write_authority_and_server(out / "certificates", hosts)
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
     (app / RECIPE).write_text(_recipe_text(recipe, job), encoding="utf-8")
-    Task(recipe, Form.of(data), Roster(tuple(keys)), "").write(app)
+    Task(recipe, DataSpec.of(data), Roster(tuple(keys)), "").write(app)
     test = None
     (out / "server").mkdir(mode=0o700)
     if data.test_inputs is not None and data.test_targets is not None:
         test = (out / "server" / "test.safetensors").absolute()
         write_examples(test, data.test_inputs, data.test_targets)
     _write_app(out, app, data.clients, test)
-    _write_doors(out, f"{host}:{port}", f"{HERE}:{port + 1}")
+    _write_addresses(out, f"{host}:{port}", f"{HERE}:{port + 1}")
     pin = Task.read(app).pin
     (out / "README.md").write_text(_readme(recipe, out, job, pin, host, port), encoding="utf-8")
 
@@ -130,7 +130,7 @@ def client_folder(out: Path, client: int) -> Path:
     return out / "clients" / f"{client:05d}"
 
 
-def _write_client(folder: Path, data: Federated, client: int) -> str:
+def _write_client(folder: Path, data: FederatedData, client: int) -> str:
     public = write_client_keys(folder)
     inputs, targets = data.client(client)
     write_examples(folder / DATA, inputs.contiguous(), targets)
@@ -170,13 +170,13 @@ def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
         (app / f"{side}_app.py").write_text(APP.format(side=side, title=side.capitalize()), encoding="utf-8")
 
 
-def _write_doors(out: Path, listen: str, control: str) -> None:
+def _write_addresses(out: Path, listen: str, control: str) -> None:
     """The SuperLink's two addresses, its lock, and where ``flwr`` finds it and the operator's token (FLWR_HOME)."""
     (out / "flower").mkdir(mode=0o700)
     text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{control}"\n'
     text += f'root-certificates = "{(out / CONTROL_CERTIFICATE).absolute()}"\n'
     (out / "flower" / "config.toml").write_text(text, encoding="utf-8")
-    (out / DOORS).write_text(ADDRESSES.format(listen=listen, control=control), encoding="utf-8")
+    (out / ADDRESSES_FILE).write_text(ADDRESSES.format(listen=listen, control=control), encoding="utf-8")
     write_lock(out / "server" / LOCK, out / "flower" / "credentials.yaml", control)
 
 

@@ -25,7 +25,7 @@ from fedflat.federation.secagg import consistency, dealing, stages
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import PublicKeys, Secrets, Shares
 from fedflat.federation.task import Task
-from fedflat.federation.wire import FACTS, Malformed, nonce_of, number, read_ask
+from fedflat.federation.wire import FACTS, Malformed, nonce_of, number, read_request
 from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
@@ -212,7 +212,7 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> tuple[d
     shared = set(stages.read_map(content[FACTS].get("shared"), 0))
     if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
         raise secagg.Aborted("too few clients, or others than dealt true shares")
-    ask = read_ask(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
+    ask = read_request(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
     client.check(ask)
     held = {str(i): state["shares"][str(i)] for i in shared}
     vector = _encoded(client, ask.broadcast)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.federation.secagg import consistency, dealing, stages
 from fedflat.federation.secagg import protocol as secagg
@@ -22,7 +22,7 @@ from fedflat.federation.secagg.client import context_of, known_keys, threshold_o
 from fedflat.federation.secagg.dealing import Deal
 from fedflat.federation.secagg.protocol import Aborted, Collector
 from fedflat.federation.server.culprits import Culprits
-from fedflat.federation.server.replies import Desk, Slip
+from fedflat.federation.server.replies import PendingReply, ReplyTracker
 from fedflat.federation.server.transport import Flower, log
 from fedflat.federation.task import Task
 from fedflat.federation.wire import NONCE_BYTES, Malformed
@@ -47,7 +47,7 @@ class SecureFlower(Flower):
     _next: bytes = field(default_factory=lambda: secrets.token_bytes(stages.SESSION_BYTES))
     _ended: tuple[str, ...] = ()
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: PersonalState) -> None:
         """One secure aggregation; the accumulator gets its sum, or nothing if it is aborted.
 
         Raises:
@@ -100,13 +100,13 @@ class SecureFlower(Flower):
         Nobody waits for their answers. It may arrive after the next session's first step, hence the name of that one.
         """
         if self._ended:
-            self._pulled(Desk(round, lambda found: found), self._ended)
+            self._pulled(ReplyTracker(round, lambda found: found), self._ended)
         connected = self.roster.connected(self.grid.get_nodes())
         messages = []
         for client in sorted(set(clients) & set(connected)):
-            slip = Slip(client, connected[client], secrets.token_bytes(NONCE_BYTES))
-            content = stages.write_question(stages.END, slip, round, self._next, self.pin, {})
-            messages.append(self._message(content, slip.node, round))
+            pending = PendingReply(client, connected[client], secrets.token_bytes(NONCE_BYTES))
+            content = stages.write_question(stages.END, pending, round, self._next, self.pin, {})
+            messages.append(self._message(content, pending.node, round))
         self._ended = tuple(number for number in self.grid.push_messages(messages) if number) if messages else ()
 
     def _aggregate(self, collector: Collector, session: bytes, asked: list[int], broadcast: Broadcast) -> None:
@@ -124,9 +124,9 @@ class SecureFlower(Flower):
         self._stage, vector = stage, stage == stages.VECTOR
         size = self.mechanism.padded if vector else None
 
-        def content(slip: Slip) -> Any:
-            own, sent = facts(slip.client), broadcast if vector else None
-            return stages.write_question(stage, slip, broadcast.round, session, self.pin, own, sent)
+        def content(pending: PendingReply) -> Any:
+            own, sent = facts(pending.client), broadcast if vector else None
+            return stages.write_question(stage, pending, broadcast.round, session, self.pin, own, sent)
 
         def checked(client: int, answer: Any) -> None:
             try:
@@ -136,10 +136,10 @@ class SecureFlower(Flower):
                 self._refused[reason] += 1
                 self._blame(client, reason)
 
-        desk = Desk(broadcast.round, lambda found: stages.read_reply(found, size))
-        self.exchange(desk, sorted(clients), content, checked)
-        self._refused += desk.refused
-        for client, reason in desk.blamed.items():
+        tracker = ReplyTracker(broadcast.round, lambda found: stages.read_reply(found, size))
+        self.exchange(tracker, sorted(clients), content, checked)
+        self._refused += tracker.refused
+        for client, reason in tracker.blamed.items():
             if reason == "duplicate":  # refused, the first answer counts, and the client goes on
                 log.warning("round %d: a second answer of client %d to step %s", broadcast.round, client, stage)
             else:

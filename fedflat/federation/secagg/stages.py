@@ -13,7 +13,7 @@ from fedflat.federation import wire
 from fedflat.federation.secagg.dealing import BOX_BYTES, SIGNATURE_BYTES
 from fedflat.federation.secagg.protocol import PublicKeys
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES
-from fedflat.federation.server.replies import Slip
+from fedflat.federation.server.replies import PendingReply
 from fedflat.federation.wire import FACTS, Malformed, nonce_of, number
 
 KEYS, SHARES, CHECK, ANSWER = "keys", "shares", "check", "answer"
@@ -90,7 +90,7 @@ def read_numbers(data: Any) -> dict[int, int]:
 
 def write_question(
     stage: str,
-    slip: Slip,
+    pending: PendingReply,
     round: int,
     session: bytes,
     pin: str,
@@ -105,7 +105,7 @@ def write_question(
     if broadcast is not None:
         packed = wire.write_broadcast(broadcast)
         common, arrays = dict(packed[FACTS]), packed[wire.ARRAYS]
-    own = {"stage": stage, "client": slip.client, "nonce": slip.nonce, "pin": pin, "session": session}
+    own = {"stage": stage, "client": pending.client, "nonce": pending.nonce, "pin": pin, "session": session}
     return RecordDict({wire.ARRAYS: arrays, FACTS: ConfigRecord({**(common or {}), **own, **facts})})
 
 

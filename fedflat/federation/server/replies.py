@@ -27,7 +27,7 @@ that does not come back in time is counted once, as missing, which is not for th
 
 
 @dataclass(frozen=True)
-class Slip:
+class PendingReply:
     """One question put to one client. message: the transport's id of it, once it is sent."""
 
     client: int
@@ -36,7 +36,7 @@ class Slip:
 
 
 @dataclass
-class Desk:
+class ReplyTracker:
     """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
 
     blamed: client -> why its own answer to its question was first refused, for what no honest client does.
@@ -46,16 +46,16 @@ class Desk:
     read: Callable[[Any], Any]
     refused: Counter[str] = field(default_factory=Counter)
     blamed: dict[int, str] = field(default_factory=dict)
-    _open: dict[str, Slip] = field(default_factory=dict)
-    _closed: dict[str, Slip] = field(default_factory=dict)
+    _open: dict[str, PendingReply] = field(default_factory=dict)
+    _closed: dict[str, PendingReply] = field(default_factory=dict)
 
-    def slip(self, client: int, node: int) -> Slip:
+    def pending(self, client: int, node: int) -> PendingReply:
         """A fresh nonce for one client of the round."""
-        return Slip(client, node, secrets.token_bytes(NONCE_BYTES))
+        return PendingReply(client, node, secrets.token_bytes(NONCE_BYTES))
 
-    def sent(self, message: str, slip: Slip) -> None:
+    def sent(self, message: str, pending: PendingReply) -> None:
         """The transport took the question under this id."""
-        self._open[message] = slip
+        self._open[message] = pending
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -70,19 +70,19 @@ class Desk:
             if fault.reason == UNREACHABLE:
                 return None
             self.refused[fault.reason] += 1
-            slip = self._closed.get(reply.metadata.reply_to_message_id)
-            if slip is not None and reply.metadata.src_node_id == slip.node and fault.reason in PROTOCOL_FAULTS:
-                self.blamed.setdefault(slip.client, fault.reason)
+            pending = self._closed.get(reply.metadata.reply_to_message_id)
+            if pending is not None and reply.metadata.src_node_id == pending.node and fault.reason in PROTOCOL_FAULTS:
+                self.blamed.setdefault(pending.client, fault.reason)
             return None
 
     def _checked(self, reply: Any) -> tuple[int, Any]:
         asked = reply.metadata.reply_to_message_id
         if asked in self._closed:
             raise Malformed("duplicate")
-        slip = self._open.get(asked)
-        if slip is None:
+        pending = self._open.get(asked)
+        if pending is None:
             raise Malformed("unasked")
-        if reply.metadata.src_node_id != slip.node:  # somebody else's reply does not use up the question
+        if reply.metadata.src_node_id != pending.node:  # somebody else's reply does not use up the question
             raise Malformed(UNREACHABLE if reply.has_error() else "sender")
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
@@ -90,9 +90,9 @@ class Desk:
         answer = self.read(reply.content)
         if answer.round != self.round:
             raise Malformed("late" if answer.round < self.round else "round")
-        if not hmac.compare_digest(answer.nonce, slip.nonce):
+        if not hmac.compare_digest(answer.nonce, pending.nonce):
             raise Malformed("replayed")
-        return slip.client, answer
+        return pending.client, answer
 
     def spoilt(self, message: str) -> None:
         """The reply to this question cannot be decoded: it is refused, and uses up the question."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import RunError, whole, wrong
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import fresh_key
 from fedflat.core.schedules import MinSeparation
 from fedflat.core.threads import using_threads
@@ -39,7 +39,7 @@ from fedflat.federation.server.monitor import shown
 from fedflat.federation.server.transport import POLL_SECONDS, ClientNoise, Flower, Refusals, return_large_blocks
 from fedflat.federation.task import Task, check_deployable
 from fedflat.methods.ddgauss.mechanism import SharedDiscreteNoise
-from fedflat.pieces.clipping import ByNorm, whole_vector
+from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
@@ -176,7 +176,7 @@ def job_of(task: Task, settings: Settings) -> Job:
         test = read_examples(settings.test)
         task.form.check(str(settings.test), *test)
     job = prepare(task.recipe, data=task.form.federation(test=test))
-    if isinstance(job.parts.clip, ByNorm):  # messages come scaled; once more would be another message
+    if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
         job.parts = replace(job.parts, clip=whole_vector(job.threshold))
     if job.parts.plan.trust == "local" and job.parts.plan.private:
         job.parts = replace(job.parts, mechanism=ClientNoise())
@@ -248,7 +248,7 @@ def standing(job: Job, out: Path) -> Outcome:
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
     plan = job.parts.plan.standing(entries)
     last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
-    return Outcome(state, Heads(job.first[size:]), [], [], entries, complete=state.round >= last)
+    return Outcome(state, PersonalState(job.first[size:]), [], [], entries, complete=state.round >= last)
 
 
 def _versions(out: Path) -> dict[str, Any]:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import wrong
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip
 from fedflat.engine.accumulate import Accumulator
 from fedflat.federation import wire
 from fedflat.federation.events import told
 from fedflat.federation.roster import Roster
-from fedflat.federation.server.replies import Desk, Slip, loggable
+from fedflat.federation.server.replies import PendingReply, ReplyTracker, loggable
 from fedflat.pieces.clipping import whole_vector
 from fedflat.records.folder import plain
 
@@ -78,65 +78,69 @@ class Flower:
     name: str = "flower"
     _late: tuple[str, ...] = ()
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: PersonalState) -> None:
         """Ask the connected clients of the cohort; add what they answer. Nothing of a client is kept but the sum."""
         common = wire.write_broadcast(broadcast)
 
-        def content(slip: Slip) -> Any:
-            return wire.write_ask(wire.Ask(slip.client, slip.nonce, self.pin, broadcast), common)
+        def content(pending: PendingReply) -> Any:
+            return wire.write_request(wire.Request(pending.client, pending.nonce, self.pin, broadcast), common)
 
         def add(client: int, answer: wire.Answer) -> None:
             accumulator.add(wire.tensor_of(answer)[None], [max(answer.examples, 1)])
 
-        desk = Desk(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
-        self.exchange(desk, cohort.tolist(), content, add)
-        self.refusals(broadcast.round, desk.refused)
+        tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
+        self.exchange(tracker, cohort.tolist(), content, add)
+        self.refusals(broadcast.round, tracker.refused)
 
     def exchange(
-        self, desk: Desk, clients: Iterable[int], content: Callable[[Slip], Any], add: Callable[[int, Any], None]
+        self,
+        tracker: ReplyTracker,
+        clients: Iterable[int],
+        content: Callable[[PendingReply], Any],
+        add: Callable[[int, Any], None],
     ) -> None:
         """One question to each client, one answer from each in time: ``add`` gets the checked ones as they come."""
-        self._ask(desk, list(clients), content)
+        self._ask(tracker, list(clients), content)
         until = time.monotonic() + self.answer_seconds
-        while desk.waiting and time.monotonic() < until:
-            if not self._collect(desk, add):
+        while tracker.waiting and time.monotonic() < until:
+            if not self._collect(tracker, add):
                 time.sleep(self.poll)
         if self._late:
-            desk.late(self._pulled(desk, self._late))
-        self._late = desk.close()
+            tracker.late(self._pulled(tracker, self._late))
+        self._late = tracker.close()
 
-    def _ask(self, desk: Desk, clients: list[int], content: Callable[[Slip], Any]) -> None:
+    def _ask(self, tracker: ReplyTracker, clients: list[int], content: Callable[[PendingReply], Any]) -> None:
         connected = self.roster.connected(self.grid.get_nodes())
         log.debug("%d clients are connected", len(connected), extra=told("connected", connected=len(connected)))
         asked = [client for client in clients if client in connected]
-        desk.refused["missing"] += len(clients) - len(asked)
+        tracker.refused["missing"] += len(clients) - len(asked)
         for start in range(0, len(asked), AT_ONCE):
-            slips = [desk.slip(client, connected[client]) for client in asked[start : start + AT_ONCE]]
-            messages = [self._message(content(slip), slip.node, desk.round) for slip in slips]
-            for number, slip in zip(self.grid.push_messages(messages), slips):
+            awaited = [tracker.pending(client, connected[client]) for client in asked[start : start + AT_ONCE]]
+            messages = [self._message(content(pending), pending.node, tracker.round) for pending in awaited]
+            for number, pending in zip(self.grid.push_messages(messages), awaited):
                 if number:
-                    desk.sent(number, slip)
+                    tracker.sent(number, pending)
                 else:
-                    desk.refused["missing"] += 1
+                    tracker.refused["missing"] += 1
 
     def _message(self, content: Any, node: int, round: int) -> Any:
         from flwr.app import Message
 
         return Message(content, node, TRAIN, ttl=self.ttl, group_id=str(round))
 
-    def _collect(self, desk: Desk, add: Callable[[int, Any], None]) -> int:
+    def _collect(self, tracker: ReplyTracker, add: Callable[[int, Any], None]) -> int:
         """Pull what is there, a few at a time, in the order asked; how many replies came."""
         came = 0
-        waiting = desk.waiting
+        waiting = tracker.waiting
         for start in range(0, len(waiting), AT_ONCE):
-            for reply in self._pulled(desk, waiting[start : start + AT_ONCE]):
+            for reply in self._pulled(tracker, waiting[start : start + AT_ONCE]):
                 came += 1
-                taken = desk.take(reply)
+                taken = tracker.take(reply)
                 if taken is not None:
                     add(*taken)
         return came
 
-    def _pulled(self, desk: Desk, numbers: tuple[str, ...]) -> list[Any]:
+    def _pulled(self, tracker: ReplyTracker, numbers: tuple[str, ...]) -> list[Any]:
         """The replies to some questions. One that Flower cannot even decode is refused, and its neighbours are not."""
         try:
             return list(self.grid.pull_messages(list(numbers)))
@@ -144,9 +148,9 @@ class Flower:
             if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore"):
                 raise
             if len(numbers) == 1:
-                desk.spoilt(numbers[0])
+                tracker.spoilt(numbers[0])
                 return []
-            return [reply for number in numbers for reply in self._pulled(desk, (number,))]
+            return [reply for number in numbers for reply in self._pulled(tracker, (number,))]
 
 
 @dataclass(frozen=True)

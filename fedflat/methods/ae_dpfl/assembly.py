@@ -11,7 +11,7 @@ from fedflat.config.recipe import ClipSection, PrivacySection, Recipe, ServerSec
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.data.public import HELD_OUT, TEST, public_examples
 from fedflat.engine.train import Job
 from fedflat.methods.ae_dpfl.plan import VotesPlan
@@ -27,7 +27,7 @@ UNUSED_CLIP = "privacy.clip is not used by votes: a message of one-hot votes has
 
 
 @dataclass(frozen=True)
-class Ballot:
+class LabelQueries:
     """The public numbers of the votes: queries in all, labels per cohort draw Q, and the student's epochs."""
 
     queries: int
@@ -40,7 +40,7 @@ class Ballot:
         return self.queries // self.labels
 
 
-def ballot_of(recipe: Recipe, method: Algorithm) -> Ballot:
+def label_queries_of(recipe: Recipe, method: Algorithm) -> LabelQueries:
     """The votes a recipe asks for: ``queries`` labels in all (default: one draw a round), spread over its rounds.
 
     Raises:
@@ -52,14 +52,14 @@ def ballot_of(recipe: Recipe, method: Algorithm) -> Ballot:
     if queries < least or queries % labels:
         allowed = f"a multiple of labels_per_draw = {labels}, at least {least} (a cohort draw in each round)"
         raise wrong("algorithm.queries", queries, allowed)
-    return Ballot(queries, labels, int(method.options["student_epochs"]))
+    return LabelQueries(queries, labels, int(method.options["student_epochs"]))
 
 
 def votes_plan(recipe: Recipe, method: Algorithm) -> VotesPlan:
     """The account of the votes that a recipe's plan carries."""
-    ballot = ballot_of(recipe, method)
+    asked = label_queries_of(recipe, method)
     replaced = recipe.cohort.sampling == "fixed" or trust_of(recipe, method) == "local"
-    return VotesPlan(ballot.labels, ballot.draws, "replace-one" if replaced else "add-remove")
+    return VotesPlan(asked.labels, asked.draws, "replace-one" if replaced else "add-remove")
 
 
 def min_cohort(recipe: Recipe, method: Algorithm, clients: int) -> int | None:
@@ -69,7 +69,7 @@ def min_cohort(recipe: Recipe, method: Algorithm, clients: int) -> int | None:
         return cohort.min
     sampler = make_sampler(cohort.sampling, clients, cohort.size, cohort.max)
     delta = default_delta(clients) if privacy.delta is None else privacy.delta
-    return default_min_cohort(sampler, ballot_of(recipe, method).draws, delta, cohort.colluders)
+    return default_min_cohort(sampler, label_queries_of(recipe, method).draws, delta, cohort.colluders)
 
 
 def with_draws(plan: Plan, votes: VotesPlan, recipe: Recipe) -> Plan:
@@ -100,7 +100,7 @@ def _check(recipe: Recipe) -> None:
         raise wrong("privacy.protocol", recipe.privacy.protocol, "sound for ae-dpfl")
 
 
-def split(recipe: Recipe, method: Algorithm, data: Federated, given: bool) -> tuple[Federated, Tensor]:
+def split(recipe: Recipe, method: Algorithm, data: FederatedData, given: bool) -> tuple[FederatedData, Tensor]:
     """The federation without the queries, and the queries ``(N, …)``.
 
     given: the clients were given in Python, so that their examples may not be made public; ``public`` then is ``test``
@@ -109,20 +109,20 @@ def split(recipe: Recipe, method: Algorithm, data: Federated, given: bool) -> tu
     if data.targets.dim() > 1:
         raise wrong("data.dataset", data.name, "examples with one label each for ae-dpfl")
     source = method.options["public"] or (TEST if given else HELD_OUT)
-    queries = ballot_of(recipe, method).queries
+    queries = label_queries_of(recipe, method).queries
     return public_examples(data, str(source), queries, recipe.seed, None if given else recipe.data.dataset)
 
 
 def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
     """The same job with the parts that votes need: clip, noise, back end, server step."""
-    parts, data, ballot = job.parts, job.data, ballot_of(recipe, job.parts.algorithm)
-    plan, classes, threshold = parts.plan, data.classes, math.sqrt(ballot.labels)
+    parts, data, asked = job.parts, job.data, label_queries_of(recipe, job.parts.algorithm)
+    plan, classes, threshold = parts.plan, data.classes, math.sqrt(asked.labels)
     first, queries = job.first[: parts.layout.dimension], queries.to(job.problem.device)
-    student = Student(job.problem, parts.local, queries, first, classes, ballot.epochs, job.seed)
+    student = Student(job.problem, parts.local, queries, first, classes, asked.epochs, job.seed)
     added = GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor))
     noise = VoteNoise(
         draws=plan.draws,
-        size=ballot.labels * classes,
+        size=asked.labels * classes,
         std=lambda count: added.total_std(threshold, count),
         releases=plan.releases,
         sample=gaussian,
@@ -130,13 +130,13 @@ def with_votes(job: Job, recipe: Recipe, queries: Tensor) -> Job:
     voting = replace(
         parts,
         algorithm=replace(parts.algorithm, server=(student,)),
-        clip=VoteClip(ballot.labels),
+        clip=VoteClip(asked.labels),
         mechanism=noise,
         optimizer=lambda view: take,
     )
     return replace(
         job,
         parts=voting,
-        backend=Voters(job.problem, parts.local, data, job.seed, first, queries, ballot.labels, classes),
+        backend=Voters(job.problem, parts.local, data, job.seed, first, queries, asked.labels, classes),
         threshold=threshold,
     )

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedflat.core.checks import RunError
-from fedflat.core.personal import Heads
+from fedflat.core.personal import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, ServerView
-from fedflat.data.clients import Federated
+from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.batches import Order, SingleFeed
+from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.problem import ModuleProblem
 
@@ -134,7 +134,7 @@ class Voters:
 
     problem: ModuleProblem
     local: Local
-    data: Federated
+    data: FederatedData
     seed: int
     first: Tensor
     queries: Tensor
@@ -145,7 +145,7 @@ class Voters:
     trained: int = 0
     _answers: OrderedDict[int, tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=OrderedDict)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: Heads) -> None:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: PersonalState) -> None:
         """Add the votes of a draw's cohort (sorted ids) on the Q queries of that draw."""
         start, into = broadcast.draw * self.labels, accumulator.of(broadcast.draw)
         sizes = [len(self.data.parts[client]) for client in cohort.tolist()]
@@ -170,10 +170,10 @@ class Voters:
 
     def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
-        feed = SingleFeed(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
+        local_data = ClientBatches(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
         try:
             with seeded_torch(self.seed, "dropout", 0, client):
-                result = _fit(self.problem, self.local, feed, weights)
+                result = _fit(self.problem, self.local, local_data, weights)
         except RuntimeError as error:
             raise RunError(f"client {client}, local training: {error}") from error
         self.trained += 1
@@ -187,10 +187,10 @@ class Voters:
         return torch.cat(pieces).cpu()
 
 
-def _fit(problem: ModuleProblem, local: Local, feed: SingleFeed, weights: Tensor) -> Any:
+def _fit(problem: ModuleProblem, local: Local, local_data: ClientBatches, weights: Tensor) -> Any:
     """The one local loop with plain SGD, from ``weights`` ``(D,)``, in place."""
     start = Broadcast(0, weights.clone(), math.inf, 1.0)
-    return train_client(Algorithm("local model"), problem, start, local, feed, weights)
+    return train_client(Algorithm("local model"), problem, start, local, local_data, weights)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Student:
         steps = self.epochs * math.ceil(len(rows) / self.local.batch_size)
         order = Order(self.seed, round, self.local.batch_size)
         with seeded_torch(self.seed, "dropout of the student", round):
-            _fit(self.problem, replace(self.local, steps=steps), SingleFeed(data, STUDENT, order, rows), weights)
+            _fit(self.problem, replace(self.local, steps=steps), ClientBatches(data, STUDENT, order, rows), weights)
         return weights.cpu()
 
 
@@ -241,11 +241,11 @@ def winners(votes: Tensor) -> Tensor:
     return torch.where((votes != 0).any(-1), votes.argmax(-1), torch.full((len(votes),), NO_LABEL))
 
 
-def labelled(inputs: Tensor, targets: Tensor, classes: int) -> Federated:
+def labelled(inputs: Tensor, targets: Tensor, classes: int) -> FederatedData:
     """Inputs ``(n, …)`` and targets ``(n,)`` as the data of one party."""
     rows: Sequence[np.ndarray] = (np.arange(len(targets), dtype=np.int64),)
     empty = (np.empty(0, dtype=np.int64),)
-    return Federated(inputs, targets, tuple(rows), empty, None, None, classes, "student")
+    return FederatedData(inputs, targets, tuple(rows), empty, None, None, classes, "student")
 
 
 def take(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

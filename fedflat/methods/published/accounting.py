@@ -16,6 +16,7 @@ from typing import Any
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
+from fedflat.core.papers import CITED
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.epsilon import EpsilonCurve, calibrate, default_delta
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon

@@ -74,9 +74,11 @@ def clip_of(recipe: Recipe, plan: Plan, layout: Layout) -> tuple[Clip, float]:
     """The paper's clip and its threshold C (infinite where each client takes its own)."""
     paper = _mechanism(plan).paper
     if paper == "002":
-        return clipping.Median(), math.inf
+        return clipping.PublishedMedian(), math.inf
     threshold = threshold_of(recipe)
-    return (clipping.whole_vector(threshold) if paper == "004" else clipping.EachTensor(layout.shared)), threshold
+    return (
+        clipping.whole_vector(threshold) if paper == "004" else clipping.PublishedPerTensor(layout.shared)
+    ), threshold
 
 
 def parts_of(parts: Parts) -> Parts:

@@ -21,10 +21,10 @@ from fedflat.core.types import Aggregate, Broadcast, Clip, Local, Mechanism, Tra
 from fedflat.engine.accumulate import Accumulator, PlainSum
 
 
-class OwnClip(Clip, Protocol):
+class ThresholdClip(Clip, Protocol):
     """A clip that says what each message's noise is made for."""
 
-    def own_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
         """C, or each client's own, ``(n,)``."""
 
 
@@ -52,7 +52,9 @@ class NoiseShares:
     local: Local | None = None
     beta: float | None = None
 
-    def accumulator(self, clip: OwnClip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+    def accumulator(
+        self, clip: ThresholdClip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes
+    ) -> Accumulator:
         """The sum of a round."""
         return SharesAccumulator(self, clip, broadcast, tensors, key)
 
@@ -79,7 +81,7 @@ class SharesAccumulator(Accumulator):
     """Clips, adds each message's noise share, masks and weights it; signal and noise are summed apart."""
 
     def __init__(
-        self, shares: NoiseShares, clip: OwnClip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes
+        self, shares: NoiseShares, clip: ThresholdClip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes
     ) -> None:
         super().__init__(clip, broadcast.clip, tensors, tensors[-1].stop, shares.weighted)
         self.shares, self.own, self.broadcast, self.key = shares, clip, broadcast, key
@@ -93,7 +95,7 @@ class SharesAccumulator(Accumulator):
         return super().add(messages, sizes, stats)
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
-        thresholds = self.own.own_thresholds(messages, self.threshold, self.tensors)
+        thresholds = self.own.client_thresholds(messages, self.threshold, self.tensors)
         for message, factor, threshold, size in zip(messages, factors, thresholds.tolist(), self._sizes):
             if size == 0:
                 continue
@@ -134,7 +136,7 @@ class SharesAccumulator(Accumulator):
 
 
 class RealisedSum(PlainSum):
-    """Divides by the clients that happened to come (004 Alg. 1, line 7); an empty cohort divides by one."""
+    """Divides by the clients that happened to come (Cheng et al. 2022, Alg. 1, line 7); an empty cohort: by one."""
 
     @property
     def divisor(self) -> float | None:
