@@ -112,7 +112,7 @@ def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
         path = before + name
         inner = _section(info.annotation)
         meaning, _, example = " ".join((info.description or "").split()).partition(EXAMPLE)
-        if inner is None or issubclass(inner, (NamedSection, ClipSection)) or name == "partition":
+        if inner is None or issubclass(inner, (NamedSection, ClipSection)) or name in ("partition", "noise"):
             yield Key(path, _kind(info), _default(info), meaning.strip(), example)
         if inner is not None and not issubclass(inner, NamedSection):
             yield from _keys_of(inner, path + ".")
