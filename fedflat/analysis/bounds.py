@@ -128,7 +128,7 @@ def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
 
 @dataclass(frozen=True)
 class NoiseCondition:
-    """Zhang et al. 2024, Theorem 2 at its order α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
+    """Zhang et al. 2024, Theorem 2 at its α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
 
     holds: whether α is within the limit. Where it is not, the lemma says nothing and the theorem's σ proves nothing.
     """
