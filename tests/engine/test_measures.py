@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.assembly.measures import MEASURES
 from fedflat.core.checks import InputError
-from fedflat.core.loss import IGNORE, TASKS
+from fedflat.core.loss import IGNORE
 
 LOGITS = torch.tensor([[2.0, 0, 0], [0, 2, 0], [0, 0, 2], [2, 0, 0]])
 CLASSES = torch.tensor([0, 1, 1, 0])
@@ -46,7 +46,9 @@ def test_by_hand(name: str, outputs: Tensor, targets: Tensor, expected: float) -
 
 
 def test_every_measure_is_for_a_task() -> None:
-    assert {task for measure in MEASURES.values() for task in measure.tasks} == set(TASKS)
+    assert {task for measure in MEASURES.values() for task in measure.tasks} == {
+        "classification", "multilabel", "next-token", "regression",
+    }  # fmt: skip
 
 
 def trained(**more: Any) -> fedflat.Result:
