@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedflat.simulation.result import Result
     from fedflat.simulation.run import run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PLACES = {
     "Algorithm": "fedflat.core.types",
