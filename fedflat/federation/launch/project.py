@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from fedflat import __version__
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
 from fedflat.data.clients import FederatedData
@@ -148,17 +148,10 @@ def _recipe_text(recipe: Recipe, job: Job) -> str:
     return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
 
 
-def _version() -> str:
-    try:
-        return metadata.version("fedflat")
-    except metadata.PackageNotFoundError:
-        return "0.1.0"
-
-
 def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
     """pyproject.toml and the two modules that Flower loads."""
     text = PYPROJECT.format(
-        version=_version(),
+        version=__version__,
         package=PACKAGE,
         out=(out / "run").absolute(),
         test="" if test is None else test,
