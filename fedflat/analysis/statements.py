@@ -17,7 +17,7 @@ class Setting:
     """What the statements are evaluated at, besides the theorems' constants.
 
     q, delta, relation: of the plan; epsilon: proven at delta, inf where nothing is. rho, lam, beta, keep: the method's,
-    None where it has none of them. samples: N of 003's Theorems 4 and 5. delta_tilde: δ̃ of these. cost: of a round.
+    None where it has none of them. samples: N of Shi et al. 2023b, Theorems 4 and 5. delta_tilde: δ̃ of these. cost: of a round.
     """
 
     facts: Facts
@@ -46,7 +46,7 @@ class Statement:
 
 
 def statements(setting: Setting) -> list[Statement]:
-    """Every statement of 000–004 that has a value at this setting, in the order of the sections."""
+    """Every statement of the papers that has a value at this setting, in the order of the sections."""
     parts = (_sensitivity, _noise, _per_sample, _drift, _convergence, _cost)
     return [found for part in parts for found in part(setting)]
 
@@ -83,7 +83,7 @@ def _sensitivity(setting: Setting) -> Iterator[Statement]:
         )
         return math.sqrt(squared)
 
-    yield _tried(name, "000, under Eq. 11", "√E S² with SGD", sgd, before)
+    yield _tried(name, "Shi et al. 2023a, under Eq. 11", "√E S² with SGD", sgd, before)
 
 
 def _noise(setting: Setting) -> Iterator[Statement]:
@@ -98,7 +98,7 @@ def _noise(setting: Setting) -> Iterator[Statement]:
     if private:
         yield _tried(
             name,
-            "000, Shi et al. 2023b, Eq. 13–14, Liu et al. 2025, Eq. 24",
+            "Shi et al. 2023a, 2023b, Eq. 13–14, Liu et al. 2025, Eq. 24",
             "ε of the formula, Poisson and one C",
             claimed,
         )
@@ -133,7 +133,7 @@ def _noise(setting: Setting) -> Iterator[Statement]:
 
 
 def _per_sample(setting: Setting) -> Iterator[Statement]:
-    facts, name = setting.facts, "Per sample (003)"
+    facts, name = setting.facts, "Per sample"
     if setting.samples is None or setting.rho is None:
         return
     samples, cohort = setting.samples, min(setting.samples, max(1, round(facts.cohort)))
@@ -159,7 +159,7 @@ def _per_sample(setting: Setting) -> Iterator[Statement]:
 def _drift(setting: Setting) -> Iterator[Statement]:
     if setting.lam is None:
         return
-    facts, lam, name = setting.facts, setting.lam, "BLUR (004)"
+    facts, lam, name = setting.facts, setting.lam, "BLUR"
 
     def first(which: int) -> Callable[[], float]:
         far = [True] * facts.steps
@@ -187,7 +187,7 @@ def _convergence(setting: Setting) -> Iterator[Statement]:
     yield from _terms("Cheng et al. 2022, Theorem 2 (BLUR, LUS)", convergence.blur_lus(facts))
     if math.isfinite(setting.epsilon):
         found = convergence.blur_lus_at(facts, epsilon=setting.epsilon, delta=setting.delta)
-        yield from _terms("004 Corollary 1", found, "with Theorem 1's σ at the proven ε")
+        yield from _terms("Cheng et al. 2022, Corollary 1", found, "with Theorem 1's σ at the proven ε")
 
 
 def _cost(setting: Setting) -> Iterator[Statement]:

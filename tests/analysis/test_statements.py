@@ -1,4 +1,4 @@
-"""001's and 004's statements, convergence terms by hand, and ``fedflat bounds``."""
+"""The papers' statements, convergence terms by hand, and ``fedflat bounds``."""
 
 from __future__ import annotations
 
@@ -105,24 +105,33 @@ def test_a_setting_with_everything_and_one_with_little() -> None:
     full = Setting(FACTS, 0.1, 2e-3, 2.9, rho=0.05, lam=0.4, beta=0.3, keep=0.4, samples=50_000)
     found = dict(by_reference(statements(full)))
     for reference in (
-        "000 Eq. 10, 003 Eq. 13", "001 Lemma 6", "001 Theorem 2", "004 Theorem 1", "003 Theorem 4", "003 Theorem 5",
-        "004 Lemma 2", "000 Theorem 3 (DP-FedSAM)", "003 Theorem 3 (top_k)", "002 Theorem 1 (DP-FedPGN)",
-        "004 Corollary 1",
+        "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13", "Zhang et al. 2024, Lemma 6",
+        "Zhang et al. 2024, Theorem 2", "Cheng et al. 2022, Theorem 1", "Shi et al. 2023b, Theorem 4",
+        "Shi et al. 2023b, Theorem 5", "Cheng et al. 2022, Lemma 2", "Shi et al. 2023a, Theorem 3 (DP-FedSAM)",
+        "Shi et al. 2023b, Theorem 3 (top_k)", "Liu et al. 2025, Theorem 1 (DP-FedPGN)",
+        "Cheng et al. 2022, Corollary 1",
     ):  # fmt: skip
         assert reference in found, reference
     none = Setting(Facts(**{**vars(FACTS), "noise_multiplier": 0.0}), 0.1, 2e-3, math.inf, relation="replace-one")
     found = dict(by_reference(statements(none)))
-    assert found["001 Lemma 6"].value == 0.4 and "void" in found["001 Theorem 2, 004 Theorem 1"].said
-    assert "003 Theorem 4" not in found and "004 Lemma 2" not in found and "004 Corollary 1" not in found
+    assert (
+        found["Zhang et al. 2024, Lemma 6"].value == 0.4
+        and "void" in found["Zhang et al. 2024, Theorem 2, Cheng et al. 2022, Theorem 1"].said
+    )
+    assert (
+        "Shi et al. 2023b, Theorem 4" not in found
+        and "Cheng et al. 2022, Lemma 2" not in found
+        and "Cheng et al. 2022, Corollary 1" not in found
+    )
     loose = Setting(FACTS, 0.1, 2e-3, 50.0, rho=0.05, samples=500)  # ε over 2ln(1/δ), too few samples
     found = dict(by_reference(statements(loose)))
-    assert found["001 Theorem 2"].value is None and "void" in found["001 Theorem 2"].said
+    assert found["Zhang et al. 2024, Theorem 2"].value is None and "void" in found["Zhang et al. 2024, Theorem 2"].said
 
 
 def test_the_command(command: Any) -> None:
     said = command("bounds", "cifar10-dp-fedsam", "--dimension", "11173962")
     assert said.status == 0 and max(map(len, said.out.splitlines())) <= 80
-    assert "Lemma 4's condition FAILS" in said.out and "001 Theorem 1 (DP2-FedSAM)" in said.out
+    assert "Lemma 4's condition FAILS" in said.out and "Zhang et al. 2024, Theorem 1 (DP2-FedSAM)" in said.out
     found = json.loads(command("bounds", "cifar10-dp-fedsam", "--dimension", "9", "--json").out)
     assert found["setting"]["facts"]["dimension"] == 9 and found["setting"]["rho"] == 0.5
     values = {each["what"]: each["value"] for each in found["statements"]}
