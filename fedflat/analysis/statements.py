@@ -17,7 +17,7 @@ class Setting:
     """What the statements are evaluated at, besides the theorems' constants.
 
     q, delta, relation: of the plan; epsilon: proven at delta, inf where nothing is. rho, lam, beta, keep: the method's,
-    None where it has none of them. samples: N of Shi et al. 2023b, Theorems 4 and 5. delta_tilde: δ̃ of these. cost: of a round.
+    None where it has none of them. samples: N of Shi et al. 2023b. delta_tilde: δ̃ of these. cost: of a round.
     """
 
     facts: Facts

@@ -160,7 +160,7 @@ def test_a_run_goes_on_bit_for_bit_with_what_clients_keep(method: str, tmp_path:
     assert not any("state." in name for name in load_file(names[0]))  # the half that may be published
     facts = json.loads((tmp_path / "whole" / "privacy.json").read_text())
     assert any(line.startswith("Clients' states") for line in facts["not_covered"])
-    assert "says nothing of another's" in facts["sampling"] and whole.privacy["facts"]["client_state"] == [state]
+    assert "tells nothing about another's" in facts["sampling"] and whole.privacy["facts"]["client_state"] == [state]
 
 
 def _counting(rounds: list[Any]) -> Callable[..., None]:
