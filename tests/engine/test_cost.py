@@ -32,4 +32,5 @@ def test_full_gradients_and_two_phases() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_named_method_has_a_cost(name: str) -> None:
-    assert cost_of(ALGORITHMS[name](), 100, 10).passes >= 10
+    least = 1 if name == "class-statistics" else 10  # which takes no local step
+    assert cost_of(ALGORITHMS[name](), 100, 10).passes >= least
