@@ -1,5 +1,5 @@
 # make run   environment, pinned dependencies, then the quick start (a comparison on handwritten digits)
-# make test  the whole test suite; it fails too where a branch of privacy/ or pieces/ was not taken
+# make test  the whole test suite; make test COVERAGE=--cov fails too where a branch of privacy/ or pieces/ was not taken
 # make check linters and types
 # make docs  the documentation as a site, in site/
 # make release  wheel, source, software bill of materials and checksums, in dist/
@@ -10,9 +10,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Every file that is installed has a hash in constraints.txt; no package is built here but fedflat itself.
 LOCKED := $(PIP) --require-hashes --only-binary :all: --constraint constraints.txt
-
-# make test COVERAGE= goes without
-COVERAGE ?= --cov --cov-report=term
 
 METHODS := fedavg dp-fedavg dp-fedsam dp-fedpgn dp-fedpgn-ls
 
