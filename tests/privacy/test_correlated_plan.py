@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from fedflat.privacy.accounting.epsilon import accounting_params, epsilon
 from fedflat.privacy.accounting.factorisation import noise_in_model
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
+from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.statement import statement
+from fedflat.privacy.statement import rounds_charged, statement
 from fedflat.privacy.together import Published, total
 from fedflat.privacy.trust import guarantees_of
 from fedflat.privacy.verify import recompute, verify
@@ -192,6 +194,30 @@ def test_publishing_beside_others_adds() -> None:
     other = build_plan(clients=40, cohort=40, rounds=2, noise_multiplier=3.0, delta=1e-3, sampling="full")
     both = total([run, Published("b", other.epsilon(), other.delta, lines(other, 2, "b"))])
     assert both.epsilon == pytest.approx(plan.epsilon() + other.epsilon(), rel=1e-3)
+
+
+def test_the_neighbours_of_a_total_are_the_narrowest() -> None:
+    plan = plan_of(noise="banded")
+    run = Published("a", plan.epsilon(), plan.delta, lines(plan, 12))
+    assert total([run]).relation == "zero-out"
+    other = build_plan(clients=40, cohort=40, rounds=2, noise_multiplier=3.0, delta=1e-3, sampling="full")
+    both = total([run, Published("b", other.epsilon(), other.delta, lines(other, 2, "b"))])
+    assert both.relation == "zero-out"
+    assert not any("replace-one" in reason for reason in both.reasons)
+
+
+def test_a_round_that_is_drawn_again_has_one_line_more(tmp_path: Path) -> None:
+    """ε of the lines follows the spans, which a new key changes; the event is the same one."""
+    plan = plan_of(noise="banded")
+    with Ledger.open(tmp_path / "ledger.jsonl", key_id="a") as ledger:
+        for t in range(7):
+            ledger.append(plan.record(t, 0.5))
+        for key in ("b", "c"):
+            ledger.use_key(key)
+            ledger.charge_again("the key is gone", from_round=6)
+            ledger.append(plan.standing(ledger.entries, key, 6).record(6, 0.5))
+        assert [entry["key_id"] for entry in ledger.entries if entry["round"] == 6] == ["a", "b", "c"]
+        assert rounds_charged(7, ledger.entries) == 9
 
 
 @pytest.mark.parametrize(
