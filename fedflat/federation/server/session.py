@@ -287,8 +287,8 @@ def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
 
 def _tell_start(job: Job, outcome: Outcome) -> None:
     """One log line of what is to be done, and what was done before."""
-    plan, done = job.parts.plan, outcome.state.round
-    charged = done + sum("attempt" in entry for entry in outcome.entries)
+    plan, done = job.parts.plan.standing(outcome.entries), outcome.state.round
+    charged = done + plan.again(outcome.entries)
     spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
     facts = {"finished": done, "rounds": plan.rounds, "epsilon": spent, "budget": plan.budget, "delta": plan.delta}
     log.info("rounds %d to %d", done, plan.rounds - 1, extra=told("start", **facts))
