@@ -157,6 +157,27 @@ def test_a_column_that_says_less_is_seen() -> None:
     assert verify(silent, None).epsilon_recomputed == math.inf
     mixed = [{**e, "column": [1.0, -0.5, 0.2, 0.1, 0.3, 0.2]} for e in honest]  # wider than the gaps, and of any sign
     assert recompute(mixed).epsilon > 0
+    assert any("no C has such columns" in note for note in verify(mixed, None).notes)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kind", "field", "value"),
+    [
+        ("min-separation", "banded", "separation", 12), ("cyclic-poisson", "banded", "chance", 0.05),
+        ("min-separation", "tree", "noise", "independent"), ("cyclic-poisson", "toeplitz", "participations", 1),
+        ("min-separation", "banded", "factor", "0" * 64), ("min-separation", "banded", "row_norm", 0.1),
+        ("min-separation", "toeplitz", "column", [0.5, 0, 0, 0, 0]), ("min-separation", "tree", "rounds", 6),
+        ("cyclic-poisson", "banded", "separation", 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", [slice(0, 1), slice(5, 6), slice(0, 12)])
+def test_a_line_that_says_something_else_is_seen(sampling: str, kind: str, field: str, value: Any, where: slice) -> None:
+    """Whoever writes the chain anew: every ε that is stated is at least what the lines give, so only notes can tell."""
+    plan = plan_of(sampling=sampling, noise=kind, cohort=4, separation=5)
+    honest = lines(plan, 12)
+    assert verify(honest, plan.epsilon()).ok
+    edited = [{**e, field: value} if e in honest[where] else e for e in honest]
+    assert not verify(edited, plan.epsilon()).ok
 
 
 def test_statement_says_what_is_and_what_is_not() -> None:
