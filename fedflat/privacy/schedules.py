@@ -31,7 +31,9 @@ def contradictions(entries: Entries) -> list[str]:
     for name in FIXED:
         other = next((e for e in entries if e.get(name) != first.get(name)), None)
         if other is not None:
-            found.append(f"round {other['round']} has {name} {other.get(name)}, round {first['round']} {first.get(name)}")
+            found.append(
+                f"round {other['round']} has {name} {other.get(name)}, round {first['round']} {first.get(name)}"
+            )
     try:
         return found or _figures(first) or _another_factor(entries, int(first["rounds"]))
     except (LookupError, TypeError, ValueError, ZeroDivisionError):

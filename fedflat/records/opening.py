@@ -29,8 +29,8 @@ PARTS = ("recipe", "data", "model", "method")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others. noise: of
-    what mixes one round's noise into others', "" where nothing does; for the key only, as the ledger names it."""
+    """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others. noise:
+    of what mixes one round's noise into others', "" where nothing does; for the key only, as the ledger names it."""
 
     recipe: str
     data: str = ""

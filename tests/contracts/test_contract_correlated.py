@@ -108,7 +108,7 @@ def test_another_factor_cannot_resume_a_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_another_factor_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same recipe, data and seed where the optimiser ends elsewhere: with one Z, two releases would give it away."""
+    """The same recipe, data and seed where the optimiser ends elsewhere: one Z in two releases gives itself away."""
     from fedflat.privacy import correlated
 
     first, same, real = job_of(), job_of(), correlated.factor_for
