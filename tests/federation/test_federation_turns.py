@@ -6,6 +6,7 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedflat.federation.launch.project import _taking_turns, write_project
 from fedflat.federation.server import session as server
 from fedflat.federation.server.check_ins import CheckIns
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.privacy.plan import build_plan
 from fedflat.privacy.verify import verify_run
 
 TURNS: dict[str, Any] = {
@@ -93,6 +95,18 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
     assert again != [client for round, client in asks(first) if round == 2]
     assert any("noise keys drew" in reason for reason in facts["reasons"])
     assert verify_run(folder / "run").ok
+
+
+def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -> None:
+    numbers: dict[str, Any] = {"clients": 40, "cohort": 8, "rounds": 12, "noise_multiplier": 0.9}
+    plan = build_plan(**numbers, sampling="min-separation", noise="toeplitz", bands=2)
+    keys = ["a"] * 4 + ["b"] * 4 + ["c"] * 2
+    entries = [{**plan.record(t, 0.5), "key_id": key} for t, key in enumerate(keys)]
+    job = SimpleNamespace(parts=SimpleNamespace(plan=plan))
+    with caplog.at_level("INFO", "fedflat.server"):
+        server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]
+    told = caplog.records[-1].facts["epsilon"]  # type: ignore[attr-defined]
+    assert told == plan.standing(entries).epsilon(10) > plan.epsilon(10)
 
 
 def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
