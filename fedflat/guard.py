@@ -111,7 +111,11 @@ class Guard:
     @property
     def epsilon(self) -> float:
         """Proven ε of all that is charged so far."""
-        return self.plan.epsilon(rounds_charged(0, self._ledger.entries))
+        entries = self._ledger.entries
+        standing = self.plan.standing(entries)
+        if standing is not self.plan:  # a client's turns follow rounds' numbers: those left out bring them no closer
+            return standing.epsilon(self.next_round)
+        return self.plan.epsilon(rounds_charged(0, entries))
 
     def cohort(self, round: int) -> NDArray[np.int64]:
         """The secret cohort of a round: sorted ids in [0, M). Nobody but the server may learn it."""

@@ -163,7 +163,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     onednn = not compiled and made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts, data.clients, pristine)
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
-    what = identity(kept, made.digest, pristine, layout, given)
+    what = replace(identity(kept, made.digest, pristine, layout, given), noise=noising.mixed_by(parts.plan))
     refuse_change(untouched, everything=True)  # features were computed on it
     objective = made.objective
     if isinstance(objective.own, nn.Module):

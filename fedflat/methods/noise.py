@@ -130,6 +130,16 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     return GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), count)
 
 
+def mixed_by(plan: Plan) -> str:
+    """Digest of the C that mixes the rounds' noise, "" where nothing does.
+
+    An optimiser makes C, so the same recipe may have another one elsewhere. One Z behind both would be no noise: the
+    difference of the releases gives it away.
+    """
+    own = plan.mechanism
+    return own.factor.digest if isinstance(own, ScheduledPlan) and own.kind != "independent" else ""
+
+
 def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
     numbers = account.account(plan)
     mechanism = DistributedDiscreteGaussian(

@@ -135,15 +135,15 @@ class ScheduledPlan:
     def standing(self, entries: Iterable[Mapping[str, Any]], key: str | None, start: int) -> ScheduledPlan:
         """The same, told by a ledger's lines which rounds were drawn with which key; ``key`` draws from ``start`` on.
 
-        key: None for the one that came last.
+        key: None for that of the last line.
         """
         spans: dict[Any, Span] = {}
+        name = None
         for entry in entries:
             name, round = entry.get("key_id"), int(entry["round"])
             first, last = spans.get(name, (round, round + 1))
             spans[name] = (min(first, round), max(last, round + 1))
-        latest = next(reversed(spans), None) if key is None else key
-        current = spans.pop(latest, (start, start))
+        current = spans.pop(name if key is None else key, (start, start))
         return replace(self, spans=tuple(spans.values()), start=current[0])
 
     def _spans(self, rounds: int) -> tuple[Span, ...]:

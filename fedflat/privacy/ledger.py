@@ -333,7 +333,9 @@ class Ledger:
         """
         plain = self._normal(payload)
         for index, entry in enumerate(self._replay):
-            if event(entry) == plain:
+            # What a line charged again says of ε so far is from before the key changed.
+            changed = {"epsilon": plain["epsilon"]} if "attempt" in entry and "epsilon" in plain else {}
+            if {**event(entry), **changed} == plain:
                 return self._replay.pop(index)
         return self._write(plain)
 

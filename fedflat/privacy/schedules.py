@@ -9,9 +9,57 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.core.factors import tree
+from fedflat.core.factors import Factor, tree
 
 Entries = Sequence[Mapping[str, Any]]
+
+FIXED = (
+    "noise", "bands", "factor", "rounds", "separation", "participations", "chance", "clients", "cohort", "relation",
+)  # fmt: skip
+"""What all lines of a run say alike."""
+
+
+def contradictions(entries: Entries) -> list[str]:
+    """What a schedule's lines say against each other; none for lines of another law.
+
+    Fields that differ, figures that do not follow from others, and, of a run with all its rounds, columns that are not
+    the C of the digest, or rows of another inverse.
+    """
+    if not entries or entries[0].get("separation") is None:
+        return []
+    first, found = entries[0], []
+    for name in FIXED:
+        other = next((e for e in entries if e.get(name) != first.get(name)), None)
+        if other is not None:
+            found.append(
+                f"round {other['round']} has {name} {other.get(name)}, round {first['round']} {first.get(name)}"
+            )
+    try:
+        return found or _figures(first) or _another_factor(entries, int(first["rounds"]))
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+        return ["the lines are not those of a schedule: a field is missing, or no C has such columns"]
+
+
+def _figures(first: Mapping[str, Any]) -> list[str]:
+    rounds, apart, chance = int(first["rounds"]), int(first["separation"]), first.get("chance")
+    found, most = [], -(-rounds // apart)
+    if first["participations"] != most:
+        found.append(f"{first['participations']} participations, but {rounds} rounds {apart} apart are {most}")
+    if chance is not None and not math.isclose(chance, min(1.0, first["cohort"] * apart / first["clients"])):
+        found.append(f"chance {chance:.6g} is not cohort·separation/clients")
+    return found
+
+
+def _another_factor(entries: Entries, rounds: int) -> list[str]:
+    columns, first = columns_of(entries), entries[0]
+    if first["noise"] == "tree" or set(columns) != set(range(rounds)):
+        return []  # the tree is made here, from the number of rounds
+    made = Factor(np.array([columns[t] for t in range(rounds)]))
+    if made.digest != first["factor"]:
+        return ["the columns are not those of the digest"]
+    norms = {int(e["round"]): float(e.get("row_norm", 1.0)) for e in entries}
+    wrong = [t for t, norm in norms.items() if not math.isclose(norm, made.row_norms[t], rel_tol=1e-6)]
+    return [f"round {t} has a row_norm that is not that of its row" for t in wrong[:1]]
 
 
 def columns_of(entries: Entries) -> dict[int, list[float]]:

@@ -3,7 +3,8 @@
 Rounds of all runs are one composition. Each direction of neighbours (a client leaves, a client joins) is convolved on
 its own and the larger ε counts: a client that leaves one run leaves them all, so directions never mix. Laws without a
 loss distribution here add their (ε, δ), which is said. Where runs differ in their neighbours the total is zero-out's:
-a slot that is emptied is one way of replacing a client's data, so a replace-one account bounds it too.
+a slot that is emptied is one way of replacing a client's data, so a replace-one account bounds it too; and beside a run
+whose turns stay, only emptied ones are covered.
 """
 
 from __future__ import annotations
@@ -150,12 +151,12 @@ def total(runs: Sequence[Published]) -> Total:
     names = tuple(run.name for run in private)
     relations = {str(e.get("relation")) for run in private for e in run.entries}
     stricter = relations == {"replace-one"} and all(run.entries for run in private)
-    relation = "replace-one" if stricter else "add-remove"
+    relation = "replace-one" if stricter else "zero-out" if "zero-out" in relations else "add-remove"
     delta = max((run.delta for run in private), default=0.0)
     counted, reasons, broken = _without_repeats(private)
     if broken:
         return Total(names, unbounded, math.inf, delta, relation, (broken,))
-    if len(relations) > 1:
+    if len(relations) > 1 and "replace-one" in relations:
         reasons.append("Runs with replace-one accounts count for zero-out neighbours, which those accounts bound too.")
     spent, added = _Spent(), []
     for run in counted:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from fedflat.core.checks import InputError, wrong
 from fedflat.privacy.accounting.gaussian import LITTLE
 from fedflat.privacy.ledger import LedgerError, read
+from fedflat.privacy.schedules import contradictions
 
 Entries = Sequence[Mapping[str, Any]]
 Steps = Mapping[tuple[float, float], int]
@@ -331,7 +332,7 @@ def _scheduled(entries: Entries, delta: float) -> Recomputed:
             steps = {(float(first["chance"]), _digits(noise / largest_column(entries))): turns}
             return poisson(steps, delta, accountant=str(first["accountant"]))
         moved = moved_squares(entries, spans)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, ZeroDivisionError) as error:
         raise wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds") from error
     found = participation(1, 1.0, noise / math.sqrt(moved), delta)
     return Recomputed(found, found * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
@@ -361,7 +362,7 @@ def verify(
     released: the rounds whose results were released; each must have its line.
     """
     stated = math.inf if epsilon is None else float(epsilon)
-    notes = _line_notes(entries)
+    notes = [*_line_notes(entries), *contradictions(entries)]
     try:
         found = recompute(entries, delta=delta)
     except InputError as error:
@@ -384,7 +385,7 @@ def _line_notes(entries: Entries) -> list[str]:
     for e in entries:
         factor = 2 if e.get("relation") == "replace-one" else 1
         drawn, accounted = multiplier(e) * factor, e.get("noise_multiplier") or 0.0
-        if e.get("mechanism") == "gaussian" and accounted > drawn * (1 + ROUNDING):
+        if e.get("mechanism") in ("gaussian", "correlated") and accounted > drawn * (1 + ROUNDING):
             notes.append(f"round {e['round']} accounts a noise multiplier of {accounted:.6g}, but drew {drawn:.6g}")
         least = factor * float(e.get("clip") or 0.0) * (1 + float(e.get("rounding") or 0.0))
         stated = e.get("sensitivity")

@@ -29,17 +29,20 @@ PARTS = ("recipe", "data", "model", "method")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others."""
+    """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others. noise:
+    of what mixes one round's noise into others', "" where nothing does; for the key only, as the ledger names it."""
 
     recipe: str
     data: str = ""
     model: str = ""
     method: str | None = ""
+    noise: str = ""
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """All four, for the key of cohorts and noise."""
-        return tuple("unknown" if part is None else part for part in (self.recipe, self.data, self.model, self.method))
+        """All of them, for the key of cohorts and noise."""
+        four = (self.recipe, self.data, self.model, self.method)
+        return (*("unknown" if part is None else part for part in four), *((self.noise,) if self.noise else ()))
 
     @property
     def fingerprint(self) -> str:

@@ -107,6 +107,18 @@ def test_another_factor_cannot_resume_a_run(tmp_path: Path, monkeypatch: pytest.
         run(tmp_path / "run", resume=True)
 
 
+def test_another_factor_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same recipe, data and seed where the optimiser ends elsewhere: one Z in two releases gives itself away."""
+    from fedflat.privacy import correlated
+
+    first, same, real = job_of(), job_of(), correlated.factor_for
+    wider = lambda kind, rounds, separation, bands, *rest, **named: real("toeplitz", rounds, separation)  # noqa: E731
+    monkeypatch.setattr(correlated, "factor_for", wider)
+    other = job_of()
+    assert first.parts.plan.noise_multiplier == other.parts.plan.noise_multiplier
+    assert first.key == same.key != other.key
+
+
 def test_the_server_knows_each_rounds_noise() -> None:
     made = job_of()
     parts = made.parts

@@ -345,3 +345,17 @@ def test_plans(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"noise_multiplier: found 1\.5"):
         made(tmp_path / "d", noise_multiplier=2.0)
     made(tmp_path / "d", clip=0.7).close()
+
+
+@pytest.mark.parametrize("sampling", ["min-separation", "cyclic-poisson"])
+def test_rounds_left_out_bring_turns_no_closer(sampling: str, tmp_path: Path) -> None:
+    """Every second round only: the clients of one group have all their turns in half as many rounds."""
+    taken = np.zeros(20, dtype=int)
+    with made(tmp_path, cohort=10, rounds=8, sampling=sampling, dimension=3) as guard:
+        for round in range(0, 8, 2):
+            taken[guard.cohort(round)] += 1
+            guard.release(round, {})
+        truth = fedflat.epsilon(clients=20, cohort=20, rounds=int(taken.max()), noise_multiplier=1.5)
+        assert taken.max() == 4
+        assert guard.epsilon >= truth * (1 - 1e-6)
+        assert guard.statement()["epsilon"] >= guard.epsilon

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from fedflat.federation.launch.project import _taking_turns, write_project
 from fedflat.federation.server import session as server
 from fedflat.federation.server.check_ins import CheckIns
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.privacy.plan import build_plan
 from fedflat.privacy.verify import verify_run
 
 TURNS: dict[str, Any] = {
@@ -94,6 +97,44 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
     assert verify_run(folder / "run").ok
 
 
+def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -> None:
+    numbers: dict[str, Any] = {"clients": 40, "cohort": 8, "rounds": 12, "noise_multiplier": 0.9}
+    plan = build_plan(**numbers, sampling="min-separation", noise="toeplitz", bands=2)
+    keys = ["a"] * 4 + ["b"] * 4 + ["c"] * 2
+    entries = [{**plan.record(t, 0.5), "key_id": key} for t, key in enumerate(keys)]
+    job = SimpleNamespace(parts=SimpleNamespace(plan=plan))
+    with caplog.at_level("INFO", "fedflat.server"):
+        server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]
+    told = caplog.records[-1].facts["epsilon"]  # type: ignore[attr-defined]
+    assert told == plan.standing(entries).epsilon(10) > plan.epsilon(10)
+
+
+def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the folder from after round 1, put back when round 3 was released: its ledger lacks two rounds."""
+    folder, backup = tmp_path / "fed", tmp_path / "backup"
+    task, clients = deployed(folder, small(**TURNS))
+    first, second, known = grid_of(task, clients), grid_of(task, clients), server._announce
+
+    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+        known(released, hidden)
+        if released["round"] == 1:
+            shutil.copytree(folder / "run", backup)
+        if released["round"] == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_announce", announce)
+        with pytest.raises(KeyboardInterrupt):
+            server.serve(first, task, settings(folder))
+    shutil.rmtree(folder / "run")
+    shutil.copytree(backup, folder / "run")
+    facts = server.serve(second, task, settings(folder))
+    turns = [sorted(r for r, c in asks(first) + asks(second) if c == client) for client in range(len(clients))]
+    assert all(b - a >= 3 for mine in turns for a, b in pairwise(mine))
+    assert any("2 noise keys drew" in reason for reason in facts["reasons"])
+    assert verify_run(folder / "run").ok
+
+
 def check_ins(path: Path, charged: set[int]) -> CheckIns:
     return CheckIns(MinSeparation(6, 2, 3), lambda: range(6), path, frozenset(charged))
 
@@ -116,6 +157,11 @@ def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"clients": [', '"clients": [99, '))
     with pytest.raises(RunError, match="not as it was written"):
         check_ins(path, set())
+    path.write_bytes(b'{"round": 0, "clients": ["\xff"]}\n')
+    with pytest.raises(RunError, match="not as it was written"):
+        check_ins(path, set())
+    with pytest.raises(RunError, match="cannot be read"):
+        check_ins(tmp_path, set())
     with pytest.raises(RunError, match="cannot be written"):
         check_ins(tmp_path / "nowhere" / "asks", set()).cohort(state(0))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from fedflat.privacy.accounting.epsilon import accounting_params, epsilon
 from fedflat.privacy.accounting.factorisation import noise_in_model
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
+from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.statement import statement
+from fedflat.privacy.statement import rounds_charged, statement
 from fedflat.privacy.together import Published, total
 from fedflat.privacy.trust import guarantees_of
 from fedflat.privacy.verify import recompute, verify
@@ -114,6 +116,9 @@ def test_another_key_is_another_span() -> None:
     assert mechanism(plan.standing(lines(plan, 3), "new", 3)).spans == ((0, 3),)
     assert recompute(entries).epsilon == pytest.approx(going_on.epsilon(), rel=1e-6)
     assert build_plan(clients=9, cohort=3, rounds=2, noise_multiplier=1.0).standing(entries).mechanism is None
+    lost = [{**e, "reason": "lost"} for e in lines(plan, 9, "lost", 6)]  # charged after the first lines of b
+    late = plan.standing([*lines(plan, 6), *lines(plan, 7, "b", 6), *lost, *lines(plan, 8, "b", 7)])
+    assert mechanism(late).spans == ((0, 6), (6, 9))
     doubled = plan_of(sampling="cyclic-poisson", noise="banded")
     twice = doubled.standing(lines(doubled, 12), "b", 0)
     assert twice.epsilon() == pytest.approx(gaussian_epsilon(math.sqrt(6) / 0.9, 1e-3), rel=1e-6)
@@ -152,6 +157,29 @@ def test_a_column_that_says_less_is_seen() -> None:
     assert verify(silent, None).epsilon_recomputed == math.inf
     mixed = [{**e, "column": [1.0, -0.5, 0.2, 0.1, 0.3, 0.2]} for e in honest]  # wider than the gaps, and of any sign
     assert recompute(mixed).epsilon > 0
+    assert any("no C has such columns" in note for note in verify(mixed, None).notes)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kind", "field", "value"),
+    [
+        ("min-separation", "banded", "separation", 12), ("cyclic-poisson", "banded", "chance", 0.05),
+        ("min-separation", "tree", "noise", "independent"), ("cyclic-poisson", "toeplitz", "participations", 1),
+        ("min-separation", "banded", "factor", "0" * 64), ("min-separation", "banded", "row_norm", 0.1),
+        ("min-separation", "toeplitz", "column", [0.5, 0, 0, 0, 0]), ("min-separation", "tree", "rounds", 6),
+        ("cyclic-poisson", "banded", "separation", 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", [slice(0, 1), slice(5, 6), slice(0, 12)])
+def test_a_line_that_says_something_else_is_seen(
+    sampling: str, kind: str, field: str, value: Any, where: slice
+) -> None:
+    """Whoever writes the chain anew: every ε that is stated is at least what the lines give, so only notes can tell."""
+    plan = plan_of(sampling=sampling, noise=kind, cohort=4, separation=5)
+    honest = lines(plan, 12)
+    assert verify(honest, plan.epsilon()).ok
+    edited = [{**e, field: value} if e in honest[where] else e for e in honest]
+    assert not verify(edited, plan.epsilon()).ok
 
 
 def test_statement_says_what_is_and_what_is_not() -> None:
@@ -192,6 +220,30 @@ def test_publishing_beside_others_adds() -> None:
     other = build_plan(clients=40, cohort=40, rounds=2, noise_multiplier=3.0, delta=1e-3, sampling="full")
     both = total([run, Published("b", other.epsilon(), other.delta, lines(other, 2, "b"))])
     assert both.epsilon == pytest.approx(plan.epsilon() + other.epsilon(), rel=1e-3)
+
+
+def test_the_neighbours_of_a_total_are_the_narrowest() -> None:
+    plan = plan_of(noise="banded")
+    run = Published("a", plan.epsilon(), plan.delta, lines(plan, 12))
+    assert total([run]).relation == "zero-out"
+    other = build_plan(clients=40, cohort=40, rounds=2, noise_multiplier=3.0, delta=1e-3, sampling="full")
+    both = total([run, Published("b", other.epsilon(), other.delta, lines(other, 2, "b"))])
+    assert both.relation == "zero-out"
+    assert not any("replace-one" in reason for reason in both.reasons)
+
+
+def test_a_round_that_is_drawn_again_has_one_line_more(tmp_path: Path) -> None:
+    """ε of the lines follows the spans, which a new key changes; the event is the same one."""
+    plan = plan_of(noise="banded")
+    with Ledger.open(tmp_path / "ledger.jsonl", key_id="a") as ledger:
+        for t in range(7):
+            ledger.append(plan.record(t, 0.5))
+        for key in ("b", "c"):
+            ledger.use_key(key)
+            ledger.charge_again("the key is gone", from_round=6)
+            ledger.append(plan.standing(ledger.entries, key, 6).record(6, 0.5))
+        assert [entry["key_id"] for entry in ledger.entries if entry["round"] == 6] == ["a", "b", "c"]
+        assert rounds_charged(7, ledger.entries) == 9
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from fedflat.core.types import RoundState
 class CheckIns:
     """Chooses the cohorts of a deployment under ``min-separation``.
 
-    present: who is connected. path: the file of asks. charged: rounds that have a line in the ledger: what was asked in
-    another round was never added up, and does not count.
+    present: who is connected. path: the file of asks. charged: rounds that have a line in the ledger, or in the mark
+    beside the noise key: what was asked in another round was never added up, and does not count.
 
     Raises:
         RunError: the file is not as it was written, or the disk refuses.
@@ -60,15 +60,18 @@ class CheckIns:
 
     def _asked(self) -> list[tuple[int, list[int]]]:
         """The asks on disk; a last line that a crash tore asked nobody."""
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        *lines, torn = text.split("\n")
-        if torn:
-            os.truncate(self.path, len(text.encode()) - len(torn.encode()))
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+            *lines, torn = data.split(b"\n")
+            if torn:
+                os.truncate(self.path, len(data) - len(torn))
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read ({error.strerror}), so nobody's last turn is known") from error
         try:
             found = [json.loads(line) for line in lines]
             asked = [(int(one["round"]), [int(client) for client in one["clients"]]) for one in found]
             if any(not 0 <= client < self.sampler.clients for _, clients in asked for client in clients):
                 raise ValueError
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise RunError(f"{self.path}: not as it was written, so nobody's last turn is known") from error
         return asked

@@ -113,7 +113,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
             counts = Refusals(_operator_file(folder))
             job.backend = _backend(grid, task, job, settings, counts)
-            job.check_ins = _check_ins(grid, task, job, counts.path, outcome)
+            job.check_ins = _check_ins(grid, task, job, counts.path, folder.run, outcome)
             _tell_start(job, outcome)
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=told("ready"))
@@ -140,12 +140,15 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusa
     )  # fmt: skip
 
 
-def _check_ins(grid: Any, task: Task, job: Job, beside: Path, outcome: Outcome) -> Callable[[RoundState], Any] | None:
+def _check_ins(
+    grid: Any, task: Task, job: Job, beside: Path, run: str, outcome: Outcome
+) -> Callable[[RoundState], Any] | None:
     """What chooses the cohorts where clients take turns as they come; None where the law alone does."""
     sampler = job.parts.plan.sampler
     if not isinstance(sampler, MinSeparation):
         return None
-    charged = frozenset(entry["round"] for entry in outcome.entries)
+    lost, _ = compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
+    charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
     place = beside.with_suffix(".check-ins.jsonl")
     return CheckIns(sampler, lambda: task.roster.connected(grid.get_nodes()), place, charged).cohort
 
@@ -284,8 +287,8 @@ def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
 
 def _tell_start(job: Job, outcome: Outcome) -> None:
     """One log line of what is to be done, and what was done before."""
-    plan, done = job.parts.plan, outcome.state.round
-    charged = done + sum("attempt" in entry for entry in outcome.entries)
+    plan, done = job.parts.plan.standing(outcome.entries), outcome.state.round
+    charged = done + plan.again(outcome.entries)
     spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
     facts = {"finished": done, "rounds": plan.rounds, "epsilon": spent, "budget": plan.budget, "delta": plan.delta}
     log.info("rounds %d to %d", done, plan.rounds - 1, extra=told("start", **facts))

@@ -82,7 +82,8 @@ def epsilon(
         rounds: T.
         noise_multiplier: noise std / C, whatever the neighbouring relation; at 0 the result is inf.
         delta: δ in (0, 1); default 0.1/M.
-        sampling: poisson, truncated (with ``max_cohort``) or fixed.
+        sampling: poisson, truncated (with ``max_cohort``), fixed or full; or min-separation (zero-out neighbours) and
+            cyclic-poisson, with independent noise and a client's turns ⌊M/m⌋ rounds apart.
         trust: central, distributed (``min_cohort``, ``colluders``) or local (``max_participations``).
         accountant: pld, rdp or fft; an approximation is refused (:func:`approximate_epsilon`).
 
@@ -239,7 +240,10 @@ def rounds_for(*, epsilon: float, most: int = 10**6, **setting: Any) -> int:
 
 
 def cohort_for(*, epsilon: float, clients: int, **setting: Any) -> int:
-    """The largest whole expected cohort m ≤ M whose ε is at most ``epsilon``; 0 if not even one client fits."""
+    """The largest whole expected cohort m ≤ M whose ε is at most ``epsilon``; 0 if not even one client fits.
+
+    Under cyclic-poisson ε does not grow evenly with m: one that fits, and maybe not the largest.
+    """
     in_range("privacy.epsilon", epsilon, 0, open_low=True)
     _without_shares(setting)
     most = min(clients, setting.get("max_cohort") or clients)
