@@ -7,7 +7,6 @@ server path (``engine.round.finish_round``) with an optimiser that takes the mea
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Mapping
