@@ -24,7 +24,10 @@ from fedflat.models import build
 from fedflat.models.representation.bodies import BodyOptions, body_of
 from fedflat.models.representation.leaves import CHUNK, dead_leaves
 from fedflat.models.representation.patches import Patches, PatchOptions, normalised
+from fedflat.report.card import card
+from fedflat.report.metrics import read_run
 from fedflat.simulation.export import export
+from fedflat.simulation.inspection import inspect_run
 
 SMALL = {"kind": "patches", "filters": 12, "size": 3, "cells": 2, "dimension": 20, "images": 100}
 SHAPE = (1, 8, 8)
@@ -186,6 +189,37 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
         patch.setattr("fedflat.models.representation.bodies.dead_leaves", None)
         for folder in ("run", "out"):
             assert torch.equal(fedflat.load(tmp_path / folder).model(x), result.model(x))
+
+
+def test_an_altered_body_is_noticed_and_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fedflat.run(recipe(), out=folder)
+    assert [c.verdict for c in inspect_run(folder) if c.record == "body.safetensors"] == ["ok"]
+    fedflat.models.representation.write_body(made(body={**SMALL, "seed": 9}).body, folder / "body.safetensors")
+    for _ in ("another", "damaged", "missing"):
+        (found,) = (c for c in inspect_run(folder) if c.record == "body.safetensors")
+        assert found.verdict == "wrong"
+        with pytest.raises(InputError, match=r"body\.safetensors"):
+            fedflat.load(folder)
+        file = folder / "body.safetensors"
+        file.write_bytes(b"x") if file.stat().st_size > 1 else file.unlink()
+        if not file.exists():
+            break
+    (found,) = (c for c in inspect_run(folder) if c.record == "body.safetensors")
+    assert (found.verdict, found.about) == ("wrong", "missing")
+
+
+def test_a_body_from_a_file_may_be_anything(tmp_path: Path, own_cache: Path) -> None:
+    """Only a body made here is known to be a random process's."""
+    file = tmp_path / "mine.safetensors"
+    fedflat.models.representation.write_body(made(body={**SMALL, "seed": 9}).body, file)
+    given = recipe(model={"name": "representation", "body": SMALL, "path": str(file)})
+    found = fedflat.run(given, out=tmp_path / "run")
+    assert found.privacy["prior"].startswith("unknown") and made().prior == "random process"
+    shutil.copy(file, own_cache / f"body-{found.model.sha256}.safetensors")
+    assert made(sha256=found.model.sha256).prior == "unknown"
+    said = card(read_run(tmp_path / "run")).text("Tuning, preprocessing and public data", "Public data and priors")
+    assert said.startswith("unknown") and "pretrained" not in said
 
 
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:

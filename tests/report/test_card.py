@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedflat.report.entry import registry_entry
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
 from fedflat.report.registry import About, as_yaml, checked, read_about
+from fedflat.simulation.export import export
 
 NAME = "<img src=x onerror=alert(1)> & *many*"
 
@@ -90,6 +92,37 @@ def test_runs_published_together(folder: Path) -> None:
     assert mixed.text("Composition", "All together") == "no finite ε"
     assert mixed.text("Composition", "Without a guarantee") == "plain"
     assert "All together: no finite" in registry_entry(mixed)["deployment"]["accounting"]["composition"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "whether a client took part"),
+        ({"privacy": {"clip": 0.5, "epsilon": 8, "trust": "local"}}, "which of two data sets a client has"),
+        ({"privacy": {"clip": 0.5, "epsilon": 8, "trust": "distributed"}, "cohort": {"size": 15}},
+         "whether a client sent its update or nothing"),
+        ({"cohort": {"size": 5, "sampling": "fixed"}}, "which of two data sets a client has"),
+    ],
+)  # fmt: skip
+def test_the_attacker_asks_what_neighbours_differ_in(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """Who takes part is no secret from a server that sees each update, nor what replace-one bounds."""
+    fedflat.run(recipe(**{"rounds": 1, **change}), out=tmp_path / "run")
+    assert said in card(read_run(tmp_path / "run")).sentence
+
+
+def test_a_statement_that_the_ledger_goes_beyond_gives_no_card(folder: Path, tmp_path: Path) -> None:
+    """A run that ended early, was resumed and then killed still has its first statement."""
+    behind = tmp_path / "behind"
+    shutil.copytree(folder / "one", behind)
+    said = json.loads((behind / "privacy.json").read_text())
+    said["rounds_charged"] -= 1
+    (behind / "privacy.json").write_text(json.dumps(said))
+    for runs in ([behind], [folder / "two", behind]):
+        with pytest.raises(InputError, match="does not count"):
+            card(read_run(runs[0]), [read_run(other) for other in runs[1:]])
+    with pytest.raises(InputError, match="does not count"):
+        export(behind, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_proven_nothing_promised(folder: Path) -> None:

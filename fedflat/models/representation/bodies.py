@@ -60,7 +60,12 @@ class BodyOptions:
 
 
 class PublicBody(nn.Module):
-    """Images (b, c, h, w) -> features (b, k) of length 1: maps, then their public projection. Buffers only."""
+    """Images (b, c, h, w) -> features (b, k) of length 1: maps, then their public projection. Buffers only.
+
+    prior: what it was made from, as the statement names it; a body from a file may be anything.
+    """
+
+    prior = "random process"
 
     def __init__(self, maps: nn.Module) -> None:
         super().__init__()
@@ -79,7 +84,10 @@ def body_of(
     Raises InputError where its digest is not ``sha256``, or where the file at ``path`` holds another body.
     """
     body = PublicBody(_maps(options, shape))
-    tensors = _stored(options, shape, path, sha256) or _made(body, options, shape)
+    tensors = _given(path, sha256)
+    if tensors is not None:
+        body.prior = "unknown"
+    tensors = tensors or read_tensors(_kept(options, shape)) or _made(body, options, shape)
     found = digest_of(tensors)
     if sha256 not in (None, found):
         kept = cache_folder() / f"body-{sha256}.safetensors"
@@ -98,14 +106,14 @@ def write_body(body: nn.Module, path: Path) -> None:
     write_tensors(path, body.state_dict())
 
 
-def _stored(options: BodyOptions, shape: Shape, path: str | None, sha256: str | None) -> dict[str, Tensor] | None:
+def _given(path: str | None, sha256: str | None) -> dict[str, Tensor] | None:
+    """A body that somebody put at ``path``, or into the cache under its digest."""
     if path is not None:
         found = read_tensors(Path(path))
         if found is None:
             raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
         return found
-    own = None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
-    return own or read_tensors(_kept(options, shape))
+    return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
 
 
 def _kept(options: BodyOptions, shape: Shape) -> Path:

@@ -23,11 +23,11 @@ class Representation(Headed):
     """
 
     trained = "classifier."
-    prior = "random process"
 
     def __init__(self, body: PublicBody, sha256: str, classifier: nn.Module) -> None:
         super().__init__()
         self.body, self.sha256, self.classifier = body, sha256, classifier
+        self.prior = body.prior
 
     def features(self, inputs: Tensor) -> Tensor:
         return cast(Tensor, self.body(inputs))
@@ -35,7 +35,7 @@ class Representation(Headed):
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.classifier(features))
 
-    def stack(self) -> list[nn.Module]:
+    def linear_layers(self) -> list[nn.Module]:
         """The head as plain layers, for back ends that write the arithmetic out: they see features only."""
         return list(self.classifier) if isinstance(self.classifier, nn.Sequential) else [self.classifier]
 
