@@ -21,6 +21,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.waiting import listening
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models import build
+from fedflat.models.headed import Headed
 from fedflat.models.representation.bodies import BodyOptions, body_of
 from fedflat.models.representation.leaves import CHUNK, dead_leaves
 from fedflat.models.representation.patches import Patches, PatchOptions, normalised
@@ -127,7 +128,7 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path) -> None:
     assert made().sha256 == first.sha256
     assert made(body={**SMALL, "seed": 1}).sha256 != first.sha256
     with pytest.raises(InputError, match=r"model\.sha256: found 00.*copy the run's own"):
-        made(sha256="00")
+        made(sha256="0" * 64)
 
 
 def test_another_machine_takes_the_run_s_own_body(own_cache: Path, tmp_path: Path) -> None:
@@ -166,6 +167,11 @@ def test_a_file_of_another_body_is_refused(tmp_path: Path) -> None:
         ({"head": {"kind": "linear", "hidden": 3}}, "model.head.hidden"),
         ({"head": {"kind": "mlp", "hidden": 0}}, "model.head.hidden"),
         ({"heads": "mlp"}, "Did you mean head"),
+        ({"head": 3}, "model.head: found 3"),
+        ({"body": [1]}, "model.body: found"),
+        ({"path": 3}, "model.path: found 3"),
+        ({"sha256": 12}, "model.sha256: found 12"),
+        ({"sha256": "../" * 20 + "aaaa"}, "64 hexadecimal"),
     ],
 )
 def test_mistakes_are_one_sentence(options: dict[str, Any], told: str) -> None:
@@ -298,8 +304,23 @@ def test_a_network_beside_its_prior() -> None:
     assert own.privacy["prior"].startswith("unknown")
 
 
+def test_a_network_of_ones_own_inherits_no_prior() -> None:
+    class Mine(Headed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = torch.nn.Linear(64, 10)
+
+        def features(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.flatten(1)
+
+        def head(self, features: torch.Tensor) -> torch.Tensor:
+            return self.classifier(features)
+
+    assert fedflat.run(recipe(rounds=1), model=Mine()).privacy["prior"].startswith("unknown")
+
+
 def test_options_know_what_they_make() -> None:
-    assert BodyOptions.of("patches").maps == PatchOptions()
+    assert BodyOptions.of("patches").maps == BodyOptions.of({"whitening": 0}).maps == PatchOptions()
     assert BodyOptions.of("patches").text(SHAPE) != BodyOptions.of({"kind": "patches", "seed": 1}).text(SHAPE)
 
 

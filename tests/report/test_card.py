@@ -15,6 +15,7 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 import fedflat
+from fedflat.cli import card as command
 from fedflat.cli import main
 from fedflat.core.checks import InputError
 from fedflat.privacy.attacker import attacker
@@ -247,6 +248,22 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     facts = json.loads(run_command("card", str(folder / "plain"), "--out", str(out / "plain"), "--json").output)
     assert facts["files"] == ["card.html", "card.md"] and facts["missing"] == []
     assert "No entry for the registry" in run_command("card", str(folder / "plain"), "--out", str(out)).output
+
+
+def test_no_folder_is_one_line_at_once(folder: Path, tmp_path: Path) -> None:
+    """Beside it and no deeper: its parent may be the root of everything."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    shutil.copytree(folder / "one", tmp_path / "deep" / "er" / "run")
+    with pytest.raises(InputError, match="no such folder") as hidden:
+        read_run(tmp_path / "nowhere")
+    assert "er/run" not in str(hidden.value)
+    with pytest.raises(InputError, match="Did you mean one"):
+        read_run(folder / "onee")
+    with pytest.raises(InputError, match="no such folder"):
+        read_run(tmp_path / "no" / "where")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written"):
+        command.card(folder / "one", out=tmp_path / "file")
 
 
 def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,8 @@ class BodyOptions:
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> BodyOptions:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
-        found: dict[str, Any] = {"kind": given} if isinstance(given, str) else dict(given)
-        kind, seed = one_of("model.body.kind", found.pop("kind", None), KINDS), found.pop("seed", 0)
+        found = named("model.body", given)
+        kind, seed = one_of("model.body.kind", found.pop("kind", KINDS[0]), KINDS), found.pop("seed", 0)
         maps, shared = _OPTIONS[kind], ProjectionOptions
         names = [field.name for of in (maps, shared) for field in dataclasses.fields(of)]
         for key in found:
@@ -57,6 +58,13 @@ class BodyOptions:
     def text(self, shape: Shape) -> str:
         """All of it in one line."""
         return json.dumps([FORMAT, list(shape), dataclasses.asdict(self)], sort_keys=True)
+
+
+def named(where: str, given: Any) -> dict[str, Any]:
+    """A kind by its name, or with options, as a dictionary of its own. Raises InputError."""
+    if not isinstance(given, (str, Mapping)):
+        raise wrong(where, given, "a name, or a name with options: {kind: …, …}")
+    return {"kind": given} if isinstance(given, str) else dict(given)
 
 
 class PublicBody(nn.Module):
@@ -77,7 +85,7 @@ class PublicBody(nn.Module):
 
 
 def body_of(
-    options: BodyOptions, shape: Shape, path: str | None = None, sha256: str | None = None
+    options: BodyOptions, shape: Shape, path: str | Path | None = None, sha256: str | None = None
 ) -> tuple[PublicBody, str]:
     """The body, and the digest of what is in it: from ``path``, from the cache, or made now (minutes) and kept there.
 
@@ -106,10 +114,12 @@ def write_body(body: nn.Module, path: Path) -> None:
     write_tensors(path, body.state_dict())
 
 
-def _given(path: str | None, sha256: str | None) -> dict[str, Tensor] | None:
+def _given(path: str | Path | None, sha256: str | None) -> dict[str, Tensor] | None:
     """A body that somebody put at ``path``, or into the cache under its digest."""
+    if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)):
+        raise wrong("model.sha256", sha256, "64 hexadecimal digits in quotes")
     if path is not None:
-        found = read_tensors(Path(path))
+        found = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
         if found is None:
             raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
         return found

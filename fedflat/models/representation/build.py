@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedflat.core.checks import one_of, whole, wrong
 from fedflat.models.headed import Headed
-from fedflat.models.representation.bodies import BodyOptions, PublicBody, body_of
+from fedflat.models.representation.bodies import BodyOptions, PublicBody, body_of, named
 from fedflat.models.vision import image_shape
 
 NAME = "representation"
@@ -62,8 +62,8 @@ def representation(
 
 
 def _head(given: str | Mapping[str, Any], features: int, classes: int) -> nn.Module:
-    options = {"kind": given} if isinstance(given, str) else dict(given)
-    kind = one_of("model.head.kind", options.pop("kind", None), HEADS)
+    options = named("model.head", given)
+    kind = one_of("model.head.kind", options.pop("kind", HEADS[0]), HEADS)
     hidden = whole("model.head.hidden", options.pop("hidden", 64), 1) if kind == "mlp" else 0
     for key in options:
         raise wrong(f"model.head.{key}", key, "kind and hidden" if kind == "mlp" else "kind alone, for linear")
