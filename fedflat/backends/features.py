@@ -169,8 +169,8 @@ def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
         if known is None:
             return None
         total.update(known.encode())
-        kinds = (float, str, bool, tuple)
-        kinds += () if f"{type(layer).__module__}.".startswith(LIBRARIES) else (int,)
+        counts = f"{type(layer).__module__}.".startswith(LIBRARIES)
+        kinds = (float, str, bool, tuple) if counts else (float, str, bool, tuple, int)
         plain = {k: v for k, v in vars(layer).items() if isinstance(v, kinds) and k != "training"}
         told = getattr(getattr(layer, "config", None), "to_json_string", str)()
         total.update(f"{sorted(plain.items())!r} {told}".encode())
