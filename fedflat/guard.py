@@ -28,7 +28,7 @@ from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, sel
 from fedflat.pieces.clipping import whole_vector
 from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.secure import GridNoise
-from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import RUN, Ledger
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import rounds_charged, statement
 
@@ -36,7 +36,7 @@ CHANGING = ("round", "epsilon", "clip", "sensitivity", "std")
 """Fields of a ledger's line that may differ between rounds of one plan."""
 CLIPS = (1e-30, 1e30)
 """Clips whose noise, and whose mean, float32 holds."""
-SECURE = (2.0**-19, 2.0**19)
+SECURE = (2.0**-20, 2.0**20)
 """Noise multipliers for which there is a grid (``pieces.secure``)."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOURCE = "256 bits of operating-system entropy at every start, never stored"
@@ -91,7 +91,7 @@ class Guard:
         self.clip, self.secure = whole_vector(clip), secure
         in_range("clip", self.clip.threshold, *CLIPS)
         if secure and self.plan.event_multiplier > 0:
-            in_range("noise_multiplier with secure noise", self.plan.event_multiplier, *SECURE)
+            in_range("noise_multiplier with secure noise", self.plan.std(1.0), *SECURE)
         self._dimension = None if dimension is None else whole("dimension", dimension, 1)
         self._given = key is not None
         self._key = _key(key)
@@ -106,6 +106,7 @@ class Guard:
             self._ledger.close()
             raise
         _used.add(self._name)
+        self._ledger.describe({"secure": self.secure, "given_key": self._given})
         self._gone = self._ledger.rounds_recorded()
 
     @property
@@ -148,11 +149,14 @@ class Guard:
     def statement(self, name: str = "guard") -> dict[str, Any]:
         """The privacy statement of what was released so far (``fedflat.privacy.statement`` renders it)."""
         entries = self._ledger.entries
+        made = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
+        secure = all(run["secure"] for run in made) and self.secure
+        given = any(run["given_key"] for run in made) or self._given
         found = statement(
             self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, key_source="os-entropy",
-            facts={"clip": self.clip.threshold, "secure": self.secure, "simulation": False}, entries=entries,
+            facts={"clip": self.clip.threshold, "secure": secure, "simulation": False}, entries=entries,
         )  # fmt: skip
-        found["noise_source"] = GIVEN if self._given else SOURCE
+        found["noise_source"] = GIVEN if given else SOURCE
         found["not_covered"] += [
             "What else the server sends or shows: only the vectors that the guard gave back are covered.",
             *([] if self.plan.sampler.q >= 1 else ["Cohorts other than the guard's own, or ones that become known."]),

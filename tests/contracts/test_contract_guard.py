@@ -382,6 +382,17 @@ def test_the_statement_and_the_ledger(tmp_path: Path) -> None:
         assert json.dumps(found)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_statement_is_of_every_start(tmp_path: Path, order: tuple[int, int]) -> None:
+    """One start with float noise and a key that somebody knows is enough: its rounds are in the statement too."""
+    kinds: tuple[dict[str, Any], ...] = ({}, {"secure": False, "key": os.urandom(32)})
+    for turn, kind in enumerate(order):
+        with made(tmp_path, **kinds[kind]) as guard:
+            guard.release(turn, zeros(guard, turn, 3))
+            found = guard.statement()
+    assert found["noise_source"] == GIVEN and "withstands floating-point" not in render_text(found)
+
+
 def test_plans(tmp_path: Path) -> None:
     numbers: dict[str, Any] = {"clients": 20, "cohort": 5, "rounds": 5, "noise_multiplier": 1.0}
     plan = build_plan(**numbers)
