@@ -7,7 +7,6 @@ server path (``engine.round.finish_round``) with an optimiser that takes the mea
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedflat.core.checks import RunError, whole, wrong
+from fedflat.core.checks import RunError, in_range, whole, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import KEY_BYTES, digest, fresh_key
 from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
@@ -29,12 +28,17 @@ from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, sel
 from fedflat.pieces.clipping import whole_vector
 from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.secure import GridNoise
-from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import RUN, Ledger
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import rounds_charged, statement
 
 CHANGING = ("round", "epsilon", "clip", "sensitivity", "std")
 """Fields of a ledger's line that may differ between rounds of one plan."""
+CLIPS = (1e-30, 1e30)
+"""Clips whose noise, and whose mean, float32 holds."""
+SECURE = (2.0**-20, 2.0**20)
+"""Noise multipliers for which there is a grid (``pieces.secure``)."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOURCE = "256 bits of operating-system entropy at every start, never stored"
 GIVEN = "a key that the caller gave: whoever knows it can remove the noise"
 
@@ -85,8 +89,9 @@ class Guard:
         numbers |= {"delta": delta, "cohort": cohort, "max_cohort": max_cohort}
         self.plan = _made(numbers, sampling) if plan is None else _served(plan, numbers)
         self.clip, self.secure = whole_vector(clip), secure
-        if not math.isfinite(self.clip.threshold):
-            raise wrong("clip", clip, "a number > 0")
+        in_range("clip", self.clip.threshold, *CLIPS)
+        if secure and self.plan.event_multiplier > 0:
+            in_range("noise_multiplier with secure noise", self.plan.std(1.0), *SECURE)
         self._dimension = None if dimension is None else whole("dimension", dimension, 1)
         self._given = key is not None
         self._key = _key(key)
@@ -101,6 +106,7 @@ class Guard:
             self._ledger.close()
             raise
         _used.add(self._name)
+        self._ledger.describe({"secure": self.secure, "given_key": self._given})
         self._gone = self._ledger.rounds_recorded()
 
     @property
@@ -147,11 +153,14 @@ class Guard:
     def statement(self, name: str = "guard") -> dict[str, Any]:
         """The privacy statement of what was released so far (``fedflat.privacy.statement`` renders it)."""
         entries = self._ledger.entries
+        made = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
+        secure = all(run["secure"] for run in made) and self.secure
+        given = any(run["given_key"] for run in made) or self._given
         found = statement(
             self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, key_source="os-entropy",
-            facts={"clip": self.clip.threshold, "secure": self.secure, "simulation": False}, entries=entries,
+            facts={"clip": self.clip.threshold, "secure": secure, "simulation": False}, entries=entries,
         )  # fmt: skip
-        found["noise_source"] = GIVEN if self._given else SOURCE
+        found["noise_source"] = GIVEN if given else SOURCE
         found["not_covered"] += [
             "What else the server sends or shows: only the vectors that the guard gave back are covered.",
             *([] if self.plan.sampler.q >= 1 else ["Cohorts other than the guard's own, or ones that become known."]),
@@ -190,9 +199,10 @@ class Guard:
             raise wrong("round", round, f"from {self.next_round} to {self.plan.rounds - 1}, as planned")
 
     def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[Tensor]:
-        """The vectors as they will be measured, in the order of ids."""
+        """The vectors as they will be measured, in the order of ids: each id once, and copies of our own."""
         if not isinstance(vectors, Mapping):
             raise wrong("vectors", type(vectors).__name__, "a mapping: client's id -> vector")
+        vectors = dict(vectors)  # whatever else a mapping may yield twice, or differently the second time
         cohort = set(self.cohort(round).tolist())
         for client in vectors:
             if isinstance(client, bool) or client not in cohort:
@@ -217,14 +227,15 @@ def _as_it_is(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tupl
 
 
 def _row(client: int, vector: Any) -> Tensor:
-    """A vector ``(d,)`` as a tensor of its own type."""
+    """A vector ``(d,)`` as a tensor of its own type, which nobody else can write to between norm and sum."""
     try:
-        row = vector.detach() if isinstance(vector, Tensor) else torch.from_numpy(np.array(vector))
+        row = vector.detach().clone() if isinstance(vector, Tensor) else torch.from_numpy(np.array(vector))
     except (TypeError, ValueError) as error:
         raise wrong(f"vectors[{client}]", type(vector).__name__, "one vector of numbers") from error
-    if row.dim() != 1 or not row.is_floating_point():
-        found = f"shape {tuple(row.shape)}, {str(row.dtype).removeprefix('torch.')}"
-        raise wrong(f"vectors[{client}]", found, "one flat vector (d,) of floating-point numbers")
+    if row.dim() != 1 or not len(row) or row.dtype not in FLOATS or row.layout != torch.strided or row.is_meta:
+        kind = "" if row.layout == torch.strided else ", sparse"
+        found = f"shape {tuple(row.shape)}, {str(row.dtype).removeprefix('torch.')}{', meta' if row.is_meta else kind}"
+        raise wrong(f"vectors[{client}]", found, "one flat vector (d,) of floating-point numbers of 16 to 64 bits")
     return row
 
 
@@ -241,6 +252,8 @@ def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
     """A plan given instead of numbers, if it is of the Gaussian sum under a trusted server."""
     if any(value is not None for value in numbers.values()):
         raise wrong("plan", "a plan and numbers", "one of both")
+    if not isinstance(plan, Plan):
+        raise wrong("plan", type(plan).__name__, "a plan of fedflat.privacy_plan, or the numbers by their names")
     other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_noise is not None
     if other or not plan.private or plan.trust != "central" or plan.protocol != "sound":
         raise wrong("plan", "another mechanism or trust model", "Gaussian noise on one clip, trust central, sound")

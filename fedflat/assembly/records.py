@@ -134,7 +134,8 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
 def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
     """What shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``."""
     own = recipe.model.name == GIVEN or ":" in recipe.model.name
-    found = getattr(module, "prior", "unknown" if own else "none")
+    said = {**vars(type(module)), **vars(module)} if own and module is not None else {}  # never what it inherits
+    found = said.get("prior", "unknown") if own else getattr(module, "prior", "none")
     return found if found in PRIORS else "unknown"
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedflat.core.cache import cache_folder, read_tensors, write_tensors
 from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
+from fedflat.core.identity import identity_of
 from fedflat.core.threads import using_threads
 from fedflat.core.waiting import told
 from fedflat.data.clients import GIVEN, FederatedData
@@ -54,6 +55,9 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     if known or getattr(module, "frozen", False) is not True:
         return data
     name = _name(data, module, f"{precision} {_device(module, data.inputs)}")
+    if name is None:
+        inputs, test = _of_all(data, module, precision, None)
+        return replace(data, inputs=inputs, test_inputs=test)
     if name not in _LAST:
         _LAST.clear()
         _LAST[name] = _kept(name) or _of_all(data, module, precision, name)
@@ -61,8 +65,8 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     return replace(data, inputs=inputs, test_inputs=test)
 
 
-def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str) -> tuple[Tensor, Tensor | None]:
-    """Features of all clients' examples and of the test set, kept on disk where they took long."""
+def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | None) -> tuple[Tensor, Tensor | None]:
+    """Features of all clients' examples and of the test set, kept on disk where they took long and have a name."""
     began = time.monotonic()
     test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
     owned = [np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)]
@@ -70,7 +74,7 @@ def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str) -
     found = computed(module, data.inputs, precision, owned)
     if global_generators() != before:  # how often the others' are drawn would follow from each client's size
         raise wrong("model", "features that draw random numbers", "a frozen body that draws none, or frozen = False")
-    if time.monotonic() - began >= WORTH_KEEPING and data.name != GIVEN:
+    if name is not None and time.monotonic() - began >= WORTH_KEEPING and data.name != GIVEN:
         _keep(name, {"inputs": found} if test is None else {"inputs": found, "test": test})
     return found, test
 
@@ -144,16 +148,34 @@ def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
     return torch.where(inputs != padding, places, 0).amax(1)
 
 
-def _name(data: FederatedData, module: nn.Module, precision: str) -> str:
-    """A hash of everything that the features depend on."""
+LIBRARIES = ("torch.", "transformers.")
+"""Their layers tell whole numbers in their text or config, or count calls by them."""
+_TENSORS = ("_parameters", "_buffers", "_modules", "training")
+
+
+def _own(layer: nn.Module) -> tuple[object, ...] | None:
+    """What a layer of the user's acts by, besides its tensors; None for the libraries' and ours."""
+    if f"{type(layer).__module__}.".startswith((*LIBRARIES, "fedflat.")):
+        return None
+    return type(layer), {k: v for k, v in vars(layer).items() if k not in _TENSORS}
+
+
+def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
+    """A hash of everything that the features depend on; None where a user's code or values cannot be looked into."""
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():
-        # whole numbers are left out: they are in the module's text or its config, or count calls
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (float, str, bool, tuple)) and k != "training"}
+        own = _own(layer)
+        known = "" if own is None else identity_of(own)
+        if known is None:
+            return None
+        total.update(known.encode())
+        counts = f"{type(layer).__module__}.".startswith(LIBRARIES)
+        kinds = (float, str, bool, tuple) if counts else (float, str, bool, tuple, int)
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, kinds) and k != "training"}
         told = getattr(getattr(layer, "config", None), "to_json_string", str)()
         total.update(f"{sorted(plain.items())!r} {told}".encode())
-    own = (p.detach() for p in module.parameters() if not p.requires_grad)
-    for value in (*own, *module.buffers(), data.inputs, data.test_inputs):
+    fixed = (p.detach() for p in module.parameters() if not p.requires_grad)
+    for value in (*fixed, *module.buffers(), data.inputs, data.test_inputs):
         if value is not None:
             total.update(f"{value.dtype} {tuple(value.shape)}".encode())
             total.update(np.ascontiguousarray(value.cpu().numpy()).reshape(-1).view(np.uint8).data)

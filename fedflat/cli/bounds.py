@@ -53,7 +53,7 @@ def bounds(
     if run is not None and recipe is not None:
         raise wrong("--run", "a recipe as well", "one of both: a run has its recipe")
     if run is not None and not (run / "recipe.yaml").is_file():
-        raise wrong("--run", run, "the folder of a run that fedflat run wrote")
+        raise wrong("--run", str(run), "the folder of a run that fedflat run wrote")
     parsed = Recipe.load(run if run is not None else (recipe or QUICK_START), override or [])
     measured = {} if run is None else _measured(run)
     given = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}

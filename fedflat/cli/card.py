@@ -65,9 +65,12 @@ def _written(found: Card, target: Path) -> list[str]:
     files = {"card.html": html(found), "card.md": markdown(found)}
     if found.epsilon is not None:
         files["registry.yaml"] = as_yaml(registry_entry(found))
-    target.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (target / name).write_text(content, encoding="utf-8")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (target / name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise wrong("--out", f"{target}, which cannot be written ({error.strerror})", "a folder to write") from error
     return list(files)
 
 

@@ -22,9 +22,9 @@ from fedflat.report import audited, metrics, tables
 from fedflat.report.metrics import Run, section
 from fedflat.report.pages import asset, filled
 from fedflat.report.registry import UNSAID, About
-from fedflat.report.together import published
+from fedflat.report.together import published, uncounted
 
-PRETRAINED = ("vit-base", "roberta-base", "representation")
+PRETRAINED = ("vit-base", "roberta-base")
 
 Text = str | list[str]
 
@@ -55,13 +55,17 @@ def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick
     """The card of ``run``; others: runs on the same clients that are published too.
 
     quick: leave out the best attacker where it takes minutes.
-    Raises InputError: the run has no statement.
+    Raises InputError: the run has no statement, or one of the runs has one that its ledger goes beyond.
     """
     if not run.privacy:
         raise wrong("card", f"{run.path} without privacy.json", "a run with a statement")
     about = about or About()
     epsilon, delta = metrics.proven_epsilon(run), metrics.number(run.privacy.get("delta"))
     every = [_published(one, [run, *others]) for one in (run, *others)]
+    for one, its in zip((run, *others), every):
+        if uncounted(one, its.entries):
+            found = f"{one.path}, whose ledger has rounds that privacy.json does not count"
+            raise wrong("card", found, "a run at its end", hint="fedflat run --resume goes on with it.")
     entries = list(every[0].entries)
     slow = quick and any(entry.get("mechanism") in SLOW for entry in entries)
     bound = None if slow or delta is None else attacker_of(every[:1], epsilon, delta)
@@ -114,11 +118,24 @@ def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attac
     mu = (
         "" if bound.mu is None else f", Gaussian DP μ = {bound.mu:.3g}" + (f" but for {delta:g}" if bound.slack else "")
     )
+    asked, these, those = _question(run)
     return (
-        f"Each client is protected against {against}: {figure}{mu}; whoever guesses from the release whether a client "
-        f"took part, knowing all others' data, is right about at most {_share(bound.true_positives)} of those who did "
-        f"while wrong about {100 * bound.false_positives:g} % of those who did not{seeded}."
+        f"Each client is protected against {against}: {figure}{mu}; whoever guesses from the release {asked}, knowing "
+        f"all others' data, is right about at most {_share(bound.true_positives)} of {these} while wrong about "
+        f"{100 * bound.false_positives:g} % of {those}{seeded}."
     )
+
+
+def _question(run: Run) -> tuple[str, str, str]:
+    """What the best attacker asks, as the neighbours differ, and of whom it is right and wrong.
+
+    Who takes part is itself seen by some under trust local and distributed, and where turns are public.
+    """
+    if "replace-one" in _stated(run, "adjacency"):
+        return "which of two data sets a client has", "those with the one", "those with the other"
+    if _stated(run, "trust") != "central" or "in place" in _stated(run, "adjacency"):
+        return "whether a client sent its update or nothing", "those who did", "those who did not"
+    return "whether a client took part", "those who did", "those who did not"
 
 
 def _seeded(run: Run) -> bool:
@@ -200,8 +217,8 @@ def _choices(run: Run) -> tuple[tuple[str, Text], ...]:
     data, model = section(run.recipe, "data"), section(run.recipe, "model")
     tuning = section(run.privacy, "checklist").get("tuning") or "not counted"
     done = [f"{key}: {data[key]}" for key in ("scale", "categories", "max_per_client", "tokenizer") if data.get(key)]
-    priors = []
-    if model.get("name") in PRETRAINED or model.get("pretrained"):
+    priors = [str(run.privacy["prior"])] if run.privacy.get("prior") else []
+    if not priors and (model.get("name") in PRETRAINED or model.get("pretrained")):
         known = {key: value for key, value in model.items() if value is not None}
         priors.append(f"a pretrained {known.get('name')}: whatever its makers trained on is taken for public")
     source = section(run.recipe, "algorithm").get("public")

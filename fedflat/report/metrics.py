@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,8 @@ def _no_run(path: Path) -> InputError:
     if path.exists():
         return wrong(f"run folder {path}", "no metrics.jsonl or recipe.yaml in it", "a folder written by fedflat run")
     parent = path.parent
-    runs = [found.relative_to(parent).as_posix() for found in _runs_under(parent)]
+    beside = parent.iterdir() if parent.is_dir() and os.access(parent, os.R_OK | os.X_OK) else ()
+    runs = sorted(found.name for found in beside if any(os.path.isfile(found / mark) for mark in MARKS))
     hint = nearest(path.name, runs) or (f"Runs in {parent}: {', '.join(runs[:8])}." if runs else "")
     return wrong(f"run folder {path}", "no such folder", "a folder written by fedflat run", hint=hint)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedflat.core.checks import InputError
 from fedflat.privacy.ledger import read
+from fedflat.privacy.statement import rounds_charged
 from fedflat.privacy.together import Published, Total, total
 from fedflat.report import metrics
 from fedflat.report.metrics import Run, section
@@ -71,6 +72,12 @@ def published(run: Run, names: Mapping[str, str]) -> Published:
         entries = []
     delta = metrics.number(run.privacy.get("delta")) or 0.0
     return Published(names[str(run.path)], metrics.proven_epsilon(run), delta, entries, run.path)
+
+
+def uncounted(run: Run, entries: Sequence[Mapping[str, Any]]) -> int:
+    """Rounds that the ledger charges and the statement does not: of a run resumed after its end, and then killed."""
+    stated = metrics.number(run.privacy.get("rounds_charged"))
+    return 0 if stated is None else max(0, rounds_charged(0, entries) - int(stated))
 
 
 def _clients(run: Run) -> str:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fedflat.core.checks import wrong
 from fedflat.models.representation import FILE
+from fedflat.privacy.ledger import read
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, METRICS, RECIPE, STATEMENT
 from fedflat.report.metrics import Run, proven_epsilon, read_run
+from fedflat.report.together import uncounted
 
 MODEL, REPORT, SUMS = "model.safetensors", "report.html", "SHA256SUMS"
 TIMES = ("seconds",)
@@ -50,6 +52,8 @@ def export(run: str | Path, out: str | Path) -> Exported:
     for name in (LEDGER, STATEMENT):
         if not (source / name).is_file():
             raise wrong("export", f"{source} without {name}", "the folder of a run that released something")
+    if uncounted(found, read(source / LEDGER)):
+        raise wrong("export", f"{source}, whose ledger has rounds that {STATEMENT} does not count", "a run at its end")
     weights, facts = _weights(source)
     public, left = _public(found)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

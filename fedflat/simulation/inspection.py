@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import yaml
 
+from fedflat.core.cache import digest_of, read_tensors
 from fedflat.core.checks import InputError, wrong
 from fedflat.engine.resume import compare
+from fedflat.models.representation import FILE, NAME
 from fedflat.privacy.ledger import Entry, LedgerError, read, run_of
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
@@ -70,7 +72,9 @@ def refuse_damage(folder: Path) -> None:
     """
     check_kinds(folder)
     read(folder / LEDGER)
-    found = [check for each in (check_opening, check_recipe, check_rounds, check_sums) for check in each(folder)]
+    found = [
+        check for each in (check_opening, check_recipe, check_body, check_rounds, check_sums) for check in each(folder)
+    ]
     found += [check for check in check_checkpoints(folder) if ".damaged" not in check.record]
     if not _whole_statement(folder):
         found.append(Check(STATEMENT, "wrong", "not as it was written"))
@@ -173,6 +177,22 @@ def check_recipe(path: Path) -> Iterator[Check]:
         yield Check(RECIPE, "ok", "as it was written")
     else:
         yield Check(RECIPE, "wrong", "not as it was written")
+
+
+def check_body(path: Path) -> Iterator[Check]:
+    """The frozen body beside the weights, against the digest that recipe.yaml names."""
+    wanted: Any = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        model = yaml.safe_load((path / RECIPE).read_bytes())["model"]
+        wanted = model["sha256"] if model["name"] == NAME else None
+    if not wanted and not (path / FILE).exists():
+        return
+    if not (path / FILE).is_file():
+        yield Check(FILE, "wrong", "missing")
+        return
+    found = read_tensors(path / FILE)
+    same = found is not None and digest_of(found) == wanted
+    yield Check(FILE, "ok" if same else "wrong", "as recipe.yaml names it" if same else "not the one of recipe.yaml")
 
 
 def check_privacy(path: Path) -> Iterator[Check]:
@@ -376,6 +396,7 @@ def check_modes(path: Path) -> Iterator[Check]:
 CHECKS: tuple[Callable[[Path], Iterator[Check]], ...] = (
     check_opening,
     check_recipe,
+    check_body,
     check_privacy,
     check_rounds,
     check_checkpoints,

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,10 @@ def test_no_copies(tmp_path: Path) -> None:
         ({0: np.zeros(3, dtype=np.int64)}, "one flat vector"),
         ({0: object()}, "one vector of numbers"),
         ({0: np.zeros(3), 1: np.zeros(4)}, "4 entries"),
+        ({0: np.zeros(0)}, "one flat vector"),
+        ({0: torch.zeros(3).to_sparse()}, "float32, sparse"),
+        ({0: torch.zeros(3, device="meta")}, "float32, meta"),
+        ({0: torch.zeros(3, dtype=torch.float8_e4m3fn)}, "16 to 64 bits"),
         ({}, "dimension"),
     ],
 )
@@ -303,6 +307,65 @@ def test_only_those_drawn(tmp_path: Path) -> None:
         assert any("Cohorts other than" in text for text in guard.statement()["not_covered"])
 
 
+class Yields(Mapping[int, Any]):
+    """A mapping with one client's vector, which it yields as often as it likes."""
+
+    def __init__(self, *turns: list[int]) -> None:
+        self.turns = list(turns)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.turns.pop(0) if len(self.turns) > 1 else self.turns[0])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, client: int) -> Any:
+        return np.full(50, 100.0)
+
+
+class ReadsTwice(Guard):
+    """Takes the mapping for a dict."""
+
+    def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[torch.Tensor]:
+        return [torch.from_numpy(vectors[client]) for client in sorted(vectors)]
+
+
+@pytest.mark.parametrize(("kind", "counted"), [(Guard, 1), (ReadsTwice, 4)])
+def test_a_client_counts_once_whatever_the_mapping_yields(tmp_path: Path, kind: type[Guard], counted: int) -> None:
+    with made(tmp_path, kind, noise_multiplier=1e-4, dimension=50, key=b"\1" * 16 + os.urandom(16)) as guard:
+        found = guard.release(0, Yields([0, 0, 0, 0]))
+        assert np.linalg.norm(found) * 20 == pytest.approx(0.5 * counted, rel=0.01)
+
+
+def test_what_a_mapping_yields_later_is_not_looked_at(tmp_path: Path) -> None:
+    with made(tmp_path, noise_multiplier=1e-4, dimension=50) as guard:
+        found = guard.release(0, Yields([0], [0, 77, 78, 79]))
+        assert np.linalg.norm(found) * 20 == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_vector_cannot_be_written_to_between_norm_and_sum(tmp_path: Path) -> None:
+    """Without the copy, what a clip measures in the plain sum would be the caller's own memory."""
+    with made(tmp_path, secure=False) as guard:
+        mine = torch.ones(3)
+        (row,) = guard._checked(0, {0: mine})
+        mine.fill_(1e6)
+        assert row.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"clip": 5e-324}, "clip"), ({"clip": 1e300}, "clip"), ({"noise_multiplier": 1e-7}, "secure noise"),
+     ({"noise_multiplier": 1e7}, "secure noise"), ({"plan": "mine"}, "plan: found str")],
+)  # fmt: skip
+def test_what_no_round_could_be_released_with_is_refused_at_the_start(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    numbers = dict.fromkeys(NUMBERS) if "plan" in change else {}
+    with pytest.raises(InputError, match=said):
+        made(tmp_path, **{**numbers, **change})
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
 # What it says.
 
 
@@ -317,6 +380,17 @@ def test_the_statement_and_the_ledger(tmp_path: Path) -> None:
         assert recompute(lines).epsilon == pytest.approx(4, rel=1e-3)
         assert "withstands floating-point attacks" in render_text(found)
         assert json.dumps(found)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_statement_is_of_every_start(tmp_path: Path, order: tuple[int, int]) -> None:
+    """One start with float noise and a key that somebody knows is enough: its rounds are in the statement too."""
+    kinds: tuple[dict[str, Any], ...] = ({}, {"secure": False, "key": os.urandom(32)})
+    for turn, kind in enumerate(order):
+        with made(tmp_path, **kinds[kind]) as guard:
+            guard.release(turn, zeros(guard, turn, 3))
+            found = guard.statement()
+    assert found["noise_source"] == GIVEN and "withstands floating-point" not in render_text(found)
 
 
 def test_plans(tmp_path: Path) -> None:

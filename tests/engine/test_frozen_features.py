@@ -19,6 +19,7 @@ from fedflat.backends.features import computed, with_features
 from fedflat.core.checks import InputError
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models.headed import Headed
+from fedflat.models.representation.patches import Patches, PatchOptions
 
 
 class Body(Headed):
@@ -189,6 +190,49 @@ def test_another_setting_with_the_same_weights_is_another_body() -> None:
     two.scale = 2.0
     first = with_features(data, one).inputs
     assert torch.allclose(with_features(data, two).inputs, 2 * first)
+
+
+def test_a_whole_number_and_code_are_part_of_a_body() -> None:
+    """A twin whose name leaves them out hands out another body's features, even from the disk."""
+
+    class Powered(Body):
+        power = 1
+
+        def features(self, inputs: Tensor) -> Tensor:
+            return super().features(inputs) ** self.power
+
+    def redefined() -> nn.Module:
+        class Powered(Body):
+            power = 1
+
+            def features(self, inputs: Tensor) -> Tensor:
+                return -super().features(inputs)
+
+        Powered.__qualname__ = type(one).__qualname__
+        return Powered()
+
+    one, two, data = Powered(), Powered(), federation()
+    two.power = 2
+    first = with_features(data, one).inputs
+    assert torch.allclose(with_features(data, two).inputs, first**2)
+    with_features(data, one)
+    assert torch.allclose(with_features(data, redefined()).inputs, -first)
+
+
+def test_patches_of_another_stride_are_another_body() -> None:
+    """Two strides can lead to as many patches, so that a body from a file fits both."""
+    options = [PatchOptions(filters=4, size=2, stride=stride, cells=2) for stride in (4, 5)]
+    one, two = (Patches((1, 12, 12), option) for option in options)
+    two.load_state_dict(one.state_dict())
+    data = federation()
+    assert features._name(data, one, "fp32") != features._name(data, two, "fp32")
+
+
+def test_a_body_that_cannot_be_looked_into_is_not_remembered(passes: list[int]) -> None:
+    body, data = Body(), federation()
+    body.secret = (i for i in range(3))  # type: ignore[assignment]
+    first = with_features(data, body).inputs
+    assert torch.equal(with_features(data, body).inputs, first) and len(passes) == 12
 
 
 def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(

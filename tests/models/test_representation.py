@@ -21,10 +21,14 @@ from fedflat.core.checks import InputError
 from fedflat.core.waiting import listening
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models import build
+from fedflat.models.headed import Headed
 from fedflat.models.representation.bodies import BodyOptions, body_of
 from fedflat.models.representation.leaves import CHUNK, dead_leaves
 from fedflat.models.representation.patches import Patches, PatchOptions, normalised
+from fedflat.report.card import card
+from fedflat.report.metrics import read_run
 from fedflat.simulation.export import export
+from fedflat.simulation.inspection import inspect_run
 
 SMALL = {"kind": "patches", "filters": 12, "size": 3, "cells": 2, "dimension": 20, "images": 100}
 SHAPE = (1, 8, 8)
@@ -124,7 +128,7 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path) -> None:
     assert made().sha256 == first.sha256
     assert made(body={**SMALL, "seed": 1}).sha256 != first.sha256
     with pytest.raises(InputError, match=r"model\.sha256: found 00.*copy the run's own"):
-        made(sha256="00")
+        made(sha256="0" * 64)
 
 
 def test_another_machine_takes_the_run_s_own_body(own_cache: Path, tmp_path: Path) -> None:
@@ -163,6 +167,11 @@ def test_a_file_of_another_body_is_refused(tmp_path: Path) -> None:
         ({"head": {"kind": "linear", "hidden": 3}}, "model.head.hidden"),
         ({"head": {"kind": "mlp", "hidden": 0}}, "model.head.hidden"),
         ({"heads": "mlp"}, "Did you mean head"),
+        ({"head": 3}, "model.head: found 3"),
+        ({"body": [1]}, "model.body: found"),
+        ({"path": 3}, "model.path: found 3"),
+        ({"sha256": 12}, "model.sha256: found 12"),
+        ({"sha256": "../" * 20 + "aaaa"}, "64 hexadecimal"),
     ],
 )
 def test_mistakes_are_one_sentence(options: dict[str, Any], told: str) -> None:
@@ -186,6 +195,37 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
         patch.setattr("fedflat.models.representation.bodies.dead_leaves", None)
         for folder in ("run", "out"):
             assert torch.equal(fedflat.load(tmp_path / folder).model(x), result.model(x))
+
+
+def test_an_altered_body_is_noticed_and_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fedflat.run(recipe(), out=folder)
+    assert [c.verdict for c in inspect_run(folder) if c.record == "body.safetensors"] == ["ok"]
+    fedflat.models.representation.write_body(made(body={**SMALL, "seed": 9}).body, folder / "body.safetensors")
+    for _ in ("another", "damaged", "missing"):
+        (found,) = (c for c in inspect_run(folder) if c.record == "body.safetensors")
+        assert found.verdict == "wrong"
+        with pytest.raises(InputError, match=r"body\.safetensors"):
+            fedflat.load(folder)
+        file = folder / "body.safetensors"
+        file.write_bytes(b"x") if file.stat().st_size > 1 else file.unlink()
+        if not file.exists():
+            break
+    (found,) = (c for c in inspect_run(folder) if c.record == "body.safetensors")
+    assert (found.verdict, found.about) == ("wrong", "missing")
+
+
+def test_a_body_from_a_file_may_be_anything(tmp_path: Path, own_cache: Path) -> None:
+    """Only a body made here is known to be a random process's."""
+    file = tmp_path / "mine.safetensors"
+    fedflat.models.representation.write_body(made(body={**SMALL, "seed": 9}).body, file)
+    given = recipe(model={"name": "representation", "body": SMALL, "path": str(file)})
+    found = fedflat.run(given, out=tmp_path / "run")
+    assert found.privacy["prior"].startswith("unknown") and made().prior == "random process"
+    shutil.copy(file, own_cache / f"body-{found.model.sha256}.safetensors")
+    assert made(sha256=found.model.sha256).prior == "unknown"
+    said = card(read_run(tmp_path / "run")).text("Tuning, preprocessing and public data", "Public data and priors")
+    assert said.startswith("unknown") and "pretrained" not in said
 
 
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
@@ -264,8 +304,23 @@ def test_a_network_beside_its_prior() -> None:
     assert own.privacy["prior"].startswith("unknown")
 
 
+def test_a_network_of_ones_own_inherits_no_prior() -> None:
+    class Mine(Headed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = torch.nn.Linear(64, 10)
+
+        def features(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.flatten(1)
+
+        def head(self, features: torch.Tensor) -> torch.Tensor:
+            return self.classifier(features)
+
+    assert fedflat.run(recipe(rounds=1), model=Mine()).privacy["prior"].startswith("unknown")
+
+
 def test_options_know_what_they_make() -> None:
-    assert BodyOptions.of("patches").maps == PatchOptions()
+    assert BodyOptions.of("patches").maps == BodyOptions.of({"whitening": 0}).maps == PatchOptions()
     assert BodyOptions.of("patches").text(SHAPE) != BodyOptions.of({"kind": "patches", "seed": 1}).text(SHAPE)
 
 

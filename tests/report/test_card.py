@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 import fedflat
+from fedflat.cli import card as command
 from fedflat.cli import main
 from fedflat.core.checks import InputError
 from fedflat.privacy.attacker import attacker
@@ -24,6 +26,7 @@ from fedflat.report.entry import registry_entry
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
 from fedflat.report.registry import About, as_yaml, checked, read_about
+from fedflat.simulation.export import export
 
 NAME = "<img src=x onerror=alert(1)> & *many*"
 
@@ -90,6 +93,37 @@ def test_runs_published_together(folder: Path) -> None:
     assert mixed.text("Composition", "All together") == "no finite ε"
     assert mixed.text("Composition", "Without a guarantee") == "plain"
     assert "All together: no finite" in registry_entry(mixed)["deployment"]["accounting"]["composition"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "whether a client took part"),
+        ({"privacy": {"clip": 0.5, "epsilon": 8, "trust": "local"}}, "which of two data sets a client has"),
+        ({"privacy": {"clip": 0.5, "epsilon": 8, "trust": "distributed"}, "cohort": {"size": 15}},
+         "whether a client sent its update or nothing"),
+        ({"cohort": {"size": 5, "sampling": "fixed"}}, "which of two data sets a client has"),
+    ],
+)  # fmt: skip
+def test_the_attacker_asks_what_neighbours_differ_in(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """Who takes part is no secret from a server that sees each update, nor what replace-one bounds."""
+    fedflat.run(recipe(**{"rounds": 1, **change}), out=tmp_path / "run")
+    assert said in card(read_run(tmp_path / "run")).sentence
+
+
+def test_a_statement_that_the_ledger_goes_beyond_gives_no_card(folder: Path, tmp_path: Path) -> None:
+    """A run that ended early, was resumed and then killed still has its first statement."""
+    behind = tmp_path / "behind"
+    shutil.copytree(folder / "one", behind)
+    said = json.loads((behind / "privacy.json").read_text())
+    said["rounds_charged"] -= 1
+    (behind / "privacy.json").write_text(json.dumps(said))
+    for runs in ([behind], [folder / "two", behind]):
+        with pytest.raises(InputError, match="does not count"):
+            card(read_run(runs[0]), [read_run(other) for other in runs[1:]])
+    with pytest.raises(InputError, match="does not count"):
+        export(behind, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_proven_nothing_promised(folder: Path) -> None:
@@ -214,6 +248,22 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     facts = json.loads(run_command("card", str(folder / "plain"), "--out", str(out / "plain"), "--json").output)
     assert facts["files"] == ["card.html", "card.md"] and facts["missing"] == []
     assert "No entry for the registry" in run_command("card", str(folder / "plain"), "--out", str(out)).output
+
+
+def test_no_folder_is_one_line_at_once(folder: Path, tmp_path: Path) -> None:
+    """Beside it and no deeper: its parent may be the root of everything."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    shutil.copytree(folder / "one", tmp_path / "deep" / "er" / "run")
+    with pytest.raises(InputError, match="no such folder") as hidden:
+        read_run(tmp_path / "nowhere")
+    assert "er/run" not in str(hidden.value)
+    with pytest.raises(InputError, match="Did you mean one"):
+        read_run(folder / "onee")
+    with pytest.raises(InputError, match="no such folder"):
+        read_run(tmp_path / "no" / "where")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written"):
+        command.card(folder / "one", out=tmp_path / "file")
 
 
 def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,8 @@ class BodyOptions:
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> BodyOptions:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
-        found: dict[str, Any] = {"kind": given} if isinstance(given, str) else dict(given)
-        kind, seed = one_of("model.body.kind", found.pop("kind", None), KINDS), found.pop("seed", 0)
+        found = named("model.body", given)
+        kind, seed = one_of("model.body.kind", found.pop("kind", KINDS[0]), KINDS), found.pop("seed", 0)
         maps, shared = _OPTIONS[kind], ProjectionOptions
         names = [field.name for of in (maps, shared) for field in dataclasses.fields(of)]
         for key in found:
@@ -59,8 +60,20 @@ class BodyOptions:
         return json.dumps([FORMAT, list(shape), dataclasses.asdict(self)], sort_keys=True)
 
 
+def named(where: str, given: Any) -> dict[str, Any]:
+    """A kind by its name, or with options, as a dictionary of its own. Raises InputError."""
+    if not isinstance(given, (str, Mapping)):
+        raise wrong(where, given, "a name, or a name with options: {kind: …, …}")
+    return {"kind": given} if isinstance(given, str) else dict(given)
+
+
 class PublicBody(nn.Module):
-    """Images (b, c, h, w) -> features (b, k) of length 1: maps, then their public projection. Buffers only."""
+    """Images (b, c, h, w) -> features (b, k) of length 1: maps, then their public projection. Buffers only.
+
+    prior: what it was made from, as the statement names it; a body from a file may be anything.
+    """
+
+    prior = "random process"
 
     def __init__(self, maps: nn.Module) -> None:
         super().__init__()
@@ -72,14 +85,17 @@ class PublicBody(nn.Module):
 
 
 def body_of(
-    options: BodyOptions, shape: Shape, path: str | None = None, sha256: str | None = None
+    options: BodyOptions, shape: Shape, path: str | Path | None = None, sha256: str | None = None
 ) -> tuple[PublicBody, str]:
     """The body, and the digest of what is in it: from ``path``, from the cache, or made now (minutes) and kept there.
 
     Raises InputError where its digest is not ``sha256``, or where the file at ``path`` holds another body.
     """
     body = PublicBody(_maps(options, shape))
-    tensors = _stored(options, shape, path, sha256) or _made(body, options, shape)
+    tensors = _given(path, sha256)
+    if tensors is not None:
+        body.prior = "unknown"
+    tensors = tensors or read_tensors(_kept(options, shape)) or _made(body, options, shape)
     found = digest_of(tensors)
     if sha256 not in (None, found):
         kept = cache_folder() / f"body-{sha256}.safetensors"
@@ -98,14 +114,16 @@ def write_body(body: nn.Module, path: Path) -> None:
     write_tensors(path, body.state_dict())
 
 
-def _stored(options: BodyOptions, shape: Shape, path: str | None, sha256: str | None) -> dict[str, Tensor] | None:
+def _given(path: str | Path | None, sha256: str | None) -> dict[str, Tensor] | None:
+    """A body that somebody put at ``path``, or into the cache under its digest."""
+    if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)):
+        raise wrong("model.sha256", sha256, "64 hexadecimal digits in quotes")
     if path is not None:
-        found = read_tensors(Path(path))
+        found = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
         if found is None:
             raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
         return found
-    own = None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
-    return own or read_tensors(_kept(options, shape))
+    return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
 
 
 def _kept(options: BodyOptions, shape: Shape) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedflat.core.checks import one_of, whole, wrong
 from fedflat.models.headed import Headed
-from fedflat.models.representation.bodies import BodyOptions, PublicBody, body_of
+from fedflat.models.representation.bodies import BodyOptions, PublicBody, body_of, named
 from fedflat.models.vision import image_shape
 
 NAME = "representation"
@@ -23,11 +23,11 @@ class Representation(Headed):
     """
 
     trained = "classifier."
-    prior = "random process"
 
     def __init__(self, body: PublicBody, sha256: str, classifier: nn.Module) -> None:
         super().__init__()
         self.body, self.sha256, self.classifier = body, sha256, classifier
+        self.prior = body.prior
 
     def features(self, inputs: Tensor) -> Tensor:
         return cast(Tensor, self.body(inputs))
@@ -35,7 +35,7 @@ class Representation(Headed):
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.classifier(features))
 
-    def stack(self) -> list[nn.Module]:
+    def linear_layers(self) -> list[nn.Module]:
         """The head as plain layers, for back ends that write the arithmetic out: they see features only."""
         return list(self.classifier) if isinstance(self.classifier, nn.Sequential) else [self.classifier]
 
@@ -62,8 +62,8 @@ def representation(
 
 
 def _head(given: str | Mapping[str, Any], features: int, classes: int) -> nn.Module:
-    options = {"kind": given} if isinstance(given, str) else dict(given)
-    kind = one_of("model.head.kind", options.pop("kind", None), HEADS)
+    options = named("model.head", given)
+    kind = one_of("model.head.kind", options.pop("kind", HEADS[0]), HEADS)
     hidden = whole("model.head.hidden", options.pop("hidden", 64), 1) if kind == "mlp" else 0
     for key in options:
         raise wrong(f"model.head.{key}", key, "kind and hidden" if kind == "mlp" else "kind alone, for linear")
