@@ -462,7 +462,7 @@ def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
 
 
 def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:
-    """DiSK at client level: a Kalman filter of the noisy means, its prediction in the messages (Zhang et al. 2024)."""
+    """DiSK at client level: a Kalman filter of the noisy means, its prediction in the messages (Zhang et al. 2024b)."""
     rule, optimizer = disk(kappa, ahead)
     return Algorithm("dp-disk", phases=(Phase(rule=rule),), optimizer=optimizer)
 

@@ -116,10 +116,10 @@ def rdp_001(q: float, noise_multiplier: float, order: float) -> float:
 
 
 def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
-    """The right side of Lemma 4's condition α ≤ 1 + ⅔σ²·ln(1/(qα(1 + σ²))), beside σ² ≥ 0.7 (001).
+    """The right side of Lemma 4's condition α ≤ 1 + ⅔σ²·ln(1/(qα(1 + σ²))), beside σ² ≥ 0.7.
 
-    The condition is lost in 001's text. This is the form of the lemma with the same 3.5q²α/σ² in Wang, Jayaraman, Evans
-    and Gu (2019, Lemma 3.7). Enters no privacy statement.
+    The condition is lost in the text of Zhang et al. 2024. This is that of the lemma with the same 3.5q²α/σ² in Wang et
+    al. 2019, Lemma 3.7, given from memory. Enters no privacy statement.
     """
     squared = in_range("noise_multiplier", noise_multiplier, 0, open_low=True) ** 2
     share = in_range("q", q, 0, 1, open_low=True) * in_range("alpha", order, 1, open_low=True)

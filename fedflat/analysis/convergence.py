@@ -2,7 +2,7 @@
 
 The theorems bound (1/T)·Σ_t E[ᾱ^t‖∇f(w^t)‖²] (002: without ᾱ) up to a constant that they do not give; the terms here
 are what stands inside their 𝒪(·). So a value says which term is the largest and how each moves, not how large the
-gradient is. 001's Theorem 1 is lost in its text: three terms as in partial personalisation without privacy, one of
+gradient is. Theorem 1 of Zhang et al. 2024 is lost in its text: three terms as without privacy, one of
 SAM's radius that goes with η = 𝒪(1/√T), and one of the noise.
 """
 
@@ -67,7 +67,7 @@ def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
 
     2L(f(w¹)−f*)/√(KT) + L²σ_l²/(KT²) + Σ_t(ᾱ^tσ_g² + α̃^tL²)/T² + L²√T·σ²C²pd/(m²√K), where η = 𝒪(1/(L√(KT))) and
     ρ = 𝒪(1/√T): the ratios are ηL√(KT) and ρ√T. p is in the noise only where it lies on a client's own mask, which is
-    not sound (algorithms.md, item 3); in the sound round p = 1.
+    not sound (docs/specification.md, item 3); in the sound round p = 1.
     """
     steps, rounds, smooth = facts.steps, facts.rounds, facts.smoothness
     clipped = _sum(facts.alpha_mean, rounds) * facts.global_std**2 + _sum(facts.alpha_spread, rounds) * smooth**2

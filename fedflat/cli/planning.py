@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from fedflat.cli.training import Json, Overrides
-from fedflat.config.recipe import QUICK_START, Recipe
 
 WIDTH = 80
 
@@ -29,6 +28,7 @@ def plan(
 
     Example: fedflat plan quick-start -o privacy.epsilon=2
     """
+    from fedflat.config.recipe import QUICK_START, Recipe
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation.planning import forecast
 

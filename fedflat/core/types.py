@@ -229,7 +229,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class PublicSampler(Sampler, Protocol):
-    """A law whose cohorts anyone can recompute (published procedures: algorithms.md, item 5)."""
+    """A law whose cohorts anyone can recompute (published procedures: docs/specification.md, item 5)."""
 
     def public_generator(self, round: int) -> np.random.Generator:
         """What a round's cohort is drawn from, instead of the secret stream."""

@@ -20,6 +20,10 @@ class TailAverage:
 
     Under SGD without momentum the mean of k iterates whose steps have independent noise keeps about a third of the
     noise that those k steps add to the last one.
+
+    >>> tail, first = TailAverage(rounds=4), torch.tensor([1.0])
+    >>> tail(2, first, None) is None, tail(4, torch.tensor([3.0]), tail(3, first, None))
+    (True, tensor([2.]))
     """
 
     rounds: int
@@ -37,7 +41,11 @@ class TailAverage:
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """a ← decay·a + (1 − decay)·w^t; the plain mean while fewer than 1/(1 − decay) rounds are done."""
+    """a ← decay·a + (1 − decay)·w^t; the plain mean while fewer than 1/(1 − decay) rounds are done.
+
+    >>> MovingAverage(decay=0.9)(2, torch.tensor([3.0]), torch.tensor([1.0]))
+    tensor([2.])
+    """
 
     decay: float
 

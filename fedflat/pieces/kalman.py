@@ -1,4 +1,4 @@
-"""DiSK (Zhang et al. 2024, arXiv 2410.03883) at client level: a Kalman filter of constant gain over the noisy means.
+"""DiSK (Zhang et al. 2024b, arXiv 2410.03883) at client level: a Kalman filter of constant gain over the noisy means.
 
 It predicts a round's mean from its estimate and from how the gradient changes along the model's last move d, and
 corrects that: g̃ ← (1−κ)·(g̃ + [g(w + γd) − g(w)]/γ) + κ·g(w). The change is private data, so it is part of what each
@@ -50,7 +50,12 @@ class Filter:
 
 
 def disk(kappa: float = 0.7, ahead: float | None = None) -> tuple[Mixture, Filter]:
-    """Both sides for a gain ``kappa`` in (0, 1] and γ = ``ahead`` > 0; None: (1−κ)/κ, at which a = 1."""
+    """Both sides for a gain ``kappa`` in (0, 1] and γ = ``ahead`` > 0; None: (1−κ)/κ, at which a = 1.
+
+    >>> rule, server = disk(kappa=0.5, ahead=2.0)
+    >>> rule.weight, server.kappa
+    (0.5, 0.5)
+    """
     in_range("algorithm.kappa", kappa, 0, 1, open_low=True)
     if ahead is None:
         return Mixture((1 - kappa) / kappa, 1.0), Filter(kappa)

@@ -246,7 +246,7 @@ def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
 
 
 def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
-    """Towards the server δ(ε) = Σ_n Bin(T, q)(n)·δ_Gauss(ε; n, σ): it knows who took part (algorithms.md).
+    """Towards the server δ(ε) = Σ_n Bin(T, q)(n)·δ_Gauss(ε; n, σ): it knows who took part.
 
     Towards recipients: they see less than the server, so its figure holds. Amplification by the hidden cohort needs
     noise that does not depend on the cohort, else its size shows in the noise's energy; with n shares of equal

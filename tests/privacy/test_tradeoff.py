@@ -175,10 +175,10 @@ def test_full_participation_is_one_gaussian() -> None:
 
 LAWS: list[dict[str, Any]] = [
     {},
-    {"sampling": "truncated", "cohort_max": 70},
+    {"sampling": "truncated", "max_cohort": 70},
     {"sampling": "fixed"},
     {"trust": "distributed"},
-    {"trust": "distributed", "cohort_min": 20},
+    {"trust": "distributed", "min_cohort": 20},
     {"adaptive": True},
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from fedflat import __version__
+import fedflat
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
 from fedflat.data.clients import FederatedData
@@ -151,7 +151,7 @@ def _recipe_text(recipe: Recipe, job: Job) -> str:
 def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
     """pyproject.toml and the two modules that Flower loads."""
     text = PYPROJECT.format(
-        version=__version__,
+        version=fedflat.__version__,
         package=PACKAGE,
         out=(out / "run").absolute(),
         test="" if test is None else test,
