@@ -40,8 +40,10 @@ __all__ = [
     "ae_dpfl",
     "ae_fl",
     "centaur",
+    "class_statistics",
     "ddgauss",
     "dp2_fedsam",
+    "dp_disk",
     "dp_fedadam",
     "dp_fedavg",
     "dp_fedavg_blur",
@@ -261,6 +263,9 @@ def class_statistics() -> Algorithm:
     The last linear layer starts at zero, and after a round it is ``server.lr``·ΣS_i/m: with features whitened by public
     numbers (``model: representation``), Fisher's discriminant under a public covariance. ``rounds: 1`` is the method;
     further rounds add the sums of what the head so far leaves unexplained, each with its share of the budget.
+
+    >>> class_statistics().transforms, class_statistics().zero_head
+    ((ClassSums(),), True)
     """
     return Algorithm(
         "class-statistics",
@@ -462,7 +467,11 @@ def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
 
 
 def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:
-    """DiSK at client level: a Kalman filter of the noisy means, its prediction in the messages (Zhang et al. 2024b)."""
+    """DiSK at client level: a Kalman filter of the noisy means, its prediction in the messages (Zhang et al. 2024b).
+
+    >>> dp_disk(kappa=0.5).optimizer
+    Filter(kappa=0.5)
+    """
     rule, optimizer = disk(kappa, ahead)
     return Algorithm("dp-disk", phases=(Phase(rule=rule),), optimizer=optimizer)
 

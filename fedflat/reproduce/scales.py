@@ -93,7 +93,7 @@ def scaled(recipe: Recipe, name: str) -> Recipe:
 
 
 def _training(recipe: Recipe, scale: Scale, share: float) -> dict[str, Any]:
-    """Steps, or epochs where a released procedure's steps follow each client's own data (docs/specification.md, item 6).
+    """Steps, or epochs where a released procedure's steps follow each client's data (docs/specification.md, item 6).
 
     share: of a client's examples that one batch has. Voters train once in a run, and so keep their steps.
     """
