@@ -1,7 +1,7 @@
 """An NVFlare aggregator (nvflare 2.9) whose rounds are a guard's, for FedAvg with clients that send differences.
 
-``FedAvg(aggregator=Guarded(sites, ledger="ledger.jsonl", clip=0.2, rounds=50, epsilon=8), …)``; sites: the names of all
-sites. NVFlare chooses clients by itself, so nothing is amplified: everybody counts as taking part in every round.
+``FedAvg(aggregator=Guarded(sites, model, ledger="ledger.jsonl", clip=0.2, rounds=50, epsilon=8), …)``; sites: the names
+of all sites; model: the server's parameters by name, whose order and shapes hold, whatever a site sends. NVFlare chooses clients by itself, so nothing is amplified: everybody counts as taking part in every round.
 A filter sees one site's result at a time; the sum, which the noise is added to, exists in the aggregator only.
 """
 
@@ -13,13 +13,15 @@ import fedflat
 
 
 class Guarded(ModelAggregator):
-    def __init__(self, sites, **settings):
+    def __init__(self, sites, model, **settings):
         super().__init__()
         self.sites, self.settings, self.guard, self.sent = sites, settings, None, {}
+        self.shapes = {name: np.shape(value) for name, value in model.items()}
 
     def accept_model(self, model):
-        self.shapes = {name: np.shape(value) for name, value in model.params.items()}
-        flat = np.concatenate([np.ravel(value) for value in model.params.values()])
+        if {name: np.shape(value) for name, value in model.params.items()} != self.shapes:
+            return  # counts as zero
+        flat = np.concatenate([np.ravel(model.params[name]) for name in self.shapes])
         self.sent[self.sites.index(model.meta["client_name"])] = flat
 
     def aggregate_model(self):

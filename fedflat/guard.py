@@ -253,7 +253,7 @@ def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
     if any(value is not None for value in numbers.values()):
         raise wrong("plan", "a plan and numbers", "one of both")
     if not isinstance(plan, Plan):
-        raise wrong("plan", type(plan).__name__, "a plan of fedflat.privacy_plan, or the numbers by their names")
+        raise wrong("plan", type(plan).__name__, "a plan of fedflat.privacy.plan, or the numbers by their names")
     other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_noise is not None
     if other or not plan.private or plan.trust != "central" or plan.protocol != "sound":
         raise wrong("plan", "another mechanism or trust model", "Gaussian noise on one clip, trust central, sound")

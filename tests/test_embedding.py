@@ -101,7 +101,9 @@ def test_an_nvflare_aggregator(tmp_path: Path) -> None:
 
     sites = [f"site-{i}" for i in range(1, 5)]
     path = str(tmp_path / "l.jsonl")
-    aggregator = example("nvflare_aggregator").Guarded(sites, ledger=path, clip=0.5, rounds=3, noise_multiplier=1e-6)
+    model = {"w": np.zeros((2, 3)), "b": np.zeros(2)}
+    settings = {"ledger": path, "clip": 0.5, "rounds": 3, "noise_multiplier": 1e-6}
+    aggregator = example("nvflare_aggregator").Guarded(sites, model, **settings)
     context = FLContext()
     for turn in range(2):
         aggregator.reset(context)

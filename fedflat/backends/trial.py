@@ -101,7 +101,7 @@ def situation(parts: Parts, problem: ModuleProblem, data: FederatedData, cores: 
         str(problem.device) if problem.device.type == "cpu" else torch.cuda.get_device_name(problem.device),
         str(parts.layout.shapes),
         repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),
-        repr(replace(parts.local, lr=0.0, lr_decay=1.0)),
+        repr(replace(parts.local, lr=0.0, lr_decay=1.0, schedule="constant", warmup=0, rounds=1)),
         type(parts.clip).__name__,
         int(math.log2(max(parts.plan.sampler.size, 1))),
         width_of(data, parts.local.batch_size),

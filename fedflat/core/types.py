@@ -208,7 +208,7 @@ class Sampler(Protocol):
     """How a cohort is chosen. Public facts are fields; the draw itself is secret.
 
     clients, size: M and m, the public divisor. q: m/M. maximum: the cap of a truncated law, None for any other.
-    relation: add-remove or replace-one, as the law earns it. event: dp-accounting's, of one round.
+    relation: add-remove, zero-out or replace-one, as the law earns it. event: dp-accounting's, of one round.
     """
 
     @property

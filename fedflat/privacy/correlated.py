@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import wrong
 from fedflat.core.factors import Factor
-from fedflat.core.schedules import CyclicPoisson, MinSeparation
+from fedflat.core.schedules import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve
 from fedflat.privacy.accounting.factorisation import factor_for
@@ -164,12 +164,12 @@ def scheduled_plan(
         if bands is not None:
             raise wrong("privacy.noise.bands", bands, "nothing with kind: independent")
         return None
-    if not scheduled and sampler.name != "full":
+    if not isinstance(sampler, Scheduled):
         hint = "Its proof needs rounds of one client that are known to lie apart."
         raise wrong(
             "cohort.sampling", sampler.name, f"full, min-separation or cyclic-poisson with {kind} noise", hint=hint
         )
-    separation = int(getattr(sampler, "separation"))  # noqa: B009 - of these three laws
+    separation = sampler.separation
     chance = sampler.chance if isinstance(sampler, CyclicPoisson) else None
     if kind == "tree" and chance is not None:
         hint = "Amplification is proven for as many bands as there are groups, and a tree has more."

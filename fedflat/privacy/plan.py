@@ -178,7 +178,7 @@ class Plan:
     @property
     def scale(self) -> float:
         """By how much more than C·(1 + s) one client moves what the noise is made for: s of correlated noise, or 1."""
-        return float(getattr(self.mechanism, "scale", 1.0))
+        return self.mechanism.scale if isinstance(self.mechanism, ScheduledPlan) else 1.0
 
     @property
     def event_multiplier(self) -> float:
@@ -411,7 +411,9 @@ def build_plan(
     chosen = 1.0 if noise_multiplier is None else noise_multiplier
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
-        return _without_privacy(params, protocol, bool(noise_multiplier) or epsilon is not None)
+        return _without_privacy(
+            params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
+        )
     if (noise_multiplier is None) == (epsilon is None):
         found = "neither" if epsilon is None else "both"
         raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
@@ -454,7 +456,7 @@ def _check_scheduled(
 def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
     found = ["This method neither clips nor adds noise: no privacy guarantee."]
     if ignored:
-        found.append("privacy.noise_multiplier and privacy.epsilon are ignored by a method without privacy.")
+        found.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
     return Plan(
         params.sampler, params.rounds, 0.0, params.delta, params.accountant, params.trust, protocol,
         private=False, warnings=tuple(found),

@@ -381,7 +381,7 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
 
 def _neighbours(plan: Any) -> list[str]:
     """What zero-out in place leaves out, with the figure of replace-one neighbours."""
-    mechanism = getattr(plan, "mechanism", None)
+    mechanism = plan.mechanism
     if not isinstance(mechanism, ScheduledPlan) or mechanism.relation != "zero-out":
         return []
     replaced = mechanism.epsilon(plan, plan.rounds_within_budget(), moved=2.0)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.schedules import CyclicPoisson, Scheduled
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve, proving, refusal
 from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
@@ -219,8 +220,8 @@ def _steps(params: AccountingParams, multipliers: Mapping[float, int]) -> Counte
         elif params.trust == "distributed":
             found[Step("known", sampler.q, sigma)] += rounds
         else:
-            if hasattr(sampler, "separation"):  # as if every round were the client's turn
-                chance = float(getattr(sampler, "chance", 1.0))
+            if isinstance(sampler, Scheduled):  # as if every round were the client's turn
+                chance = sampler.chance if isinstance(sampler, CyclicPoisson) else 1.0
                 found[step("poisson", chance, sigma, sampler.clients, 0)] += rounds
                 continue
             limit = {"truncated": _most(sampler), "fixed": sampler.size}.get(sampler.name, 0)
@@ -235,7 +236,8 @@ def headline(params: AccountingParams) -> float:
 
 def _amplified(params: AccountingParams) -> float:
     event = params.sampler.event(params.noise_multiplier / params.factor)
-    turns = -(-params.rounds // getattr(params.sampler, "separation", 1))  # rounds that concern one client
+    apart = params.sampler.separation if isinstance(params.sampler, Scheduled) else 1
+    turns = -(-params.rounds // apart)  # rounds that concern one client
     return EpsilonCurve(event, params.delta, params.accountant).at(turns, params.remaining_delta())
 
 
