@@ -1,7 +1,8 @@
 """An NVFlare aggregator (nvflare 2.9) whose rounds are a guard's, for FedAvg with clients that send differences.
 
 ``FedAvg(aggregator=Guarded(sites, model, ledger="ledger.jsonl", clip=0.2, rounds=50, epsilon=8), …)``; sites: the names
-of all sites; model: the server's parameters by name, whose order and shapes hold, whatever a site sends. NVFlare chooses clients by itself, so nothing is amplified: everybody counts as taking part in every round.
+of all sites; model: the server's parameters by name, whose order and shapes hold, whatever a site sends.
+NVFlare chooses clients by itself, so nothing is amplified: everybody counts as taking part in every round.
 A filter sees one site's result at a time; the sum, which the noise is added to, exists in the aggregator only.
 """
 
