@@ -10,7 +10,7 @@ from fedflat.report.card import Card
 from fedflat.report.metrics import Run, section
 from fedflat.report.registry import UNSAID
 
-TRUST = {"central": "Central", "distributed": "FederatedData", "local": "Local"}
+TRUST = {"central": "Central", "distributed": "Federated", "local": "Local"}
 CHOICES, HOW, CHECKS = "Tuning, preprocessing and public data", "How", "Checks"
 ACTORS, RELEASED = "Actors and trust", "What is released"
 

@@ -204,7 +204,7 @@ def _bands(run: Run, key: str, figure: Figure, extra: Sequence[Series] = (), **c
         return Series(label, x, (), tuple(item[1] for item in kept), tuple(item[2] for item in kept))
 
     middle = [(turn, found["0.5"]) for turn, found in rows if "0.5" in found]
-    series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75"), _series("PublishedMedian", middle, {})]
+    series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75"), _series("Median", middle, {})]
     return _with(figure, [*series, *extra], **changes) if rows else None
 
 

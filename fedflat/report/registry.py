@@ -82,7 +82,7 @@ class Loss(_Part):
 class Model(_Part):
     """Who trusts whom, and what is released how often."""
 
-    model_name: Literal["Local", "Central", "Shuffle", "FederatedData", "Varies"]
+    model_name: Literal["Local", "Central", "Shuffle", "Federated", "Varies"]
     model_name_details: str
     actors: str
     release_type: Literal["One release", "Many releases"]

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -22,10 +22,11 @@ from fedflat.privacy.attacker import attacker
 from fedflat.privacy.ledger import read
 from fedflat.privacy.together import Published, total
 from fedflat.report.card import brief, card, html, markdown
-from fedflat.report.entry import registry_entry
+from fedflat.report.entry import TRUST, registry_entry
+from fedflat.report.figures import figures_of_run
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
-from fedflat.report.registry import About, as_yaml, checked, read_about
+from fedflat.report.registry import About, Model, as_yaml, checked, read_about
 from fedflat.simulation.export import export
 
 NAME = "<img src=x onerror=alert(1)> & *many*"
@@ -277,3 +278,15 @@ def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:
     assert "0 records are wrong" in run_command("verify", str(target)).output or "nothing is wrong" in (
         run_command("verify", str(target)).output
     )
+
+
+def test_the_registrys_words_are_its_own() -> None:
+    """As opendp/deployments-registry-data spells them: a renaming in this code must not reach them."""
+    allowed = get_args(Model.model_fields["model_name"].annotation)
+    assert allowed == ("Local", "Central", "Shuffle", "Federated", "Varies")
+    assert TRUST == {"central": "Central", "distributed": "Federated", "local": "Local"}
+
+
+def test_figures_are_labelled_in_words(folder: Path) -> None:
+    labels = {series.label for figure in figures_of_run(read_run(folder / "one")) for series in figure.series}
+    assert "Median" in labels and not any(any(c.isupper() for c in label[1:]) for label in labels if " " not in label)
