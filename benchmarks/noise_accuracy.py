@@ -39,7 +39,7 @@ from fedflat.privacy.accounting.factorisation import KINDS
 DATASETS = {path.stem.removeprefix("noise-"): path for path in RESULTS.values()}
 BODY = {"kind": "patches", "filters": 128, "dimension": 200, "whitening": 0.5, "images": 2000, "seed": 0}
 SEEDS, CHOOSING, HELD_BACK = (1, 2, 3), 100, 100
-CLIP, RATES = 0.05, (50.0, 150.0, 450.0, 1350.0)
+CLIP, RATES = 0.05, (5.0, 15.0, 50.0, 150.0)
 TRIED = (("poisson", "independent"), ("min-separation", "banded"))
 
 
