@@ -141,13 +141,9 @@ class Entry(_Part):
     deployment: Deployment
 
 
-def readable(given: Any) -> Any:
-    """A text, or a list of them, without control characters and marks that turn the direction of what follows."""
-    if isinstance(given, list):
-        return [readable(one) for one in given]
-    if not isinstance(given, str):
-        return given
-    return "".join(c for c in given if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in TURNING))
+def readable(text: str) -> str:
+    """Without control characters and marks that turn the direction of what follows."""
+    return "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in TURNING))
 
 
 TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -156,7 +152,12 @@ TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2
 class About(_Part):
     """What no run knows of itself, from the file given with ``--about``; all of it may be missing."""
 
-    _readable = field_validator("*", mode="before")(readable)
+    @field_validator("*", mode="before")
+    @classmethod
+    def _readable(cls, given: Any) -> Any:
+        if isinstance(given, list):
+            return [readable(one) if isinstance(one, str) else one for one in given]
+        return readable(given) if isinstance(given, str) else given
 
     name: str | None = None
     curators: Names | None = None

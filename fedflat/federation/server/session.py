@@ -107,14 +107,14 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     job = job_of(task, settings)
     return_large_blocks()
     with shown(settings.metrics, settings.beyond), ExitStack() as held:
-        held.enter_context(_only_server(settings.out / "server.lock", settings.out))
+        held.enter_context(_only_server(settings.out))
         folder = _folder(task, job, settings.out)
-        held.enter_context(_only_server(_operator_file(folder).with_suffix(".lock"), settings.out))
+        held.enter_context(_only_server(settings.out, folder.run))
         job.folder, job.stored, job.tell = folder, True, log.warning
         outcome = standing(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
-            counts = Refusals(_operator_file(folder))
+            counts = Refusals(_operator_file(folder.run))
             job.backend = _backend(grid, task, job, settings, counts)
             job.check_ins = _check_ins(grid, task, job, counts.path, folder.run, outcome)
             _tell_start(job, outcome)
@@ -194,11 +194,12 @@ def job_of(task: Task, settings: Settings) -> Job:
 
 
 @contextmanager
-def _only_server(lock: Path, out: Path) -> Iterator[None]:
-    """One server on a folder, and on a run, whose copies share a key: the second is refused before it touches either,
-    ledger or network."""
+def _only_server(out: Path, run: str = "") -> Iterator[None]:
+    """One server on a folder or, by its id, on a run, whose folder's copies share a key: the second is refused before
+    it touches key, ledger or network."""
     import fcntl
 
+    lock = keys.folder().parent / "servers" / f"{run}.lock" if run else out / "server.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -271,14 +272,14 @@ def _name(out: Path) -> str:
     return str(_versions(out).get("run", ""))
 
 
-def _operator_file(folder: RunFolder) -> Path:
+def _operator_file(run: str) -> Path:
     """Where counts of missing and refused replies go: beside the noise keys, not in the run's folder."""
     place = keys.folder().parent / "operator"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{place}: cannot be made ({error.strerror})") from error
-    return place / f"{folder.run}.jsonl"
+    return place / f"{run}.jsonl"
 
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
