@@ -125,7 +125,7 @@ class Guard:
 
     def cohort(self, round: int) -> NDArray[np.int64]:
         """The secret cohort of a round: sorted ids in [0, M). Nobody but the server may learn it."""
-        return select_cohort(self._parts(1), self._key, whole("round", round))
+        return select_cohort(self._parts(1), self._key, whole("round", _plain(round)))
 
     def release(self, round: int, vectors: Mapping[int, Any]) -> NDArray[np.float32]:
         """The noisy mean ``(d,)`` of a round, charged before it exists.
@@ -137,6 +137,7 @@ class Guard:
             InputError: a round that is over or not planned, ids that are not in the cohort, another shape or type.
             RunError: the ledger could not be written; the round counts as gone.
         """
+        round = _plain(round)
         with self._lock:
             self._check_round(round)
             rows = self._checked(round, vectors)
@@ -220,6 +221,11 @@ class Guard:
 
 _LOCAL = Local(steps=1, batch_size=1, lr=1.0)
 """Nothing is trained here."""
+
+
+def _plain(round: int | np.integer[Any]) -> int:
+    """A whole number of numpy as Python's; anything else as it is."""
+    return int(round) if isinstance(round, np.integer) else round
 
 
 def _as_it_is(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -176,11 +176,18 @@ def prepare_job(
     )
     if algorithm_of(recipe).kind == "ddgauss" or recipe.privacy.trust == "distributed":
         recipe = Recipe.of(recipe, [f"cohort.min={CLIENTS - 1}"])  # met with and without the client
-    examples = [torch.zeros(1, ENTRIES) for _ in range(CLIENTS)]
+    return prepare(recipe, AuditModel(), *examples_of(CLIENTS, inputs))
+
+
+def examples_of(
+    clients: int, inputs: Tensor | None = None
+) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """A pair of one example for each client, of zeros but for the last client's ``inputs`` ``(12,)``; and test data."""
+    examples = [torch.zeros(1, ENTRIES) for _ in range(clients)]
     if inputs is not None:
         examples[-1] = inputs.reshape(1, ENTRIES)
     pairs = [(x, torch.zeros(1, dtype=torch.int64)) for x in examples]
-    return prepare(recipe, AuditModel(), pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1])))
+    return pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1]))
 
 
 def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) -> World:

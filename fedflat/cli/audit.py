@@ -58,7 +58,7 @@ def audit(
     if methods is not None:
         results += room.audit_all(None if methods == "all" else [n.strip() for n in methods.split(",")], runs=runs)
     if defects:
-        results += room.audit_planted() + room.audit_defects(runs=runs)
+        results += room.audit_planted() + room.audit_defects(runs=runs) + room.audit_correlated()
     print(json.dumps([r.as_dict() for r in results], ensure_ascii=False, indent=2) if as_json else table(results))
     if target is not None and _is_run(target, override) and not as_json:
         print(f"\nReport: {Path(target) / 'report.html'}")

@@ -306,7 +306,7 @@ class EvaluationSection(Section):
     """Rounds between evaluations of personal accuracy. None: about ten times in a run. Example: 10"""
     batch_size: Annotated[int, Field(ge=1)] = 500
     """Examples evaluated at once. Example: 500"""
-    metrics: tuple[str, ...] = ()
+    metrics: Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
     """More to measure on the public test data, each as test_NAME: f1, auc, balanced_accuracy, top5 (classification),
     f1, auc (multilabel), perplexity (next-token), mae, rmse, r2 (regression). Example: [f1, auc]"""
 

@@ -49,7 +49,7 @@ def close(task: Task, out: Path) -> Closed:
     if not (out / RECIPE).is_file() or _versions(out).get("task") != task.identity:
         raise wrong("RUN", str(out), "the folder of a run of this app")
     job = job_of(task, Settings(out))
-    with _only_server(out):
+    with _only_server(out), _only_server(out, _name(out)):
         gone = _deleted_before(out)
         _mark(out, gone)
         _charge_lost(out)

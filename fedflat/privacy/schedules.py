@@ -13,6 +13,8 @@ from fedflat.core.factors import Factor, tree
 
 Entries = Sequence[Mapping[str, Any]]
 
+OWN = frozenset({"noise", "bands", "factor", "rounds", "separation", "participations", "chance", "column", "row_norm"})
+"""What these lines have besides those of independent noise."""
 FIXED = (
     "noise", "bands", "factor", "rounds", "separation", "participations", "chance", "clients", "cohort", "relation",
 )  # fmt: skip
@@ -76,6 +78,21 @@ def columns_of(entries: Entries) -> dict[int, list[float]]:
 def largest_column(entries: Entries) -> float:
     """max ‖c_t‖."""
     return max(math.hypot(*column) for column in columns_of(entries).values())
+
+
+def gaussians(entries: Entries, noise: float) -> tuple[float, int]:
+    """(σ, n): the run is n Gaussian mechanisms of multiplier σ; noise: std of Z over the clip, > 0.
+
+    The rounds of each noise key are one, and they compose. Where groups join by coin, each turn of a client's group is
+    one Poisson-sampled Gaussian. LookupError, TypeError or ZeroDivisionError for lines of no schedule.
+    """
+    first, by_key = entries[0], dict[Any, list[int]]()
+    for entry in entries:
+        by_key.setdefault(entry.get("key_id"), []).append(int(entry["round"]))
+    spans = [(min(rounds), max(rounds) + 1) for rounds in by_key.values()]
+    if first.get("chance") is None:
+        return noise / math.sqrt(moved_squares(entries, spans)), 1
+    return noise / largest_column(entries), sum(-(-(last - start) // first["separation"]) for start, last in spans)
 
 
 def moved_squares(entries: Entries, spans: Sequence[tuple[int, int]]) -> float:

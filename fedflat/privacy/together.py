@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.gaussian import gaussian_distance, gaussian_epsilon
 from fedflat.privacy.accounting.steps import Step, alone, alone_by_delta, gaussians_in_one, step, steps_epsilon
 from fedflat.privacy.ledger import CHAIN, REASONS, event
-from fedflat.privacy.verify import multiplier, recompute
+from fedflat.privacy.schedules import OWN, gaussians
+from fedflat.privacy.verify import drawn, multiplier, recompute
 
 Entry = Mapping[str, Any]
 
@@ -69,11 +70,12 @@ class _Spent:
     discrete: dict[str, list[Entry]] = field(default_factory=dict)
     lost: float = 0.0
 
-    def add(self, entries: Sequence[Entry]) -> bool:
+    def add(self, run: Published) -> bool:
         """Add a run's lines; False, and nothing is added, where they are of no law that is known here.
 
         KeyError, and nothing is added either, for lines that lack what their law needs.
         """
+        entries = run.entries
         laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust"), e.get("relation")) for e in entries}
         if len(laws) != 1:
             return False
@@ -86,6 +88,8 @@ class _Spent:
             return True
         if str(mechanism).startswith("published-"):
             return self._add_messages(entries, sampling == "round-number")
+        if entries[0].get("separation") is not None:
+            return self._add_turns(run)
         if mechanism not in ("gaussian", "votes") or any(set(e) - FIELDS for e in entries):
             return False
         if trust == "local":
@@ -98,6 +102,21 @@ class _Spent:
         rounds, lost = [_step(kind, e) for e in entries], _aborts(entries) if trust == "distributed" else 0.0
         self.steps.update(rounds)
         self.lost += lost
+        return True
+
+    def _add_turns(self, run: Published) -> bool:
+        """Rounds that follow a schedule. A public one's are one Gaussian: what was stated counts planned rounds too."""
+        entries, first = run.entries, run.entries[0]
+        if any(set(e) - FIELDS - OWN for e in entries):
+            return False
+        sigma, turns = gaussians(entries, drawn(entries))
+        if first.get("chance") is None:
+            least = 1 / gaussian_distance(run.epsilon or 0.0, run.delta)
+            self.steps[Step("gaussian", 1.0, min(sigma, least))] += turns
+            return True
+        if {int(e["round"]) for e in entries} != set(range(int(first["rounds"]))):
+            return False
+        self.steps[step("poisson", float(first["chance"]), sigma, int(first["clients"]), 0)] += turns
         return True
 
     def _add_messages(self, entries: Sequence[Entry], scheduled: bool) -> bool:
@@ -161,7 +180,7 @@ def total(runs: Sequence[Published]) -> Total:
     spent, added = _Spent(), []
     for run in counted:
         try:
-            known = bool(run.entries) and spent.add(run.entries)
+            known = bool(run.entries) and spent.add(run)
         except KeyError:  # a line that lacks what its law needs
             known = False
         added += [] if known else [run]
@@ -193,7 +212,7 @@ def curve(runs: Sequence[Published]) -> Curve | None:
         return None
     for run in counted:
         try:
-            known = run.epsilon is not None and math.isfinite(run.epsilon) and run.entries and spent.add(run.entries)
+            known = run.epsilon is not None and math.isfinite(run.epsilon) and run.entries and spent.add(run)
         except KeyError:  # a line that lacks what its law needs
             known = False
         if not known:

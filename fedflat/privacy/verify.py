@@ -313,29 +313,27 @@ def _truncated(entries: Entries, delta: float) -> Recomputed:
 
 
 def _scheduled(entries: Entries, delta: float) -> Recomputed:
-    """Rounds that follow a schedule: each noise key's are one Gaussian, by the columns in its lines.
+    """Rounds that follow a schedule, by the columns in their lines (``schedules.gaussians``)."""
+    from fedflat.privacy.schedules import gaussians
 
-    Under cyclic Poisson sampling each turn of a client's group is one Poisson-sampled Gaussian.
-    """
-    from fedflat.privacy.schedules import largest_column, moved_squares
-
-    first, by_key = entries[0], dict[Any, list[int]]()
-    for entry in entries:
-        by_key.setdefault(entry.get("key_id"), []).append(int(entry["round"]))
-    spans = [(min(rounds), max(rounds) + 1) for rounds in by_key.values()]
+    first = entries[0]
     try:
-        noise = min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries)
+        noise = drawn(entries)
         if noise == 0:
             return Recomputed(math.inf, math.inf, "a round without noise")
-        if first.get("chance") is not None:
-            turns = sum(-(-(last - start) // first["separation"]) for start, last in spans)
-            steps = {(float(first["chance"]), _digits(noise / largest_column(entries))): turns}
-            return poisson(steps, delta, accountant=str(first["accountant"]))
-        moved = moved_squares(entries, spans)
+        sigma, turns = gaussians(entries, noise)
     except (LookupError, TypeError, ZeroDivisionError) as error:
         raise wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds") from error
-    found = participation(1, 1.0, noise / math.sqrt(moved), delta)
+    if first.get("chance") is not None:
+        return poisson({(float(first["chance"]), _digits(sigma)): turns}, delta, accountant=str(first["accountant"]))
+    found = participation(1, 1.0, sigma, delta)
     return Recomputed(found, found * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
+
+
+def drawn(entries: Entries) -> float:
+    """Least std of the noise that a schedule's lines say was drawn, over the clip; of correlated noise that of Z."""
+    found: float = min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries)
+    return found
 
 
 def _ddgauss(entries: Entries, delta: float) -> Recomputed:

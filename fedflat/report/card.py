@@ -21,7 +21,7 @@ from fedflat.privacy.together import Published, Total, total
 from fedflat.report import audited, metrics, tables
 from fedflat.report.metrics import Run, section
 from fedflat.report.pages import asset, filled
-from fedflat.report.registry import UNSAID, About
+from fedflat.report.registry import UNSAID, About, readable
 from fedflat.report.together import published, uncounted
 
 PRETRAINED = ("vit-base", "roberta-base")
@@ -43,7 +43,7 @@ class Card:
     @property
     def title(self) -> str:
         """What the card is of."""
-        return self.about.name or str(self.run.recipe.get("name") or self.run.name)
+        return readable(self.about.name or str(self.run.recipe.get("name") or self.run.name))
 
     def text(self, title: str, label: str) -> str:
         """One row's text, lists as sentences after one another."""
@@ -107,6 +107,11 @@ def _share(value: float) -> str:
     return f"{min(shown, 100):.{digits}f} %"
 
 
+def _up(value: float) -> str:
+    """A bound with three digits behind the point, rounded up."""
+    return f"{math.ceil(value * 1000 - 1e-9) / 1000:.3f}"
+
+
 def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attacker | None) -> str:
     if epsilon is None or delta is None:
         return f"Nothing is proven of this run: no finite ε protects its clients. {_why(run)}".strip()
@@ -115,9 +120,8 @@ def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attac
     figure = f"ε = {tables.epsilon_text(epsilon)}, δ = {delta:g}"
     if bound is None:
         return f"Each client is protected against {against}: {figure}{seeded}."
-    mu = (
-        "" if bound.mu is None else f", Gaussian DP μ = {bound.mu:.3g}" + (f" but for {delta:g}" if bound.slack else "")
-    )
+    but = f" but for {delta:g}" if bound.slack else ""
+    mu = "" if bound.mu is None else f", Gaussian DP μ = {_up(bound.mu)}{but}"
     asked, these, those = _question(run)
     return (
         f"Each client is protected against {against}: {figure}{mu}; whoever guesses from the release {asked}, knowing "
@@ -167,7 +171,7 @@ def _guarantee(run: Run, bound: Attacker | None, slow: bool) -> tuple[tuple[str,
         but = (
             f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives" if bound.slack else ""
         )
-        rows.append(("Gaussian DP", f"μ = {bound.mu:.4g}{but}"))
+        rows.append(("Gaussian DP", f"μ = {_up(bound.mu)}{but}"))
     if bound is not None:
         at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
         rows.append(("Best attacker", f"at most {at}; {bound.how}"))

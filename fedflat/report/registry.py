@@ -9,10 +9,11 @@ later schema may differ; entries are always drafts, for somebody to read and han
 from __future__ import annotations
 
 import datetime
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedflat.core.checks import nearest, wrong
 
@@ -140,8 +141,23 @@ class Entry(_Part):
     deployment: Deployment
 
 
+def readable(text: str) -> str:
+    """Without control characters and marks that turn the direction of what follows."""
+    return "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in TURNING))
+
+
+TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
 class About(_Part):
     """What no run knows of itself, from the file given with ``--about``; all of it may be missing."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _readable(cls, given: Any) -> Any:
+        if isinstance(given, list):
+            return [readable(one) if isinstance(one, str) else one for one in given]
+        return readable(given) if isinstance(given, str) else given
 
     name: str | None = None
     curators: Names | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,15 @@ from small_federation import at_the_sum, clients, job, module, recipe
 from torch import Tensor
 
 import fedflat
-from fedflat.core.factors import Factor
+from fedflat.audit.correlated import TWINS, audit_correlated, audit_turns, correlated_job, released
 from fedflat.core.rounding import ROUNDING
-from fedflat.core.schedules import MinSeparation
-from fedflat.core.types import Aggregate, Correlated
-from fedflat.engine.round import broadcast_of, mean_view, noisy_sum, select_cohort, within_cap
+from fedflat.core.schedules import CyclicPoisson, MinSeparation
+from fedflat.core.types import Correlated
+from fedflat.engine.round import mean_view
 from fedflat.engine.train import Job, train
-from fedflat.methods.correlated import CorrelatedNoise
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.verify import verify_run
+from fedflat.report import audited
 
 ROUNDS, SEPARATION, SIGMA = 9, 3, 1.0
 SIZES = (7, 3, 12, 1, 5, 4)
@@ -147,109 +145,39 @@ def job_of(kind: str = "banded", **privacy: Any) -> Job:
     return prepare(Recipe.of(recipe("dp-fedavg", changes(kind, **privacy))), module(), clients(SIZES))
 
 
-def released(made: Job, pattern: set[int], keys: list[bytes], noise: CorrelatedNoise | None = None) -> Tensor:
-    """R, ``(keys, T, d)``: rounds' noisy sums with one client at +C along e_0 in the rounds of ``pattern`` that the
-    server lets it take part in, and nobody else."""
-    parts = made.parts if noise is None else replace(made.parts, mechanism=noise)
-    found = []
-    for key in keys:
-        state, rows = parts.first_state(made.first, made.threshold), []
-        for t in range(ROUNDS):
-            asked = np.array([0]) if t in pattern else np.array([], dtype=np.int64)
-            cohort, state = within_cap(parts, replace(state, round=t), asked)
-            total = torch.zeros(parts.message_length, dtype=torch.float64)
-            total[0] = 0.2 * len(cohort)
-            aggregate = Aggregate(total, len(cohort), 0.0, torch.zeros(0), torch.zeros(0))
-            rows.append(noisy_sum(parts, broadcast_of(parts, state, 3), aggregate, key).double())
-        found.append(torch.stack(rows))
-    return torch.stack(found)
+KEY = b"k" * 32
 
 
-def bound(made: Job, pattern: set[int], noise: CorrelatedNoise | None = None, runs: int = 600) -> float:
-    """A lower bound on ε from runs with and without the client, by the likelihood ratio of the honest mechanism's C."""
-    own = made.parts.plan.mechanism
-    assert isinstance(own, ScheduledPlan)
-    keys = [b"%032d" % i for i in range(2 * runs)]
-    with_client, without = released(made, pattern, keys[:runs], noise), released(made, set(), keys[runs:], noise)
-    c = torch.from_numpy(own.factor.matrix)
-    shift = with_client[..., 0].mean(0) * 0
-    for t in pattern:
-        shift[t] = 1.0
-    weights = c.T @ (c @ shift)
-    scores = [(rows[..., 0] @ weights).numpy() for rows in (without, with_client)]
-    absent, present = (s / math.sqrt((np.var(scores[0]) + np.var(scores[1])) / 2) for s in scores)
-    mu = float(np.mean(present) - np.mean(absent)) - 4 * math.sqrt(2 / runs)  # both are Gaussian, of one variance
-    return gaussian_epsilon(max(mu, 0.0), 1e-5)
+@pytest.mark.parametrize("sampling", ["min-separation", "cyclic-poisson"])
+def test_the_audit_stays_under_the_proven_epsilon(sampling: str) -> None:
+    """Others' messages as in the twin of the groups."""
+    others = None if sampling == "min-separation" else TWINS["groups split evenly"].others
+    made = correlated_job(sampling)
+    assert 0 < audit_turns(made, others) < made.parts.plan.epsilon()
 
 
-def test_the_honest_server_keeps_its_epsilon() -> None:
-    made = job_of()
-    assert bound(made, set(range(ROUNDS))) <= made.parts.plan.epsilon()
+@pytest.mark.parametrize("name", TWINS)
+def test_every_twin_is_caught(name: str) -> None:
+    (found,) = audit_correlated([name])
+    assert found.lower_bound is not None
+    assert found.lower_bound > found.claimed
+    assert audited.seen(found.as_dict())
 
 
-def test_twin_that_ignores_the_separation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedflat.engine import round as rounds
-
-    made = job_of()
-    monkeypatch.setattr(rounds, "separated", lambda last, cohort, round, separation: cohort)
-    assert bound(made, set(range(ROUNDS))) > made.parts.plan.epsilon()
-
-
-def test_twin_with_the_wrong_column_norm_is_caught() -> None:
-    """Noise made for one column's norm where a client has three turns: s is too small by √3."""
-    made = job_of()
-    own = made.parts.plan.mechanism
-    assert isinstance(own, ScheduledPlan)
-    less = CorrelatedNoise(lambda c: made.parts.plan.std(c) * own.factor.largest_column() / own.scale, own.factor)
-    assert bound(made, {0, 3, 6}, less) > made.parts.plan.epsilon()
-
-
-def test_twin_that_uses_noise_twice_is_caught() -> None:
-    """The same row of Z in every round, as if streams had no round: what is released in sum is less noisy."""
-
-    class Same(CorrelatedNoise):
-        def unit(self, key: bytes, round: int, size: int) -> Tensor:
-            row = self.factor.inverse[round].sum()
-            return CorrelatedNoise(self.std, _one(ROUNDS)).unit(key, 0, size) * float(row)
-
-    made = job_of()
-    own = made.parts.plan.mechanism
-    assert isinstance(own, ScheduledPlan)
-    twin = Same(made.parts.plan.std, own.factor)
-    rows = released(made, {0}, [b"k" * 32], twin)[0]
-    sums = own.factor.inverse.sum(axis=1)
-    left = rows[0] - rows[1] * float(sums[0] / sums[1])  # free of noise
-    assert float(left[0]) == pytest.approx(0.2, rel=1e-4)
-    honest = released(made, {0}, [b"k" * 32])[0]
-    assert abs(float((honest[0] - honest[1] * float(sums[0] / sums[1]))[1:].std())) > 0.1
-
-
-def _one(rounds: int) -> Factor:
-    return Factor(np.ones((rounds, 1)))
-
-
-def test_twin_with_groups_split_evenly_is_caught() -> None:
+def test_a_group_follows_from_the_id_alone() -> None:
     """Under add-remove, groups of equal size move others when a client leaves; a hash of the id moves nobody."""
-    from fedflat.core.schedules import CyclicPoisson
-
-    def evenly(clients: int) -> np.ndarray:
-        return np.arange(clients) * 3 // clients
-
-    kept = CyclicPoisson(40, 4, 3).groups[:39], CyclicPoisson(39, 4, 3).groups
-    assert (kept[0] == kept[1]).all()
-    assert (evenly(40)[:39] != evenly(39)).any()
+    assert (CyclicPoisson(40, 4, 3).groups[:39] == CyclicPoisson(39, 4, 3).groups).all()
 
 
 def test_two_worlds_move_by_no_more_than_the_plan_says() -> None:
     """Without noise, the rounds' sums with and without a client differ by C in its turns alone: ‖C·ΔX‖ ≤ s."""
-    made = job_of(noise_multiplier=0)
+    made = correlated_job(noise_multiplier=0)
     own = made.parts.plan.mechanism
     assert isinstance(own, ScheduledPlan)
-    turns = {t for t in range(ROUNDS) if 0 in select_cohort(made.parts, b"k" * 32, t)}
-    moved = (released(made, turns, [b"k" * 32]) - released(made, set(), [b"k" * 32]))[0]
-    together = float(torch.linalg.norm(torch.from_numpy(own.factor.matrix) @ moved))
-    assert together <= own.scale * 0.2 * (1 + ROUNDING)
-    assert together > own.scale * 0.2 * 0.99
+    moved = (released(made, True, [KEY]) - released(made, False, [KEY]))[0]
+    together = float(np.linalg.norm(own.factor.matrix @ moved))
+    assert together <= own.scale * (1 + ROUNDING)
+    assert together > own.scale * 0.99
 
 
 @pytest.mark.parametrize("method", ["dp-scaffold", "dp2-fedsam"])

@@ -206,6 +206,13 @@ def same_noise_twice(path: Path, kind: type[Guard]) -> bool:
     return float(np.abs(second - first - np.float32(0.01 / 20)).max()) < 1e-6
 
 
+def test_numpys_whole_numbers_are_rounds(tmp_path: Path) -> None:
+    with made(tmp_path) as guard:
+        turn = np.int64(0)
+        guard.release(turn, zeros(guard, turn, 3))  # type: ignore[arg-type]
+        assert guard.next_round == 1
+
+
 def test_a_round_is_released_once(tmp_path: Path) -> None:
     assert not same_noise_twice(tmp_path / "sound", Guard)
     assert same_noise_twice(tmp_path / "twin", Again)

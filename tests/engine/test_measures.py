@@ -59,7 +59,7 @@ def trained(**more: Any) -> fedflat.Result:
 
 
 def test_in_the_history_by_recipe_and_by_call() -> None:
-    found = trained(recipe={"evaluation": {"metrics": ["f1"]}}, metrics=["auc"]).history[-1]
+    found = trained(recipe={"evaluation": {"metrics": "f1"}}, metrics=["auc"]).history[-1]
     assert {"test_f1", "test_auc"} <= set(found)
     assert "test_f1" in trained(metrics="f1").history[-1]
 

@@ -135,6 +135,32 @@ def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch:
     assert verify_run(folder / "run").ok
 
 
+def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:
+    """They share half a key and everybody's last turns: the second is refused, whatever folder it has."""
+    import fcntl
+
+    folder = tmp_path / "fed"
+    task, clients = deployed(folder, small(**TURNS))
+    with pytest.raises(RunError, match="connected"):  # opened, and nobody there
+        server.serve(grid_of(task, []), task, settings(folder, nodes=1))
+    (lock,) = (tmp_path / "state-home" / "fedflat" / "servers").glob("*.lock")
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "run", copy)
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="copy of its folder"):
+            server.serve(grid_of(task, clients), task, settings(folder, out=copy))
+    assert not (copy / "privacy.json").exists()
+
+
+def test_a_server_says_that_noise_drowns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "fed"
+    task, clients = deployed(folder, small(**{**TURNS, "privacy": {**TURNS["privacy"], "noise_multiplier": 50.0}}))
+    with caplog.at_level("WARNING", "fedflat.server"):
+        server.serve(grid_of(task, clients), task, settings(folder))
+    assert [record for record in caplog.records if "drowns the signal" in record.getMessage()]
+
+
 def check_ins(path: Path, charged: set[int]) -> CheckIns:
     return CheckIns(MinSeparation(6, 2, 3), lambda: range(6), path, frozenset(charged))
 

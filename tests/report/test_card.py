@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -62,7 +63,8 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
     found = card(run)
     bound = attacker(lines, run.privacy["proven_epsilon"], 0.005)
     assert bound is not None and bound.mu is not None
-    for told in (f"ε = {run.privacy['proven_epsilon']:.2f}", "δ = 0.005", f"μ = {bound.mu:.3g}", "simulated"):
+    mu = math.ceil(1000 * bound.mu) / 1000
+    for told in (f"ε = {run.privacy['proven_epsilon']:.2f}", "δ = 0.005", f"μ = {mu:.3f}", "simulated"):
         assert told in found.sentence
     share = float(found.sentence.split("at most ")[1].split(" %")[0])
     assert 0 <= share - 100 * bound.true_positives < 0.1 * share
@@ -141,6 +143,13 @@ def test_names_are_text_and_the_page_is_one_file(folder: Path) -> None:
         assert bad not in page.replace("&lt;", "")
     assert "&lt;img src=x" in page and "<script>" not in plain and r"\*many\*" in plain
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page and "default-src 'none'" in page
+
+
+def test_no_name_turns_the_text_around(folder: Path) -> None:
+    found = card(read_run(folder / "one"), about=About(name="safe\u202eeslaf\x1b[31m", authors=["A\u2066B"]))
+    assert found.title == "safeeslaf[31m"
+    assert found.about.authors == ["AB"]
+    assert not set("\u202e\u2066\x1b") & set(html(found) + markdown(found))
 
 
 def test_the_report_shows_it(folder: Path) -> None:

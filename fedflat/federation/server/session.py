@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
 from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
+from fedflat.simulation.planning import drowned
 
 log = logging.getLogger("fedflat.server")
 
@@ -105,16 +106,20 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     """
     job = job_of(task, settings)
     return_large_blocks()
-    with shown(settings.metrics, settings.beyond), _only_server(settings.out):
+    with shown(settings.metrics, settings.beyond), ExitStack() as held:
+        held.enter_context(_only_server(settings.out))
         folder = _folder(task, job, settings.out)
+        held.enter_context(_only_server(settings.out, folder.run))
         job.folder, job.stored, job.tell = folder, True, log.warning
         outcome = standing(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
-            counts = Refusals(_operator_file(folder))
+            counts = Refusals(_operator_file(folder.run))
             job.backend = _backend(grid, task, job, settings, counts)
             job.check_ins = _check_ins(grid, task, job, counts.path, folder.run, outcome)
             _tell_start(job, outcome)
+            for note in drowned(task.recipe, job):
+                log.warning(note)
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=told("ready"))
             outcome = _train(job)
@@ -189,20 +194,22 @@ def job_of(task: Task, settings: Settings) -> Job:
 
 
 @contextmanager
-def _only_server(out: Path) -> Iterator[None]:
-    """One server on a run: the second is refused before it touches key, ledger or network."""
+def _only_server(out: Path, run: str = "") -> Iterator[None]:
+    """One server on a folder or, by its id, on a run, whose folder's copies share a key: the second is refused before
+    it touches key, ledger or network."""
     import fcntl
 
+    lock = keys.folder().parent / "servers" / f"{run}.lock" if run else out / "server.lock"
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise wrong("out", f"{out} ({error.strerror})", "a folder you may write to") from error
+        raise wrong("out", f"{lock.parent} ({error.strerror})", "a folder you may write to") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunError(f"{out}: another server is running this run") from error
+            raise RunError(f"{out}: another server is running this run, or a copy of its folder") from error
         yield
     finally:
         os.close(descriptor)
@@ -265,14 +272,14 @@ def _name(out: Path) -> str:
     return str(_versions(out).get("run", ""))
 
 
-def _operator_file(folder: RunFolder) -> Path:
+def _operator_file(run: str) -> Path:
     """Where counts of missing and refused replies go: beside the noise keys, not in the run's folder."""
     place = keys.folder().parent / "operator"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{place}: cannot be made ({error.strerror})") from error
-    return place / f"{folder.run}.jsonl"
+    return place / f"{run}.jsonl"
 
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:

@@ -1,0 +1,72 @@
+"""Five SuperNodes that take turns, as real processes: the server is killed (SIGKILL) in a round, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from ports import free_port
+from stand_in import deployed, final_shared, grid_of, settings, small
+from test_federation_processes import PATIENCE, logs, own_state, programs, wait_for  # noqa: F401
+
+from fedflat.federation.launch.project import write_project
+from fedflat.federation.local import Federation
+from fedflat.federation.server import session as server
+from fedflat.federation.server.session import _name
+from fedflat.privacy.ledger import read as read_ledger
+from fedflat.privacy.verify import verify_run
+
+NODES, ROUNDS, APART = 5, 6, 4
+TURNS: dict[str, Any] = {
+    "rounds": ROUNDS,
+    "data": {"clients": NODES},
+    "cohort": {"size": 1, "sampling": "min-separation", "separation": APART},
+    "privacy": {"noise_multiplier": 1e-4, "accountant": "rdp", "noise": "banded"},  # noise that hides no fault
+}
+
+
+@pytest.mark.slow
+def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
+    """The rounds end where those of a server that nobody killed end, but for noise; both keys are counted."""
+    fed, run = tmp_path / "fed", tmp_path / "fed" / "run"
+    write_project(small(**TURNS), fed, port=free_port())
+    with Federation(fed, PATIENCE) as federation:
+        federation.start()
+        first = federation.run(config="wait-for-nodes=5")
+        wait_for(run / "checkpoints" / "round-000002.safetensors", PATIENCE)
+        for process in programs("flwr-serverapp", federation.project.absolute()):
+            os.kill(process, signal.SIGKILL)
+        before = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
+        federation.end(first)
+        second = federation.run(config="wait-for-nodes=5")
+        assert federation.wait(second, PATIENCE) == "finished:completed", logs(federation)
+    operator = tmp_path / "state-home" / "fedflat" / "operator"
+    asked = [json.loads(line) for line in (operator / f"{_name(run)}.check-ins.jsonl").read_text().splitlines()]
+    charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
+    assert set(charged) == set(range(ROUNDS))
+    for client in range(NODES):
+        turns = sorted({ask["round"] for ask in asked if client in ask["clients"]})
+        assert turns
+        assert all(b - a >= APART for a, b in pairwise(turns))
+    assert verify_run(run).ok
+    facts = json.loads((run / "privacy.json").read_text())
+    assert any("2 noise keys drew" in reason for reason in facts["reasons"])
+    if charged == [*range(ROUNDS)]:  # else a round that was charged was lost, and its clients are not asked again
+        assert before == [*range(len(before))]
+        torch.testing.assert_close(final_shared(run), uninterrupted(tmp_path / "whole"), rtol=0, atol=5e-4)
+
+
+def uninterrupted(folder: Path) -> torch.Tensor:
+    """The shared vector of the same run in this process."""
+    task, clients = deployed(folder, small(**TURNS))
+    server.serve(grid_of(task, clients), task, settings(folder))
+    return final_shared(folder / "run")
