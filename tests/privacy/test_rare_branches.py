@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import pytest
+import torch
 
+from fedflat.core.checks import InputError
+from fedflat.core.rounding import MOST
+from fedflat.core.types import Aggregate, Broadcast
 from fedflat.methods.ae_dpfl.plan import VotesPlan
+from fedflat.methods.correlated import CorrelatedGridNoise, CorrelatedNoise
+from fedflat.methods.ddgauss.plan import DDGaussPlan
 from fedflat.privacy.accounting.budget import needed_table
 from fedflat.privacy.accounting.discrete import DDGaussAccount
-from fedflat.privacy.accounting.epsilon import epsilon
+from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon
+from fedflat.privacy.accounting.factorisation import factor_for
+from fedflat.privacy.accounting.steps import Step, alone
 from fedflat.privacy.plan import build_plan
+from fedflat.privacy.statement import checksum, is_whole, statement
+from fedflat.privacy.verify import verify_run
 
 
 def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:
@@ -56,3 +69,72 @@ def test_votes_beyond_the_plan_and_without_noise() -> None:
     assert votes.spent(plan, 6) == 12
     assert type(votes.event(plan)).__name__ == "NonPrivateDpEvent"
     assert math.isinf(plan.epsilon())
+
+
+def test_the_event_of_a_draw_of_votes() -> None:
+    votes = VotesPlan(labels=2, total=10)
+    plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, mechanism=votes)
+    event = votes.event(plan)
+    assert isinstance(event, dp_accounting.PoissonSampledDpEvent) and event.sampling_probability == 0.5
+    assert event.event.noise_multiplier == votes.std(plan) / votes.sensitivity(plan)
+
+
+def test_ddgauss_has_no_event_of_the_library() -> None:
+    plan = build_plan(
+        clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed", min_cohort=10,
+        delta=1e-3, mechanism=DDGaussPlan(clip=1.0, dimension=8),
+    )  # fmt: skip
+    assert DDGaussPlan(clip=1.0, dimension=8).event(plan) is None
+
+
+def test_calibrated_is_the_same_plan_with_its_least_noise() -> None:
+    setting: dict[str, Any] = {"clients": 100, "cohort": 20, "rounds": 4, "delta": 1e-3}
+    found = build_plan(noise_multiplier=1.0, **setting).calibrated(2.0)
+    assert found.noise_multiplier == build_plan(epsilon=2.0, **setting).noise_multiplier and found.epsilon() <= 2.0
+
+
+def test_cohorts_beyond_the_rounding_bound_are_refused() -> None:
+    with pytest.raises(InputError, match=f"at most {MOST} clients"):
+        build_plan(clients=4 * MOST, cohort=2 * MOST, rounds=1, noise_multiplier=1.0, delta=1e-9)
+
+
+def test_one_law_alone_is_the_librarys_figure() -> None:
+    sampled = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(1.5))
+    assert alone(Step("poisson", 0.2, 1.5), 3, 1e-3) == compose_epsilon(sampled, 3, 1e-3)
+
+
+def test_noise_sources_and_priors_are_named() -> None:
+    plan = build_plan(clients=100, cohort=50, rounds=2, noise_multiplier=1.0, delta=1e-3)
+    facts = {"unidentified": True, "prior": "public natural data", "client_state": True}
+    found = statement(plan, rounds_run=2, algorithm="dp-fedavg", facts=facts, key_source="os-entropy")
+    assert "never stored: the method or model given in Python" in found["noise_source"]
+    assert any(line.startswith("The people in the data that the model was pretrained on") for line in found["not_covered"])
+    assert any(line.startswith("Clients' states") for line in found["not_covered"])
+
+
+def test_a_broken_statement_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "privacy.json").write_text("{")
+    assert not is_whole(tmp_path / "privacy.json")
+    (tmp_path / "privacy.json").write_text(json.dumps({"epsilon": 1, "checksum": checksum({"epsilon": 1})}))
+    assert is_whole(tmp_path / "privacy.json")
+
+
+def test_records_that_are_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": "eight"}))
+    with pytest.raises(InputError, match="proven_epsilon"):
+        verify_run(tmp_path)
+    (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": 8.0, "delta": 0.002}))
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(InputError, match="a run's records"):
+        verify_run(tmp_path)
+
+
+def test_correlated_noise_counts_nobody_and_leaves_out_what_a_mask_does() -> None:
+    factor = factor_for("toeplitz", 4, 2)
+    here = Broadcast(1, torch.zeros(6), 1.0, 1.0, mask=torch.tensor([True, False] * 3))
+    sums = Aggregate(torch.zeros(6), 4, 0.0, torch.zeros(4), torch.ones(4))
+    with pytest.raises(InputError, match="one constant clip"):
+        CorrelatedNoise(lambda bound: bound, factor).noisy_count(bytes(32), 1, sums)
+    exact = CorrelatedGridNoise(lambda bound: bound, factor=factor)
+    drawn = exact._steps(bytes(32), here, 6, exact.grid(1.0, 6))
+    assert (drawn[1::2] == 0).all() and (drawn[::2] != 0).all()
