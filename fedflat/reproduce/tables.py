@@ -131,7 +131,7 @@ def _named(text: str, every: list[str]) -> list[str]:
 
 def names() -> list[str]:
     """Every table there is, as ``000 table-1``."""
-    return sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*-table-*.yaml"))
 
 
 def find(paper: str, table: str) -> Table:
