@@ -45,6 +45,7 @@ class Figure:
     """One figure: its series share a unit and an axis. ``private`` marks what no guarantee covers.
 
     kind: ``points`` draws each value with its interval on a real axis. names: of a bar's places, instead of numbers.
+    y_title: what is measured, where the title does not say it.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Figure:
     zero: bool = False
     overlay: bool = field(default=False, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
+    y_title: str = field(default="", kw_only=True)
 
     @property
     def axes(self) -> tuple[str, ...]:

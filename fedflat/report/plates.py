@@ -72,19 +72,18 @@ def _draw(axes: Axes, figure: Figure) -> None:
     every = [value for series in shown for value in series.x["round"]]
     if figure.kind == "points" and min(every) > 0 and max(every) / min(every) > DECADES:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    elif all(value == int(value) for value in every):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if figure.names:
         axes.set_xticks(range(len(figure.names)), figure.names)
-    axes.set(title=figure.title, xlabel=figure.x_title, ylabel=_ylabel(figure))
+    named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
+    axes.set(title=figure.title, xlabel=figure.x_title, ylabel=named)
     axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if len(shown) > 1 or figure.lines:
         axes.legend(fontsize="x-small", frameon=False)
-
-
-def _ylabel(figure: Figure) -> str:
-    """What is measured: the sentence under the title up to its first stop, with the unit."""
-    named = figure.note.split(".")[0].split(";")[0] if figure.note else figure.title
-    return named + (f", {figure.unit}" if figure.unit else "")
 
 
 def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:

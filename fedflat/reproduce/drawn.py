@@ -77,10 +77,18 @@ def draw(
         if panel.draw == "landscape" and ran:
             landscapes.append(_landscape(panel, ran))
         elif ran:
-            drawn += [replace(each, key=f"{each.key}-{place}") for each in DRAWS[panel.draw](panel, ran)]
+            made = DRAWS[panel.draw](panel, ran)
+            drawn += [replace(each, key=f"{each.key}-{place}", title=_title(panel, each, len(made))) for each in made]
     if not drawn and not landscapes:
         raise RunError("; ".join(missing) or f"{figure.paper} {figure.name}: no run ended")
     return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), folder, tuple(every))
+
+
+def _title(panel: Panel, made: Figure, count: int) -> str:
+    """The panel's title, and what is drawn where a panel has several drawings."""
+    if count == 1:
+        return panel.title
+    return f"{panel.title}: {made.title if made.title != panel.title else made.y_title}"
 
 
 def folder_of(folder: Path, panel: Panel) -> Path:
@@ -92,11 +100,7 @@ def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
     """A measure by round: means over seeds with bands of one standard deviation."""
     made = {each.key: each for each in figures_of_groups([Group(line.label, tuple(runs)) for line, runs in ran])}
     kept = [made[key] for key in panel.shows if key in made]
-    several = len(panel.shows) > 1
-    return [
-        replace(each, title=panel.title + (f": {each.title.lower()}" if several else ""), overlay=False)
-        for each in kept
-    ]
+    return [replace(each, overlay=False, y_title=each.title) for each in kept]
 
 
 def _spread(panel: Panel, ran: Ran) -> list[Figure]:
@@ -110,7 +114,7 @@ def _spread(panel: Panel, ran: Ran) -> list[Figure]:
         low, high = (tuple(a + sign * b for a, b in zip(y, sd)) for sign in (-1, 1))
         series.append(Series(line.label, {"round": tuple(map(float, turns))}, y, low, high, place))
     note = "Mean over the cohort with one standard deviation over clients, before the clip; means over seeds."
-    return [replace(NORMS, title=panel.title, note=note, series=tuple(series))]
+    return [replace(NORMS, note=note, series=tuple(series), y_title="Update norm")]
 
 
 def _by_round(runs: Sequence[Run], key: str) -> dict[int, float]:
@@ -136,7 +140,12 @@ def _norms(panel: Panel, ran: Ran) -> list[Figure]:
         series.append(Series(line.label, x, tuple(float(each) for each in shares), style=place))
     clip = panel.lines[0].cell.recipe.privacy.clip if panel.lines[0].cell.recipe else ""
     note = f"Share of updates in each of {BINS} intervals of the norm before the clip (C = {clip}), all rounds."
-    return [Figure("norms", panel.title, tuple(series), "%", note, True, percent=True, x_title="norm", zero=True)]
+    return [
+        Figure(
+            "norms", panel.title, tuple(series), "%", note, True, percent=True, x_title="norm", zero=True,
+            y_title="Share of updates",
+        )
+    ]  # fmt: skip
 
 
 def _quantile_points(found: Mapping[str, float]) -> list[tuple[float, float]]:
@@ -149,7 +158,7 @@ def _bands(panel: Panel, ran: Ran) -> list[Figure]:
     found = []
     for place, (line, runs) in enumerate(ran):
         made = [each for each in figures_of_run(runs[0]) if each.key == "norms"]
-        found += [replace(each, key=f"norms-{place}", title=f"{panel.title}: {line.label}") for each in made]
+        found += [replace(each, key=f"norms-{place}", title=line.label, y_title="Update norm") for each in made]
     return found
 
 
@@ -168,8 +177,11 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
     cell = panel.lines[0].cell
     note = f"{'Personal' if personal else 'Test'} accuracy of the {cell.base} round; mean over seeds, 95 % t interval."
     return [
-        Figure("axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x)
-    ]
+        Figure(
+            "axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x,
+            y_title=f"{'Personal' if personal else 'Test'} accuracy",
+        )
+    ]  # fmt: skip
 
 
 def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
@@ -200,7 +212,7 @@ def _bars(panel: Panel, ran: Ran) -> list[Figure]:
     return [
         Figure(
             "bars", panel.title, tuple(series), "%", note, True, percent=True, kind="bars", x_title="", zero=True,
-            names=names,
+            names=names, y_title="Accuracy",
         )
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What was measured here, kept with the package: ours beside published without training. A JSON file for each table."""
+"""What was measured here, kept with the package: ours beside published without training. A JSON file for each table.
 
 A file holds records, each of one command: what ran, on which machine (in words), from which commit, and its numbers.
 """
@@ -188,7 +188,7 @@ def software() -> str:
 
 
 def commit() -> str:
-    """The commit that this package runs from, ``+`` where files have changed since; ``unknown`` without a repository."""
+    """The commit that this package runs from, ``+`` where files changed since; ``unknown`` without a repository."""
     root = Path(__file__).parents[2]
     try:
         asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
