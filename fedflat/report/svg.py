@@ -228,7 +228,7 @@ def draw(figure: Figure, axis: str) -> Markup:
     """The figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
     x, y = _x_scale(figure, axis), _y_scale(figure)
     if figure.kind == "line":
-        marks = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
+        marks: Iterable[Mark] = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
     else:
         marks = (_bars if figure.kind == "bars" else _points)(figure, x, y)
     limits = {

@@ -145,9 +145,12 @@ def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
 
 def _figure_of(record: Mapping[str, Any]) -> Figure:
     series = tuple(
-        Series(**{key: tuple(value) if key in ("y", "low", "high") else value for key, value in each.items()})
+        Series(
+            each["label"], {axis: tuple(values) for axis, values in each["x"].items()}, tuple(each["y"]),
+            tuple(each["low"]), tuple(each["high"]), each["style"],
+        )
         for each in record["series"]
-    )
+    )  # fmt: skip
     lines = tuple((label, value) for label, value in record["lines"])
     return Figure(**{**record, "series": series, "lines": lines, "names": tuple(record["names"])})
 
