@@ -11,11 +11,10 @@ from contourpy import LineType, contour_generator
 from markupsafe import Markup
 
 from fedflat.report.pages import filled
+from fedflat.report.svg import COLOURS, DASHES
 
 Values = Sequence[Sequence[float]]
 
-COLOURS, DASHES = 7, 4
-"""Kinds of lines that the style sheet has; coprime, so that 28 series look different."""
 SIDE, LEFT, TOP = 240, 34, 8
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """Viridis at five places: low to high in lightness too, so that it reads without colour."""

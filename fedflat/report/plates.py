@@ -33,7 +33,7 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
     found: list[Path] = []
     for figure in figures:
         sheet = Sheet(figsize=SIZE, layout="constrained")
-        _draw(sheet.subplots(), figure)
+        _draw(sheet, figure)
         found += _save(sheet, folder, figure.key)
     for place, record in enumerate(landscapes):
         drawn = [group for group in record["groups"] if group["surface"]]
@@ -62,7 +62,10 @@ def _save(sheet: Sheet, folder: Path, stem: str) -> list[Path]:
     return found
 
 
-def _draw(axes: Axes, figure: Figure) -> None:
+def _draw(sheet: Sheet, figure: Figure) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes = sheet.subplots()
     scale = 100 if figure.percent else 1
     shown = [series for series in figure.series if series.y or series.low]
     for place, series in enumerate(shown):
@@ -74,7 +77,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
     elif all(value == int(value) for value in every):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if figure.names:
         axes.set_xticks(range(len(figure.names)), figure.names)
     named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
@@ -83,15 +86,15 @@ def _draw(axes: Axes, figure: Figure) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if len(shown) > 1 or figure.lines:
-        axes.legend(fontsize="x-small", frameon=False)
+        sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
 
 
 def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
     style = series.style if series.style >= 0 else 0
     colour, x = PALETTE[style % COLOURS], series.x["round"]
     if series.low:
-        edges = ([scale * value for value in side] for side in (series.low, series.high))
-        axes.fill_between(x, *edges, color=colour, alpha=0.15, lw=0, label=None if series.y else series.label)
+        low, high = ([scale * value for value in side] for side in (series.low, series.high))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0, label=None if series.y else series.label)
     if series.y:
         y = [scale * value for value in series.y]
         axes.plot(x, y, color=colour, ls=STYLES[style % DASHES], label=series.label)

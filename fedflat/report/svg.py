@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fedflat.report.contours import COLOURS, DASHES
 from fedflat.report.figures import Figure, Series, thin
 from fedflat.report.pages import filled
 
 WIDTH, HEIGHT = 480, 260
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 468.0, 14.0, 218.0
+COLOURS, DASHES = 7, 4
+"""Kinds of lines that the style sheet has; coprime, so that 28 series look different."""
 BAND_POINTS = 150
 """Points of a band's edge at most: about one for every three pixels."""
 FEW_POINTS = 25

@@ -223,7 +223,7 @@ def _landscape(panel: Panel, ran: Ran) -> Mapping[str, Any]:
     from fedflat.report.metrics import plain
 
     folders = [run.path for _, runs in ran for run in runs]
-    settings = flatness.Settings(points=21, clients=panel.clients)
+    settings = flatness.Settings(points=21, examples=500, clients=panel.clients)
     found: Mapping[str, Any] = plain(flatness.measure(folders, settings))
     return found
 
