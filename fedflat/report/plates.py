@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 KINDS = ("svg", "png", "pdf")
 PALETTE = ("#0072b2", "#d55e00", "#00896a", "#a8488f", "#a97d00", "#4aa3dc", "#6b5b4d")
+"""The style sheet's colours on white paper."""
 STYLES = ("-", (0, (7, 4)), (0, (1.5, 3)), (0, (9, 4, 1.5, 4)))
 SIZE = (5.2, 3.4)
-assert (len(PALETTE), len(STYLES)) == (COLOURS, DASHES)
+"""Inches."""
 
 
 def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = ()) -> list[Path]:

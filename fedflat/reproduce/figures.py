@@ -36,21 +36,27 @@ class Line:
 
     def recipe(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Recipe:
         """What runs at a scale: the table's own run where nothing is changed. Raises InputError as ``dry`` does."""
-        plain = planned(table, self.cell, scale, "sound", overrides if not self.changes else ()).recipe
-        if self.cell.recipe is None or plain is None:
-            raise wrong("figure", self.cell.column, "a column whose setting the paper says")
+        own = _known(self.cell)
+        plain = planned(table, self.cell, scale, "sound", overrides if not self.changes else ()).recipe or own
         if not self.changes:
             return plain
-        full = _changed(self.cell.recipe, self.changes)
+        full = _changed(own, self.changes)
         found = scaled(full, scale).dump()
         for key in SIZES:
             if key in self.varied:
-                _shrink(found, key, self.cell.recipe, full, plain)
+                _shrink(found, key, own, full, plain)
             elif key in ("data.clients", "cohort.size"):  # what a varied q would move besides
                 room, name = key.split(".")
                 found[room][name] = plain.dump()[room][name]
         marks = "_".join(re.sub(r"[^\w.+-]+", "-", text) for text in self.changes)
         return _changed(Recipe.of({**found, "name": f"{plain.name}_{marks}"}), overrides)
+
+
+def _known(cell: Cell) -> Recipe:
+    """The cell's recipe. Raises InputError for one whose setting the paper's text does not say."""
+    if cell.recipe is None:
+        raise wrong("figure", cell.column, "a column whose setting the paper says")
+    return cell.recipe
 
 
 def _changed(recipe: Recipe, texts: Iterable[str]) -> Recipe:
@@ -175,17 +181,16 @@ def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
 
 def _other(cell: Cell, method: str, algorithm: Mapping[str, Any]) -> Cell:
     """A column's cell with a method that the table lacks."""
-    assert cell.recipe is not None
+    own = _known(cell)
     slug = re.sub(r"[^a-z0-9.]+", "-", method.lower())
-    recipe = Recipe.of({**cell.recipe.dump(), "name": f"{cell.recipe.name}_{slug}", "algorithm": dict(algorithm)})
+    recipe = Recipe.of({**own.dump(), "name": f"{own.name}_{slug}", "algorithm": dict(algorithm)})
     return replace(cell, method=method, published="–", recipe=recipe, personal=algorithm["name"] == "p-fedsam")
 
 
 def _varied(line: Line, vary: Mapping[str, Any]) -> Iterable[Line]:
     """The line at each value of a key; ``share``: a key whose ratio to it is kept."""
-    assert line.cell.recipe is not None
     keys = [vary["key"], *([vary["share"]] if "share" in vary else [])]
-    whole = line.cell.recipe.dump()
+    whole = _known(line.cell).dump()
     first, *rest = [whole[key.split(".")[0]].get(key.split(".")[1]) for key in keys]
     for value in vary["values"]:
         changes = [f"{keys[0]}={value}", *(f"{key}={own * value / first:g}" for key, own in zip(keys[1:], rest))]

@@ -12,6 +12,7 @@ import pytest
 
 from fedflat.cli.reproduce import reproduce
 from fedflat.core.checks import InputError
+from fedflat.report import plates, svg
 from fedflat.report.html import PRIVATE
 from fedflat.report.metrics import Run
 from fedflat.report.plates import KINDS, write_plates
@@ -145,6 +146,13 @@ def test_a_page_and_three_files_of_each_drawing(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in written}
     assert before[written[0]].startswith(b"<?xml") and before[written[2]].startswith(b"%PDF")
     assert {path: path.read_bytes() for path in write_plates(found.figures, tmp_path, found.landscapes)} == before
+
+
+def test_plates_have_the_pages_colours_and_dashes() -> None:
+    style = (Path(plates.__file__).parent / "page.css").read_text(encoding="utf-8")
+    assert len(plates.PALETTE) == svg.COLOURS and len(plates.STYLES) == svg.DASHES
+    light = style[: style.index("@media")]
+    assert all(f"--c{place}: {colour};" in light for place, colour in enumerate(plates.PALETTE))
 
 
 def landscape() -> dict[str, Any]:
