@@ -16,6 +16,8 @@ from fedflat.report.svg import COLOURS, DASHES
 Values = Sequence[Sequence[float]]
 
 SIDE, LEFT, TOP = 240, 34, 8
+LABELLED = 60
+"""Length from which an overlaid line has its loss written on it: shorter ones crowd in the corners."""
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """Viridis at five places: low to high in lightness too, so that it reads without colour."""
 
@@ -62,7 +64,8 @@ def overlay(surfaces: Sequence[tuple[str, Values]], steps: Sequence[float], line
                 longest = max(found, key=len)
                 y, x = longest[(place + 1) * len(longest) // (len(surfaces) + 1)]  # labels of two surfaces stay apart
                 style = f"c{place % COLOURS} d{place % DASHES}"
-                drawn.append((style, name, f"{level:g}", "".join(map(_path, found)), float(x), float(y)))
+                long = float(np.hypot(*np.diff(longest, axis=0).T).sum()) > LABELLED
+                drawn.append((style, name, f"{level:g}", "".join(map(_path, found)), float(x), float(y), long))
     title = "Contours of the loss: " + ", ".join(name for name, _ in surfaces)
     ends = (steps[0], 0.0, steps[-1])
     return filled("overlaid.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=ends, lines=drawn)

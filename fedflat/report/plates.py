@@ -40,7 +40,7 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
         drawn = [group for group in record["groups"] if group["surface"]]
         if drawn:
             sheet = Sheet(figsize=(5.2, 5.2), layout="constrained")
-            _overlay(sheet.subplots(), drawn)
+            _overlay(sheet, drawn)
             found += _save(sheet, folder, f"contours-{place}")
     return found
 
@@ -121,10 +121,11 @@ def _bars(axes: Axes, series: Series, scale: float, place: int, count: int) -> N
     axes.bar(x, y, width * 0.94, yerr=_intervals(series, scale), capsize=2, color=colour, label=series.label)
 
 
-def _overlay(axes: Axes, groups: Sequence[Mapping[str, Any]]) -> None:
+def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
     """Level lines of several surfaces over the same directions, each with its loss written on it."""
     from matplotlib.lines import Line2D
 
+    axes = sheet.subplots()
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     steps, lines = groups[0]["surface"]["steps"], levels(max(min(every), 1e-9), max(every))
     handles = []
@@ -138,4 +139,4 @@ def _overlay(axes: Axes, groups: Sequence[Mapping[str, Any]]) -> None:
         handles.append(Line2D([], [], color=colour, ls=style, label=name))
     axes.plot(0, 0, "+", color="black")
     axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
-    axes.legend(handles=handles, fontsize="x-small", loc="upper right")
+    sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)

@@ -78,17 +78,18 @@ def draw(
             landscapes.append(_landscape(panel, ran))
         elif ran:
             made = DRAWS[panel.draw](panel, ran)
-            drawn += [replace(each, key=f"{each.key}-{place}", title=_title(panel, each, len(made))) for each in made]
+            titles = (_title(panel, each, len(made), overrides) for each in made)
+            drawn += [replace(each, key=f"{each.key}-{place}", title=title) for each, title in zip(made, titles)]
     if not drawn and not landscapes:
         raise RunError("; ".join(missing) or f"{figure.paper} {figure.name}: no run ended")
     return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), folder, tuple(every))
 
 
-def _title(panel: Panel, made: Figure, count: int) -> str:
-    """The panel's title, and what is drawn where a panel has several drawings."""
-    if count == 1:
-        return panel.title
-    return f"{panel.title}: {made.title if made.title != panel.title else made.y_title}"
+def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> str:
+    """The panel's title, what is drawn where it has several drawings, and what was changed by hand."""
+    own = made.title if made.title != panel.title else made.y_title
+    changed = [text for text in overrides if not text.startswith("engine.")]
+    return panel.title + (f": {own}" if count > 1 else "") + (f" ({', '.join(changed)})" if changed else "")
 
 
 def folder_of(folder: Path, panel: Panel) -> Path:
