@@ -1,4 +1,4 @@
-"""The papers' tables: published value, ours, claimed ε, proven ε. One YAML file a table; nothing else knows a paper."""
+"""The papers' tables (published value, ours, claimed ε, proven ε; one YAML file each) and figures (``figures.yaml``)."""
 
 from __future__ import annotations
 
