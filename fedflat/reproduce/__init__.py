@@ -1,4 +1,4 @@
-"""The papers' tables (published value, ours, claimed ε, proven ε; one YAML file each) and figures (``figures.yaml``)."""
+"""The papers' tables (published, ours, claimed ε, proven ε) and figures: a YAML file for each table, one for figures."""
 
 from __future__ import annotations
 
