@@ -1,4 +1,4 @@
-"""The papers' tables (published, ours, claimed ε, proven ε) and figures: a YAML file for each table, one for figures."""
+"""The papers' tables (published, ours, claimed ε, proven ε) and figures: a YAML file each, one for all figures."""
 
 from __future__ import annotations
 
