@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from fedflat.cli.plates import Plates, print_plates
 from fedflat.core.checks import one_of, wrong
 
 KINDS = ("algorithms", "datasets", "models", "recipes", "accountants")
@@ -103,14 +104,15 @@ def report(
     verify: Annotated[
         bool, typer.Option("--verify", help="Recompute ε from the ledger with a second accountant.")
     ] = False,
+    plates: Plates = None,
 ) -> None:
     """(Re)build the report page of one run, or one page over several.
 
     Example: fedflat report runs/quick-start --verify
 
-    Example: fedflat report runs/a runs/b --out both.html
+    Example: fedflat report runs/a runs/b --out both.html --plates figures
     """
-    from fedflat.report.html import write_report
+    from fedflat.report.html import figures_of, write_report
 
     for run in runs:
         if not run.is_dir():
@@ -130,6 +132,10 @@ def report(
         if failed:
             raise typer.Exit(1)
     print(write_report(runs, out or runs[0] / "report.html"))
+    if plates is not None:
+        from fedflat.report.metrics import read_runs
+
+        print_plates(figures_of(read_runs(runs)), plates)
 
 
 def add_to(app: typer.Typer) -> None:

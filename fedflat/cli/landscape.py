@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedflat.cli.plates import Plates, print_plates
 from fedflat.core.checks import wrong
 
 WIDTH = 80
@@ -40,6 +41,7 @@ def landscape(
     out: Annotated[
         Path | None, typer.Option(help="Folder for landscape.html and landscape.json. Default: the (first) run's.")
     ] = None,
+    plates: Plates = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """How flat the loss is around finished runs' models: surfaces, curvature, sharpness, weight noise.
@@ -49,7 +51,7 @@ def landscape(
     Example: fedflat landscape comparison --clients 3,7 --on train
     """
     from fedflat.analysis import flatness
-    from fedflat.report.flatness import write_page
+    from fedflat.report.flatness import figures, write_page
     from fedflat.report.metrics import plain
 
     settings = flatness.Settings(
@@ -66,6 +68,8 @@ def landscape(
     (folder / "landscape.json").write_text(text + "\n", encoding="utf-8")
     page = write_page(found, folder / "landscape.html")
     print(text if as_json else f"{table(found)}\n\n{page}")
+    if plates is not None:
+        print_plates(figures(found), plates, [found], quiet=as_json)
 
 
 def _numbers(where: str, text: str, kind: type) -> list[Any]:

@@ -1,32 +1,32 @@
-"""``fedflat reproduce``: the papers' tables, with what is proven beside what is claimed."""
+"""``fedflat reproduce``: the papers' tables and figures, with what is proven beside what is claimed."""
 
 from __future__ import annotations
 
 import json
-import math
+import shlex
+import sys
 import textwrap
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedflat.cli.reproduced import WIDTH, as_dict, lines, wrapped
 from fedflat.cli.training import Json, Overrides
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.papers import CITED
 
 if TYPE_CHECKING:
     from fedflat.reproduce import Outcome
-    from fedflat.reproduce.rows import Row
+    from fedflat.reproduce.drawn import Drawn
+    from fedflat.reproduce.figures import PaperFigure
 
-WIDTH = 80
 PROTOCOLS = ("sound", "published")
 
 
 def reproduce(
     paper: Annotated[str | None, typer.Argument(help="The paper: 000 to 004, or cited as by --list.")] = None,
-    table: Annotated[str | None, typer.Argument(help="Its table: table-1, or 1, or II.")] = None,
+    table: Annotated[str | None, typer.Argument(help="Its table or figure: table-1, 1, II; figure-4.")] = None,
     scale: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +37,8 @@ def reproduce(
     column: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only the column of this name, or those whose name contains it (numbers whole); may be repeated."
+            help="Only the column of this name, or those whose name contains it (numbers whole); of a figure, only the "
+            "panels whose title contains it. May be repeated."
         ),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only this method, as printed; may be repeated.")] = None,
@@ -53,10 +54,17 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Published values, claimed and proven ε; nothing is trained.")
     ] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Show what was measured here before, kept with fedflat; nothing runs.")
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Add what was measured to this JSON file, with command and machine."),
+    ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="What can be reproduced, one line each.")] = False,
     as_json: Json = False,
 ) -> None:
-    """A table of the papers: the published number, ours, the ε that the paper claims and the ε that is proven.
+    """A table or a figure of the papers: the published number, ours, the claimed and the proven ε.
 
     Claimed is the paper's own ε for its own setting; proven is ε of what runs here. Under each column stands whether
     its methods rank as in the paper, below the table what differs from it. Runs that are done are kept: after Ctrl-C
@@ -66,7 +74,11 @@ def reproduce(
 
     Example: fedflat reproduce 000 table-1 --dry-run
 
+    Example: fedflat reproduce 000 table-1 --measured
+
     Example: fedflat reproduce 002 II --column "CIFAR-10, Dirichlet 0.6" --method DP-FedAvg --method DP-FedPGN
+
+    Example: fedflat reproduce 000 figure-4 --column ρ
     """
     if list_all:
         _list(as_json)
@@ -76,19 +88,57 @@ def reproduce(
         raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
     one_of("--protocol", protocol, PROTOCOLS)
     from fedflat.reproduce import SCALES, dry, find
+    from fedflat.reproduce.figures import find_figure, is_figure
 
-    chosen = find(paper, table).only(column or (), method or ())
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
+    if is_figure(table):
+        for option, given in (("--method", method), ("--dry-run", dry_run), ("--protocol", protocol != "sound")):
+            if given:
+                raise wrong(option, "a figure", "a table")
+        _figure(find_figure(paper, table).only(column or ()), size, override, seeds, out, processes, measured, keep)
+        return
+    chosen = find(paper, table).only(column or (), method or ())
+    if measured:
+        _measured(chosen, as_json)
+        return
     if dry_run:
         found = dry(chosen, size, protocol, override or ())
     else:
         found = _train(chosen, size, protocol, override, seeds, out, processes, as_json)
+    if keep is not None and not dry_run:
+        from fedflat.reproduce.measured import keep as keep_record
+
+        keep_record(keep, _command(), found, override or (), found.seconds)
     if as_json:
         print(json.dumps(as_dict(found), ensure_ascii=False, indent=2))
     else:
         print("\n".join(lines(found, dry_run)))
     if not dry_run and not found.complete:
         raise typer.Exit(1)
+
+
+def _command() -> str:
+    """The command as it can be given again: without where its files go."""
+    kept: list[str] = []
+    words = iter(sys.argv[1:])
+    for word in words:
+        if word in ("--out", "--keep", "--processes"):
+            next(words, None)
+        elif not word.startswith(("--out=", "--keep=", "--processes=")):
+            kept.append(word)
+    return shlex.join(["fedflat", *kept])
+
+
+def _measured(chosen: Any, as_json: bool) -> None:
+    """What was measured of a table before."""
+    from fedflat.reproduce.measured import outcomes
+
+    every = outcomes(chosen)
+    if as_json:
+        print(json.dumps([as_dict(found) | {"source": vars(source)} for source, found in every], ensure_ascii=False))
+        return
+    for place, (source, found) in enumerate(every):
+        print("\n".join([*([""] if place else []), *lines(found), *wrapped(source.sentence())]))
 
 
 def _train(
@@ -103,178 +153,55 @@ def _train(
         return train(chosen, folder, scale, protocol, override or (), seeds, processes, progress.update)
 
 
+def _figure(
+    figure: PaperFigure, scale: str, override: Any, seeds: Any, out: Any, processes: Any, measured: bool, keep: Any
+) -> None:
+    """Run (or read what was measured) and draw a figure: a page, and each drawing as SVG, PNG and PDF beside it."""
+    folder = (out or Path("runs")) / f"reproduce-{figure.paper}-{figure.name}"
+    if measured:
+        from fedflat.reproduce.measured import drawings
+
+        for place, (source, found) in enumerate(drawings(figure)):
+            _drawn(found, folder if not place else folder.with_name(f"{folder.name}-{place + 1}"), source.sentence())
+        return
+    from fedflat.report.metrics import summary
+    from fedflat.report.progress import ExperimentProgress
+    from fedflat.reproduce.drawn import draw
+
+    with ExperimentProgress() as progress:
+        found = draw(figure, out or Path("runs"), scale, override or (), seeds, processes, progress.update)
+    if keep is not None:
+        from fedflat.reproduce.measured import keep as keep_record
+
+        keep_record(keep, _command(), found, override or (), sum(summary(run)["seconds"] for run in found.runs))
+    _drawn(found, folder)
+
+
+def _drawn(found: Drawn, folder: Path, source: str = "") -> None:
+    from fedflat.cli.plates import print_plates
+    from fedflat.report import flatness
+    from fedflat.reproduce.paper_page import write_pages
+
+    for page in write_pages(found, folder, source):
+        print(page)
+    curves = [figure for record in found.landscapes for figure in flatness.figures(record)]
+    print_plates([*found.figures, *curves], folder, found.landscapes)
+    for text in (*found.missing, *([source] if source else [])):
+        print("\n".join(wrapped(text)))
+
+
 def _list(as_json: bool) -> None:
     from fedflat.reproduce import load, names
+    from fedflat.reproduce.figures import abouts
 
-    every = {name: load(name.replace(" ", "-")) for name in names()}
+    every = {name: load(name.replace(" ", "-")).about for name in names()} | abouts()
+    every = dict(sorted(every.items()))
     if as_json:
-        print(json.dumps({name: table.about for name, table in every.items()}, ensure_ascii=False, indent=2))
+        print(json.dumps(every, ensure_ascii=False, indent=2))
         return
-    for name, table in every.items():
-        print(textwrap.fill(f"{name:<12} {CITED[table.paper]}. {table.about}", WIDTH, subsequent_indent=" " * 13))
-
-
-def lines(found: Outcome, dry_run: bool = False) -> list[str]:
-    """The outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
-    from fedflat.reproduce.verdict import sentences
-
-    table = found.table
-    shown = [*_wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *_wrapped(table.about)]
-    simulated = any(row.simulated is not None for row in found.rows)
-    verdicts = {} if dry_run else found.verdicts()
-    for column, rows in found.columns().items():
-        shown += ["", _headed(column, rows[0]), *_grid([_heads(dry_run, simulated), *_body(rows, dry_run, simulated)])]
-        why = dict.fromkeys(row.missing for row in rows if row.missing)
-        shown += [text for reason in why for text in _wrapped(f"  {reason}")]
-        shown += [text for said in sentences(verdicts.get(column)) for text in _wrapped(f"  {said}")]
-    return [*shown, "", *_remarks(found, dry_run)]
-
-
-def _headed(column: str, row: Row) -> str:
-    target = "" if row.cell.target is None or row.cell.measure != "rounds" else f" to {row.cell.target:g} %"
-    return column + target
-
-
-def _heads(dry_run: bool, simulated: bool) -> list[str]:
-    own = [] if dry_run else ["ours", "diff."]
-    return ["method", "published", *own, "claimed ε", "proven ε", *(["simul. ε"] if simulated else []), "δ"]
-
-
-def _body(rows: Iterable[Row], dry_run: bool, simulated: bool) -> list[list[str]]:
-    found = []
-    for row in rows:
-        own = [] if dry_run else [_ours(row), _points(row.difference)]
-        more = [_epsilon(row.simulated)] if simulated else []
-        delta = "–" if row.delta is None else f"{row.delta:.2g}"
-        epsilons = [_epsilon(row.claimed), _epsilon(row.proven), *more]
-        found.append([row.cell.method, row.cell.published, *own, *epsilons, delta])
-    return found
-
-
-def _grid(texts: list[list[str]]) -> list[str]:
-    """Rows of texts under each other; headings fold at their space where the whole would be wider than WIDTH."""
-    widths = [max(map(len, column)) for column in zip(*texts)]
-    if sum(widths) + len(widths) - 1 > WIDTH:
-        folded = [text.split(" ", 1) if " " in text else ["", text] for text in texts[0]]
-        texts = [[top for top, _ in folded], [low for _, low in folded], *texts[1:]]
-        widths = [max(map(len, column)) for column in zip(*texts)]
-    return [_line(row, widths) for row in texts]
-
-
-def _remarks(found: Outcome, dry_run: bool) -> list[str]:
-    table = found.table
-    remarks = [_counted(found)]
-    remarks.append(
-        "Claimed ε: the paper's, for its setting. Proven ε, at δ: of "
-        + ("what is planned here" if dry_run else "what ran here")
-        + (", the paper's released procedure." if found.protocol == "published" else ", the sound round.")
-    )
-    if any(row.simulated is not None for row in found.rows):
-        remarks.append(
-            "Simulated ε: of the paper's clients, cohort and σ over the rounds here, a projection. The noise in each "
-            "coordinate of the mean is that of the paper's cohort (privacy.noise_cohort)."
-        )
-    if not dry_run and any(row.fates for row in found.rows):
-        remarks += [f"{mark} {text}: the last round is shown, never the best." for mark, text in _marks(found)]
-    if not dry_run and found.verdicts():
-        remarks.append(
-            "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
-            "Orderings at 95 %: one-sided paired t test over the seeds."
-        )
-    if found.scale != "full":
-        remarks.append(f"Scale {found.scale}: NOT COMPARABLE with the published values.")
-    texts = dict.fromkeys(found.changed.values())
-    for changes in texts:
-        if changes:
-            of = [name for name, mine in found.changed.items() if mine == changes]
-            where = "" if len(texts) == 1 else f" ({'; '.join(of)})"
-            remarks.append(f"Changed{where}: {', '.join(changes)}.")
-    remarks += [f"Differs: {note}." for note in table.said(found.protocol)]
-    remarks += [f"Missing: {text}" for text in found.missing]
-    if found.folder is not None:
-        remarks.append(f"Runs: {found.folder}")
-    return [text for remark in remarks for text in _wrapped(remark)]
-
-
-def _counted(found: Outcome) -> str:
-    """What the numbers are, for each measure that is shown."""
-    from fedflat.reproduce.tables import MEASURES
-
-    kinds = dict.fromkeys(row.cell.measure for row in found.rows)
-    private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
-    return f"Published and ours: mean ± sd over seeds, of {'; '.join(MEASURES[kind] for kind in kinds)}{private}."
-
-
-def _marks(found: Outcome) -> list[tuple[str, str]]:
-    from fedflat.report.fates import FATES, MARKS
-
-    seen = {fate for row in found.rows for fate in row.fates.values()}
-    return [(MARKS[fate], f"{text[:1].upper()}{text[1:]}") for fate, text in FATES.items() if fate in seen]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
-    texts = [f"{cell:<{w}}" if place == 0 else f"{cell:>{w}}" for place, (cell, w) in enumerate(zip(cells, widths))]
-    return " ".join(texts).rstrip()
-
-
-def _ours(row: Row) -> str:
-    """Mean ± sd, and a mark where runs came to nothing."""
-    from fedflat.report.fates import MARKS
-    from fedflat.reproduce.tables import COUNTED
-
-    found = row.spread
-    marks = "".join(dict.fromkeys(MARKS[fate] for fate in row.fates.values()))
-    if found is None:
-        return f"–{marks}"
-    if math.isinf(found[0]):
-        return f"never{marks}"
-    digits = 1 if row.cell.measure in COUNTED else 2
-    text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
-    return f"{text}{marks}".replace("-", "−")
-
-
-def _points(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.1f}".replace("-", "−")
-
-
-def _epsilon(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return "∞" if math.isinf(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
-
-
-def as_dict(found: Outcome) -> dict[str, Any]:
-    """Plain values for ``--json``; an infinite ε, or a target that was never reached, is null."""
-    from fedflat.report.metrics import plain
-    from fedflat.reproduce.verdict import sentences
-
-    table, verdicts = found.table, found.verdicts()
-    return {
-        "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
-        "comparable": found.scale == "full" and found.complete, "protocol": found.protocol,
-        "rows": [_record(row) for row in found.rows],
-        "verdicts": {name: plain(asdict(one)) | {"text": sentences(one)} for name, one in verdicts.items()},
-        "changed": {name: list(texts) for name, texts in found.changed.items()},
-        "notes": table.said(found.protocol), "missing": list(found.missing),
-        "folder": None if found.folder is None else str(found.folder),
-    }  # fmt: skip
-
-
-def _record(row: Row) -> dict[str, Any]:
-    from fedflat.report.metrics import plain
-
-    values = {
-        "column": row.cell.column, "method": row.cell.method, "measure": row.cell.measure, "target": row.cell.target,
-        "published": row.cell.published, "ours": list(row.ours.values()), "seeds": list(row.ours),
-        "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
-        "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
-    }  # fmt: skip
-    found: dict[str, Any] = plain(values)
-    return found
+    for name, about in every.items():
+        cited = CITED[name.split(" ")[0]]
+        print(textwrap.fill(f"{name:<15} {cited}. {about}", WIDTH, subsequent_indent=" " * 16))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -11,10 +11,13 @@ from contourpy import LineType, contour_generator
 from markupsafe import Markup
 
 from fedflat.report.pages import filled
+from fedflat.report.svg import COLOURS, DASHES
 
 Values = Sequence[Sequence[float]]
 
 SIDE, LEFT, TOP = 240, 34, 8
+LABELLED = 60
+"""Length from which an overlaid line has its loss written on it: shorter ones crowd in the corners."""
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """Viridis at five places: low to high in lightness too, so that it reads without colour."""
 
@@ -40,11 +43,7 @@ def colour(level: float, low: float, high: float) -> str:
 
 def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: float, high: float, title: str) -> Markup:
     """The level lines ``lines`` of a surface as an ``<svg>``; ``low`` and ``high`` are the ends of the colour scale."""
-    cell = SIDE / (len(values) - 1)
-    # Row (first direction) runs to the right, column (second direction) upwards.
-    right, up = ([start + sign * cell * k for k in range(len(values))] for start, sign in ((LEFT, 1), (TOP + SIDE, -1)))
-    traced = contour_generator(up, right, values, line_type=LineType.Separate)
-    paths = (("".join(map(_path, cast("list[np.ndarray]", traced.lines(level)))), level) for level in lines)
+    paths = (("".join(map(_path, found)), level) for level, found in _traced(values, lines))
     return filled(
         "contours.svg",
         title=title,
@@ -54,6 +53,31 @@ def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: fl
         ends=(steps[0], 0.0, steps[-1]),
         lines=[(f"{level:g}", colour(level, low, high), path) for path, level in paths if path],
     )
+
+
+def overlay(surfaces: Sequence[tuple[str, Values]], steps: Sequence[float], lines: Sequence[float]) -> Markup:
+    """The level lines of several named surfaces in one square, in their series' colours, each with its loss on it."""
+    drawn = []
+    for place, (name, values) in enumerate(surfaces):
+        for level, found in _traced(values, lines):
+            if found:
+                longest = max(found, key=len)
+                y, x = longest[(place + 1) * len(longest) // (len(surfaces) + 1)]  # labels of two surfaces stay apart
+                style = f"c{place % COLOURS} d{place % DASHES}"
+                long = float(np.hypot(*np.diff(longest, axis=0).T).sum()) > LABELLED
+                drawn.append((style, name, f"{level:g}", "".join(map(_path, found)), float(x), float(y), long))
+    title = "Contours of the loss: " + ", ".join(name for name, _ in surfaces)
+    ends = (steps[0], 0.0, steps[-1])
+    return filled("overlaid.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=ends, lines=drawn)
+
+
+def _traced(values: Values, lines: Sequence[float]) -> list[tuple[float, list[np.ndarray]]]:
+    """Each level's lines as points (y, x) in the square."""
+    cell = SIDE / (len(values) - 1)
+    # Row (first direction) runs to the right, column (second direction) upwards.
+    right, up = ([start + sign * cell * k for k in range(len(values))] for start, sign in ((LEFT, 1), (TOP + SIDE, -1)))
+    traced = contour_generator(up, right, values, line_type=LineType.Separate)
+    return [(level, cast("list[np.ndarray]", traced.lines(level))) for level in lines]
 
 
 def _path(line: np.ndarray) -> str:

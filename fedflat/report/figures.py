@@ -42,7 +42,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: its series share a unit and an axis. ``private`` marks what no guarantee covers."""
+    """One figure: its series share a unit and an axis. ``private`` marks what no guarantee covers.
+
+    kind: ``points`` draws each value with its interval on a real axis. names: of a bar's places, instead of numbers.
+    y_title: what is measured, where the title does not say it.
+    """
 
     key: str
     title: str
@@ -52,10 +56,12 @@ class Figure:
     private: bool = False
     percent: bool = False
     lines: tuple[tuple[str, float], ...] = ()
-    kind: Literal["line", "bars"] = "line"
+    kind: Literal["line", "bars", "points"] = "line"
     x_title: str = "round"
     zero: bool = False
     overlay: bool = field(default=False, kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+    y_title: str = field(default="", kw_only=True)
 
     @property
     def axes(self) -> tuple[str, ...]:

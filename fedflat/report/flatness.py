@@ -165,14 +165,24 @@ def _reading(found: Record) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- curves
 
 
+def figures(found: Record) -> list[Figure]:
+    """The page's curves, model by model."""
+    models = list(dict.fromkeys(group["model"] for group in found["groups"]))
+    owns = ([group for group in found["groups"] if group["model"] == model] for model in models)
+    return [figure for place, own in enumerate(owns) for figure in _curves(own, place)]
+
+
 def _model(groups: Sequence[Record], place: int) -> dict[str, Any] | None:
-    figures = [
+    return html.cards(_curves(groups, place), html.PRIVATE if groups[0]["private"] else "")
+
+
+def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
+    return [
         _figure(groups, "line", "loss", f"line-loss-{place}", "Loss along a direction"),
         _figure(groups, "line", "accuracy", f"line-accuracy-{place}", "Accuracy along a direction"),
         _figure(groups, "noise", "loss", f"noise-loss-{place}", "Loss under weight noise"),
         _figure(groups, "noise", "accuracy", f"noise-accuracy-{place}", "Accuracy under weight noise"),
     ]
-    return html.cards(figures, html.PRIVATE if groups[0]["private"] else "")
 
 
 def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str) -> Figure:
@@ -211,10 +221,21 @@ def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     return {
         "hint": "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together.",
         "reliefs": [_relief(group, lines, low, high) for group in groups],
+        "overlay": _overlaid(groups, lines),
         "about_private": html.PRIVATE,
         "levels": [(f"{level:g}", contours.colour(level, low, high)) for level in lines],
         "data": {"low": low, "high": high, "ramp": contours.RAMP, "surfaces": surfaces},
     }
+
+
+def _overlaid(groups: Sequence[Record], lines: Sequence[float]) -> dict[str, Any] | None:
+    """The contours of two surfaces or more in one square, with their legend; None for one surface or none."""
+    names = [each["label"] + ("" if each["model"] == "global" else f", {each['model']}") for each in groups]
+    if len(groups) < 2 or not lines:
+        return None
+    surfaces = [(name, each["surface"]["loss"]) for name, each in zip(names, groups)]
+    legend = [(name, svg.swatch(Series(name, {}, style=place))) for place, name in enumerate(names)]
+    return {"drawing": contours.overlay(surfaces, groups[0]["surface"]["steps"], lines), "legend": legend}
 
 
 def _short(rows: Sequence[Sequence[float]]) -> list[float]:

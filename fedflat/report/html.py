@@ -37,6 +37,11 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     return pages.write(page, target)
 
 
+def figures_of(runs: Sequence[Run]) -> list[Figure]:
+    """The figures of the page on these runs."""
+    return figures_of_run(runs[0]) if len(runs) == 1 else figures_of_groups(group_runs(runs))
+
+
 def render(runs: Sequence[Run]) -> str:
     """The page as text: a single run's report, or a comparison."""
     if len(runs) == 1:

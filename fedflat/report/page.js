@@ -33,10 +33,11 @@
 
     function scales(svg) {
       const box = svg.dataset, x0 = +box.x0, x1 = +box.x1, log = box.log === "1" ? Math.log10 : (value) => value;
-      const y0 = log(+box.y0), y1 = log(+box.y1);
+      const y0 = log(+box.y0), y1 = log(+box.y1), left = +box.left, right = +box.right;
+      const xlog = box.xlog === "1" ? Math.log10 : (value) => value, power = box.xlog === "1" ? (value) => 10 ** value : (value) => value;
       return {
-        x: (value) => LEFT + (value - x0) / (x1 - x0) * (RIGHT - LEFT),
-        back: (pixel) => x0 + (pixel - LEFT) / (RIGHT - LEFT) * (x1 - x0),
+        x: (value) => left + (xlog(value) - xlog(x0)) / (xlog(x1) - xlog(x0)) * (right - left),
+        back: (pixel) => power(xlog(x0) + (pixel - left) / (right - left) * (xlog(x1) - xlog(x0))),
         y: (value) => BOTTOM + (log(value) - y0) / (y1 - y0) * (TOP - BOTTOM),
       };
     }
@@ -59,7 +60,7 @@
       name.append(dot, series.label);
       let text = series.y ? number(series.y[place]) : "";
       if (series.sd) text += " ± " + number(series.sd[place]);
-      else if (series.low) text = number(series.low[place]) + " – " + number(series.high[place]);
+      else if (series.low) text += (text && " ") + "[" + number(series.low[place]) + ", " + number(series.high[place]) + "]";
       line.append(name, make("span", text));
       return line;
     }
@@ -77,13 +78,13 @@
         const place = closest(series.x[axis], at);
         if (Math.abs(series.x[axis][place] - at) > (RIGHT - LEFT) * 1e-9 + Math.abs(scale.back(pixel + 3) - at)) return;
         rows.push([series.y ? series.y[place] : Infinity, row(series, place)]);
-        if (series.y && card.id !== "f-classes") {
+        if (series.y && card.id !== "f-classes" && !info.names.length) {
           const tone = series.style < 0 ? "ink" : "c" + series.style % 7;
           add(svg, "circle", "mark " + tone, { cx: scale.x(series.x[axis][place]), cy: scale.y(series.y[place]), r: 3.2 });
         }
       });
       if (info.series.length > 3) rows.sort((a, b) => b[0] - a[0]);
-      tip.replaceChildren(make("strong", `${info.axes[axis]} ${Number(at.toPrecision(5))}`), ...rows.map((each) => each[1]));
+      tip.replaceChildren(make("strong", info.names[at] || `${info.axes[axis]} ${Number(at.toPrecision(5))}`), ...rows.map((each) => each[1]));
       tip.hidden = false;
       const width = plot.clientWidth, x = pixel / WIDTH * width;
       tip.style.left = Math.max(0, Math.min(width - tip.offsetWidth, x > width / 2 ? x - tip.offsetWidth - 12 : x + 12)) + "px";

@@ -21,6 +21,10 @@ BAND_POINTS = 150
 """Points of a band's edge at most: about one for every three pixels."""
 FEW_POINTS = 25
 """Points up to which each has a dot: with more, dots would touch."""
+DECADES = 30
+"""Ratio of the ends of an axis of points beyond which it is logarithmic."""
+EDGE = 12
+"""Room beside the first and the last point."""
 AXIS_TITLES = {"round": "round", "epsilon": "ε spent"}
 
 
@@ -106,9 +110,14 @@ def _x_scale(figure: Figure, axis: str) -> Scale:
         step = max(1, math.ceil(count / 12))
         return Scale(-0.6, count - 0.4, LEFT, RIGHT, False, tuple(float(x) for x in range(0, int(count), step)))
     low, high = min(values), max(values)
+    if figure.kind == "points":
+        if low > 0 and high / low > DECADES:
+            return logarithmic(low, high, LEFT + EDGE, RIGHT - EDGE)
+        return linear(low, high, LEFT + EDGE, RIGHT - EDGE, 6, snap=False)
     if axis == "epsilon":
         low = 0.0
-    return linear(low, high, LEFT, RIGHT, 6, snap=False, whole=axis == "round")
+    whole = axis == "round" and all(value == int(value) for value in values)
+    return linear(low, high, LEFT, RIGHT, 6, snap=False, whole=whole)
 
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
@@ -170,6 +179,26 @@ def _bars(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
                 "height": max(0.0, BOTTOM - y(value)),
             }
             yield Mark("rect", f"bar {classes}", {name: f"{side:.1f}" for name, side in sides.items()})
+            if series.low:
+                middle = sides["x"] + sides["width"] / 2
+                at = series.x["round"].index(index)
+                yield _whisker("ink", middle, y(series.low[at]), y(series.high[at]))
+
+
+def _points(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
+    """Points with whiskers, methods side by side where they share a place."""
+    for place, series in enumerate(figure.series):
+        aside = 4 * (place - (len(figure.series) - 1) / 2)
+        classes = _classes(series)
+        for index, value in enumerate(series.y):
+            across = x(series.x["round"][index]) + aside
+            if series.low:
+                yield _whisker(classes, across, y(series.low[index]), y(series.high[index]))
+            yield _dot(classes, across, y(value))
+
+
+def _whisker(classes: str, across: float, low: float, high: float) -> Mark:
+    return Mark("path", f"whisker {classes}", {"d": f"M{across:.1f},{low:.1f}V{high:.1f}"})
 
 
 def describe(figure: Figure) -> str:
@@ -199,13 +228,25 @@ def _value(figure: Figure, value: float) -> str:
 def draw(figure: Figure, axis: str) -> Markup:
     """The figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
     x, y = _x_scale(figure, axis), _y_scale(figure)
-    lines = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
-    limits = {"data-x0": x.low, "data-x1": x.high, "data-y0": y.low, "data-y1": y.high}
+    if figure.kind == "line":
+        marks: Iterable[Mark] = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
+    else:
+        marks = (_bars if figure.kind == "bars" else _points)(figure, x, y)
+    limits = {
+        "data-x0": x.low,
+        "data-x1": x.high,
+        "data-y0": y.low,
+        "data-y1": y.high,
+        "data-left": x.start,
+        "data-right": x.end,
+    }
     return filled(
         "drawing.svg",
         axis=axis,
         x=x,
         y=y,
+        left=LEFT,
+        right=RIGHT,
         width=WIDTH,
         height=HEIGHT,
         name=f"{figure.key}-{axis}",
@@ -215,7 +256,8 @@ def draw(figure: Figure, axis: str) -> Markup:
         percent=figure.percent,
         limits={name: f"{value:.7g}" for name, value in limits.items()},
         tick_text=tick_text,
-        marks=_bars(figure, x, y) if figure.kind == "bars" else lines,
+        names=figure.names,
+        marks=marks,
         lines=figure.lines,
     )
 
@@ -236,7 +278,7 @@ def data(figure: Figure) -> dict[str, Any]:
             item["x"] = {axis: _numbers(values) for axis, values in series.x.items()}
         if series.y:
             item["y"] = _numbers(series.y)
-        if series.low and series.y:
+        if series.low and series.y and figure.kind == "line":
             item["sd"] = _numbers([high - value for high, value in zip(series.high, series.y, strict=True)], 3)
         elif series.low:
             item |= {"low": _numbers(series.low, 5), "high": _numbers(series.high, 5)}
@@ -245,6 +287,7 @@ def data(figure: Figure) -> dict[str, Any]:
         "title": figure.title,
         "unit": figure.unit,
         "percent": figure.percent,
+        "names": list(figure.names),
         "axes": {"round": figure.x_title, "epsilon": AXIS_TITLES["epsilon"]},
         "lines": [[label, value] for label, value in figure.lines],
         "series": listed,

@@ -1,4 +1,4 @@
-"""The papers' tables: published value, ours, claimed ε, proven ε. One YAML file a table; nothing else knows a paper."""
+"""The papers' tables (published, ours, claimed ε, proven ε) and figures: a YAML file each, one for all figures."""
 
 from __future__ import annotations
 

@@ -79,7 +79,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing."""
+    """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing.
+
+    seconds: of all rounds that ran, by the runs' own clocks.
+    """
 
     table: Table
     rows: tuple[Row, ...]
@@ -88,6 +91,7 @@ class Outcome:
     changed: dict[str, tuple[str, ...]]
     missing: tuple[str, ...] = ()
     folder: Path | None = None
+    seconds: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -116,7 +120,7 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
     protocol: sound, or published for the procedure that the paper released. Raises InputError for a name or override
     that is wrong, and for a protocol that the paper does not have.
     """
-    rows = [_planned(table, cell, scale, protocol, overrides) for cell in table.cells]
+    rows = [planned(table, cell, scale, protocol, overrides) for cell in table.cells]
     changed: dict[str, list[str]] = {}
     for row in rows:
         if row.cell.recipe is not None and row.recipe is not None:
@@ -125,7 +129,8 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
     return Outcome(table, tuple(rows), scale, protocol, {name: tuple(texts) for name, texts in changed.items()})
 
 
-def _planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
+def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
+    """One cell as ``dry`` has it."""
     if cell.recipe is None:
         return Row(cell, None, None, None, missing="the paper's setting is not known")
     recipe = scaled(_procedure(table, cell.recipe, cell.released, protocol), scale)
@@ -224,28 +229,29 @@ def train(
     InputError as ``dry`` does, before any training.
     """
     plan = dry(table, scale, protocol, overrides)
-    lacking = _lacking([row.recipe for row in plan.rows if row.recipe is not None])
-    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in lacking]
+    absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
+    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     count = seeds or SCALES[scale].seeds or table.seeds
-    missing = list(lacking.values())
+    missing = list(absent.values())
     runs: dict[tuple[str, str], dict[int, Run]] = {}
     if chosen:
         recipes = {(row.cell.of, row.cell.method): row.recipe for row in chosen if row.recipe is not None}
         found = compare(list(recipes.values()), (), count, folder, processes, update)
         missing += [f"{name}: {why}" for name, why in found.failed.items()]
         for key, setting in zip(recipes, expand(list(recipes.values()), (), count)):
-            runs[key] = _runs(folder / setting.slug, setting.seeds)
+            runs[key] = finished(folder / setting.slug, setting.seeds)
     rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
-    return replace(plan, rows=rows, missing=tuple(missing), folder=folder)
+    spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
+    return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
 
 
-def _runs(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:
-    """The runs that have ended, by seed."""
+def finished(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:
+    """The runs in a setting's folder that have ended, by seed."""
     places = {seed: folder / f"seed-{seed}" for seed in seeds}
     return {seed: metrics.read_run(place) for seed, place in places.items() if (place / "privacy.json").is_file()}
 
 
-def _lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
+def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
     """Data sets that cannot be had, each with the reader's one line."""
     from fedflat.data.locate import locate
 

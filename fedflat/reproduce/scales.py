@@ -13,7 +13,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of
 from fedflat.privacy.accounting.epsilon import default_delta
 
-RESNETS = {name: {"name": name, "width": 8, "groups": 4} for name in ("resnet10", "resnet18")}
+RESNETS = {name: {"name": name, "width": 4, "groups": 2} for name in ("resnet10", "resnet18")}
 SMALL: dict[str, dict[str, Any]] = {
     **RESNETS,
     "cnn": {"name": "cnn", "hidden": 64},

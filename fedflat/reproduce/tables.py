@@ -131,7 +131,7 @@ def _named(text: str, every: list[str]) -> list[str]:
 
 def names() -> list[str]:
     """Every table there is, as ``000 table-1``."""
-    return sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*-table-*.yaml"))
 
 
 def find(paper: str, table: str) -> Table:
@@ -146,7 +146,8 @@ def find(paper: str, table: str) -> Table:
     short = re.sub(r"^(table|tab)?[\s._-]*", "", table.strip().lower())
     asked = f"table-{ROMAN.get(short, short)}"
     if asked not in of_paper:
-        raise wrong(f"reproduce {number}", table, ", ".join(of_paper), hint=nearest(asked, of_paper))
+        allowed = ", ".join(of_paper) + ", or a figure (--list)"
+        raise wrong(f"reproduce {number}", table, allowed, hint=nearest(asked, of_paper))
     return load(f"{number}-{asked}")
 
 

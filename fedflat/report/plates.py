@@ -1,0 +1,142 @@
+"""A page's figures as files for a paper: SVG, PNG and PDF by matplotlib, from the same values as the page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedflat.core.checks import RunError
+from fedflat.report.contours import levels
+from fedflat.report.figures import Figure, Series
+from fedflat.report.svg import COLOURS, DASHES, DECADES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Sheet
+
+KINDS = ("svg", "png", "pdf")
+PALETTE = ("#0072b2", "#d55e00", "#00896a", "#a8488f", "#a97d00", "#4aa3dc", "#6b5b4d")
+"""The style sheet's colours on white paper."""
+STYLES = ("-", (0, (7, 4)), (0, (1.5, 3)), (0, (9, 4, 1.5, 4)))
+SIZE = (5.2, 3.4)
+"""Inches."""
+
+
+def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = ()) -> list[Path]:
+    """Each figure, and the overlaid contours of each landscape record, as ``KEY.svg``, ``.png`` and ``.pdf``.
+
+    Raises RunError where the folder cannot be written.
+    """
+    from matplotlib.figure import Figure as Sheet
+
+    found: list[Path] = []
+    for figure in figures:
+        sheet = Sheet(figsize=SIZE, layout="constrained")
+        _draw(sheet, figure)
+        found += _save(sheet, folder, figure.key)
+    for place, record in enumerate(landscapes):
+        drawn = [group for group in record["groups"] if group["surface"]]
+        if drawn:
+            sheet = Sheet(figsize=(5.2, 5.2), layout="constrained")
+            _overlay(sheet, drawn)
+            found += _save(sheet, folder, f"contours-{place}")
+    return found
+
+
+def _save(sheet: Sheet, folder: Path, stem: str) -> list[Path]:
+    import matplotlib
+
+    found = []
+    for kind in KINDS:
+        target, content = folder / f"{stem}.{kind}", io.BytesIO()
+        dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # the same values, the same file
+        with matplotlib.rc_context({"svg.hashsalt": "fedflat"}):
+            sheet.savefig(content, format=kind, dpi=150, metadata=dated)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content.getvalue())
+        except OSError as error:
+            raise RunError(f"{target}: cannot be written ({error.strerror})") from error
+        found.append(target)
+    return found
+
+
+def _draw(sheet: Sheet, figure: Figure) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes = sheet.subplots()
+    scale = 100 if figure.percent else 1
+    shown = [series for series in figure.series if series.y or series.low]
+    for place, series in enumerate(shown):
+        {"line": _line, "bars": _bars, "points": _points}[figure.kind](axes, series, scale, place, len(shown))
+    for label, value in figure.lines:
+        axes.axhline(scale * value, color="black", lw=1, ls="--", label=label)
+    every = [value for series in shown for value in series.x["round"]]
+    if figure.kind == "points" and min(every) > 0 and max(every) / min(every) > DECADES:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    elif all(value == int(value) for value in every):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if figure.names:
+        axes.set_xticks(range(len(figure.names)), figure.names)
+    named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
+    axes.set(title=figure.title, xlabel=figure.x_title, ylabel=named)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(shown) > 1 or figure.lines:
+        sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
+
+
+def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
+    style = series.style if series.style >= 0 else 0
+    colour, x = PALETTE[style % COLOURS], series.x["round"]
+    if series.low:
+        low, high = ([scale * value for value in side] for side in (series.low, series.high))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0, label=None if series.y else series.label)
+    if series.y:
+        y = [scale * value for value in series.y]
+        axes.plot(x, y, color=colour, ls=STYLES[style % DASHES], label=series.label)
+
+
+def _intervals(series: Series, scale: float) -> list[list[float]] | None:
+    if not series.low:
+        return None
+    ends = ((a - low, high - a) for a, low, high in zip(series.y, series.low, series.high))
+    return [[scale * value for value in side] for side in zip(*ends)]
+
+
+def _points(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
+    y, colour = [scale * value for value in series.y], PALETTE[series.style % COLOURS]
+    error = _intervals(series, scale)
+    axes.errorbar(series.x["round"], y, error, fmt="o", ms=4, capsize=2, color=colour, label=series.label)
+
+
+def _bars(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
+    width = 0.8 / count
+    x = [value - 0.4 + width * (place + 0.5) for value in series.x["round"]]
+    y, colour = [scale * value for value in series.y], PALETTE[series.style % COLOURS]
+    axes.bar(x, y, width * 0.94, yerr=_intervals(series, scale), capsize=2, color=colour, label=series.label)
+
+
+def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Level lines of several surfaces over the same directions, each with its loss written on it."""
+    from matplotlib.lines import Line2D
+
+    axes = sheet.subplots()
+    every = [value for group in groups for row in group["surface"]["loss"] for value in row]
+    steps, lines = groups[0]["surface"]["steps"], levels(max(min(every), 1e-9), max(every))
+    handles = []
+    for place, group in enumerate(groups):
+        colour, style = PALETTE[place % COLOURS], ("solid", "dashed", "dotted", "dashdot")[place % DASHES]
+        surface = [list(row) for row in zip(*group["surface"]["loss"])]  # a row is the first direction: to the right
+        if lines:
+            drawn = axes.contour(steps, steps, surface, levels=lines, colors=colour, linestyles=style, linewidths=1.1)
+            axes.clabel(drawn, fontsize=7, fmt="%g")
+        name = group["label"] + ("" if group["model"] == "global" else f", {group['model']}")
+        handles.append(Line2D([], [], color=colour, ls=style, label=name))
+    axes.plot(0, 0, "+", color="black")
+    axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
+    sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)

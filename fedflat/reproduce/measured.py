@@ -1,0 +1,201 @@
+"""What was measured here, kept with the package: ours beside published without training. A JSON file for each table.
+
+A file holds records, each of one command: what ran, on which machine (in words), from which commit, and its numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedflat.core.checks import wrong
+from fedflat.report.figures import Figure, Series
+from fedflat.report.metrics import plain
+from fedflat.reproduce.drawn import Drawn
+from fedflat.reproduce.figures import PaperFigure
+from fedflat.reproduce.rows import Outcome, Row, dry
+from fedflat.reproduce.tables import ROMAN, Table
+
+FOLDER = Path(__file__).parent / "measured"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a record comes from. seconds: of all its rounds together, as the runs' clocks had them."""
+
+    command: str
+    machine: str
+    software: str
+    commit: str
+    date: str
+    seconds: float
+
+    def sentence(self) -> str:
+        """The source in words."""
+        return (
+            f"Measured {self.date} by `{self.command}`: {self.machine}; {self.software}, commit {self.commit}; "
+            f"{self.seconds / 60:.0f} minutes of rounds."
+        )
+
+
+def stem_of(found: Table | PaperFigure) -> str:
+    """The name of a table's or a figure's file."""
+    if isinstance(found, PaperFigure):
+        return f"{found.paper}-{found.name}"
+    number = found.table.split(" ")[-1]
+    return f"{found.paper}-table-{ROMAN.get(number.lower(), number)}"
+
+
+def keep(path: Path, command: str, found: Outcome | Drawn, overrides: Sequence[str], seconds: float) -> None:
+    """Add a record to the file (made where it is not there); one of the same command is replaced."""
+    source = Source(command, machine(), software(), commit(), datetime.date.today().isoformat(), round(seconds, 1))
+    record = asdict(source) | (_table(found, overrides) if isinstance(found, Outcome) else _figure(found, overrides))
+    records = [each for each in _read(path) if each["command"] != command]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"records": [*records, record]}, ensure_ascii=False, indent=1, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _table(found: Outcome, overrides: Sequence[str]) -> Record:
+    return {
+        "scale": found.scale, "protocol": found.protocol, "overrides": list(overrides),
+        "changed": {name: list(texts) for name, texts in found.changed.items()},
+        "rows": [_row(row) for row in found.rows],
+    }  # fmt: skip
+
+
+def _row(row: Row) -> Record:
+    return {
+        "column": row.cell.column, "method": row.cell.method, "published": row.cell.published,
+        "ours": {str(seed): _out(value) for seed, value in row.ours.items()},
+        "fates": {str(seed): fate for seed, fate in row.fates.items()},
+        "proven": _out(row.proven), "delta": row.delta, "simulated": row.simulated,
+        "missing": row.missing, "void": row.void,
+    }  # fmt: skip
+
+
+def _out(value: float | None) -> float | str | None:
+    """A number for JSON: four decimals of a value, ``inf`` for what has no end."""
+    if value is None:
+        return None
+    return round(value, 4) if math.isfinite(value) else "inf"
+
+
+def _in(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _figure(found: Drawn, overrides: Sequence[str]) -> Record:
+    return {
+        "scale": found.scale, "overrides": list(overrides), "missing": list(found.missing),
+        "figures": plain([asdict(figure) for figure in found.figures]), "landscapes": plain(list(found.landscapes)),
+    }  # fmt: skip
+
+
+def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
+    """The records of a table as outcomes, those of its cells that ``table`` has. Raises InputError where there is none.
+
+    What changed against the paper is the record's own: what ran then, whatever a scale means now.
+    """
+    found = []
+    for record in _read(FOLDER / f"{stem_of(table)}.json"):
+        rows = {(row["column"], row["method"]): row for row in record["rows"]}
+        kept = [cell for cell in table.cells if (cell.column, cell.method) in rows]
+        if kept:
+            part = replace(table, cells=tuple(kept))
+            planned = dry(part, record["scale"], record["protocol"], record["overrides"])
+            filled = tuple(_filled(row, rows[row.cell.column, row.cell.method]) for row in planned.rows)
+            changed = {name: tuple(texts) for name, texts in record["changed"].items()}
+            found.append((_source(record), replace(planned, rows=filled, changed=changed)))
+    if not found:
+        raise wrong("--measured", f"no results of paper {table.paper}, {table.table}", _known())
+    return found
+
+
+def _filled(row: Row, record: Mapping[str, Any]) -> Row:
+    return replace(
+        row,
+        ours={int(seed): float(value) for seed, value in record["ours"].items()},
+        fates={int(seed): fate for seed, fate in record["fates"].items()},
+        proven=_in(record["proven"]), delta=record["delta"], simulated=record["simulated"],
+        missing=record["missing"], void=record["void"],
+    )  # fmt: skip
+
+
+def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
+    """The records of a figure. Raises InputError where there is none."""
+    found = []
+    for record in _read(FOLDER / f"{stem_of(figure)}.json"):
+        figures = tuple(_figure_of(each) for each in record["figures"])
+        drawn = Drawn(figure, record["scale"], figures, tuple(record["landscapes"]), tuple(record["missing"]))
+        found.append((_source(record), drawn))
+    if not found:
+        raise wrong("--measured", f"no results of paper {figure.paper}, {figure.name}", _known())
+    return found
+
+
+def _figure_of(record: Mapping[str, Any]) -> Figure:
+    series = tuple(
+        Series(
+            each["label"], {axis: tuple(values) for axis, values in each["x"].items()}, tuple(each["y"]),
+            tuple(each["low"]), tuple(each["high"]), each["style"],
+        )
+        for each in record["series"]
+    )  # fmt: skip
+    lines = tuple((label, value) for label, value in record["lines"])
+    return Figure(**{**record, "series": series, "lines": lines, "names": tuple(record["names"])})
+
+
+def _source(record: Mapping[str, Any]) -> Source:
+    return Source(**{key: record[key] for key in Source.__dataclass_fields__})
+
+
+def _known() -> str:
+    names = sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*.json"))
+    return ", ".join(names) or "none yet: run it without --measured"
+
+
+def _read(path: Path) -> list[Record]:
+    if not path.is_file():
+        return []
+    found: list[Record] = json.loads(path.read_text(encoding="utf-8"))["records"]
+    return found
+
+
+def machine() -> str:
+    """This machine in words: cores, processor, memory; nothing that tells whose it is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    words = [f"{cores} cores" if cores > 1 else "1 core", platform.machine()]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        words.append(f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB of memory")
+    return ", ".join(words)
+
+
+def software() -> str:
+    """The versions that a result may depend on."""
+    import numpy
+    import torch
+
+    import fedflat
+
+    return f"fedflat {fedflat.__version__}, torch {torch.__version__}, NumPy {numpy.__version__}"
+
+
+def commit() -> str:
+    """The commit that this package runs from, ``+`` where files changed since; ``unknown`` without a repository."""
+    root = Path(__file__).parents[2]
+    try:
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip() or "unknown"
