@@ -19,7 +19,6 @@ from benchmarks import agreement, gpu
 from benchmarks.systems import central, ours
 from benchmarks.systems.central import BATCHES, Central, best, search, sizes_of
 from benchmarks.table_gpu import limit, markdown_gpu, share
-from benchmarks.turns import System, measure
 from benchmarks.workloads import BY_NAME, G1, network, write_data
 from fedflat.models import build
 
@@ -280,13 +279,3 @@ def test_what_the_check_cannot_answer_is_a_row(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gpu.subprocess, "run", lambda *a, **k: Dead())
     (row,) = gpu.check()
     assert not row["same"] and row["apart"]["all"] == "a driver that is too old"
-
-
-@pytest.mark.slow
-def test_the_limit_takes_turns_with_fedflat(tmp_path: Path) -> None:
-    systems = [System("fedflat", "ours", "sequential"), System("limit", "central", "eager")]
-    systems.append(System("limit-graph", "central", "graph"))  # needs a GPU: ends, and the others go on
-    found = measure(BY_NAME["W2"], systems, 1, tmp_path)["systems"]
-    assert found["fedflat"]["facts"]["samples"] == 10_000 <= found["limit"]["facts"]["samples"]
-    assert list(map(int, found["limit"]["facts"]["rates"])) == [*BATCHES, 5000]
-    assert torch.cuda.is_available() or "error" in found["limit-graph"]
