@@ -108,7 +108,9 @@ def test_noise_sources_and_priors_are_named() -> None:
     facts = {"unidentified": True, "prior": "public natural data", "client_state": True}
     found = statement(plan, rounds_run=2, algorithm="dp-fedavg", facts=facts, key_source="os-entropy")
     assert "never stored: the method or model given in Python" in found["noise_source"]
-    assert any(line.startswith("The people in the data that the model was pretrained on") for line in found["not_covered"])
+    assert any(
+        line.startswith("The people in the data that the model was pretrained on") for line in found["not_covered"]
+    )
     assert any(line.startswith("Clients' states") for line in found["not_covered"])
 
 
