@@ -148,7 +148,7 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float) -> tuple[floa
     from fedflat.privacy.verify import multiplier
 
     first = entries[0]
-    if any(entry.get("selection") != first["selection"] for entry in entries):
+    if any(entry.get("selection") != first.get("selection") for entry in entries):
         raise wrong("ledger", "lines of different selections", "one per run")
     try:
         selection = Selection.of(first["selection"])
