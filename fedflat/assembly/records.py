@@ -41,9 +41,7 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
     """
     kept = {section: values for section, values in recipe.items() if section not in UNCHANGING}
     for section, keys in LATER.items():
-        kept[section] = {
-            key: value for key, value in kept[section].items() if key not in keys or value != keys[key]
-        }
+        kept[section] = {key: value for key, value in kept[section].items() if key not in keys or value != keys[key]}
     return Identity(
         recipe=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         data=data,

@@ -106,7 +106,9 @@ def test_a_broken_bound_is_exceeded(broken: Bound) -> None:
     assert worst(broken) > 1e-3
 
 
-@pytest.mark.parametrize("trials", [Trials(2, 1.0), Trials(50, 1.0), Trials(20, 0.0), Trials(20, -0.5), Trials(4, None)])
+@pytest.mark.parametrize(
+    "trials", [Trials(2, 1.0), Trials(50, 1.0), Trials(20, 0.0), Trials(20, -0.5), Trials(4, None)]
+)
 @pytest.mark.parametrize("sigma", [0.4, 1.0, 5.0])
 def test_the_best_of_gaussian_numbers_costs_less(trials: Trials, sigma: float) -> None:
     """The largest of K numbers N(0, σ²) against N(1, σ²), of density E[K·F^(K−1)]·f, by a sum over a fine grid."""
@@ -135,9 +137,7 @@ def slope(trials: Trials, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("trials", [Trials(2, 1.0), Trials(30, 0.0), Trials(9, 2.5), Trials(1, None), Trials(25, None)])
 def test_the_library_agrees(trials: Trials) -> None:
-    event = dp_accounting.SelfComposedDpEvent(
-        dp_accounting.GaussianDpEvent(3.0), 60
-    )
+    event = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(3.0), 60)
     orders, one = renyi(event.event, 60)
     accountant = rdp.RdpAccountant(orders)
     shape = math.inf if trials.eta is None else trials.eta

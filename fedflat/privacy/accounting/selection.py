@@ -80,7 +80,7 @@ class Trials:
     def draw(self, generator: np.random.Generator) -> int:
         """K, by inversion of one uniform number."""
         left = float(generator.random())
-        for number, chance in self.chances():  # noqa: B007  (the last one is the answer)
+        for number, chance in self.chances():
             left -= chance
             if left < 0 or (chance < 1e-300 and number > self.mean):
                 break
