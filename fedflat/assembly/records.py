@@ -29,7 +29,7 @@ from fedflat.records.opening import Identity
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
-LATER = {"data": {"validation_fraction": 0.0}, "privacy": {"selection": None}}
+LATER: dict[str, dict[str, Any]] = {"data": {"validation_fraction": 0.0}, "privacy": {"selection": None}}
 """Keys that recipes did not always have, with what stands for their absence: without them a run is what it was."""
 
 

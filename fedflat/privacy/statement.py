@@ -180,7 +180,8 @@ def statement(
         "accountant": plan.accountant,
         **({"selection": plan.selection.record()} if plan.selection else {}),
         "reasons": [
-            *reasons, *planned, *(tuning.sentences(plan) if plan.selection else ()), *why, *_reasons(plan, proven, charged - rounds_run, min(spent)),
+            *reasons, *planned, *(tuning.sentences(plan) if plan.selection else ()), *why,
+            *_reasons(plan, proven, charged - rounds_run, min(spent)),
             *(f"Charged again ({count} events): {reason}." for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),

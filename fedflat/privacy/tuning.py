@@ -123,8 +123,8 @@ def sentences(plan: Any) -> list[str]:
     one, least = alone(plan).epsilon(), " (it may be none)" if trials.eta is None else ""
     return [
         f"ε is that of the selection among a secret number of trials ({trials.name}, {trials.mean:g} in the "
-        f"mean{least}), each with settings drawn anew from one public distribution; the selection is not free: one such "
-        f"run, its settings fixed beforehand, would have ε = {one:.4g}."
+        f"mean{least}), each with settings drawn anew from one public distribution; the selection is not free: one "
+        f"such run, its settings fixed beforehand, would have ε = {one:.4g}."
     ]
 
 
