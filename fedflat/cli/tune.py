@@ -104,8 +104,8 @@ def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
         chance = "" if one.chance_of_one is None else f"{100 * one.chance_of_one:.0f} %"
         print(f"{one.what:50}{_figure(one.epsilon):>9}{needed:>11}{chance:>10}")
     _say(
-        "A grid shows every run's result to whoever chooses, so all its runs are charged. A private selection shows one, "
-        "and hides how many there were. On a random process (--on proxy) settings cost nothing."
+        "A grid shows every run's result to whoever chooses, so all its runs are charged. A private selection shows "
+        "one, and hides how many there were. On a random process (--on proxy) settings cost nothing."
     )
 
 
@@ -126,8 +126,8 @@ def _private(
     if not as_json:
         alone = max(account.alone(plan).epsilon() for plan in asked.plans)
         _say(
-            f"Private selection, {asked.trials.name}, {mean:g} trials in the mean: total ε = {asked.plan.epsilon():.4g} at "
-            f"δ = {asked.plan.delta:g}; one trial alone would have {alone:.4g}. Scored on "
+            f"Private selection, {asked.trials.name}, {mean:g} trials in the mean: total ε = "
+            f"{asked.plan.epsilon():.4g} at δ = {asked.plan.delta:g}; one trial alone would have {alone:.4g}. Scored on "
             f"{100 * asked.recipe.data.validation_fraction:g} % of the public test examples, which leave the test data."
         )
     with ExperimentProgress(quiet=as_json) as progress:
@@ -135,25 +135,17 @@ def _private(
     if found.failed or found.left:
         _unfinished(found.failed, found.left)
     if as_json:
-        facts: dict[str, Any] = {
-            "folder": str(folder),
-            "winner": str(found.winner) if found.winner else None,
-            "score": found.score,
-        }
-        print(
-            json.dumps(
-                {**facts, "settings": found.settings, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}
-            )
-        )
+        facts: dict[str, Any] = {"folder": str(folder), "winner": str(found.winner) if found.winner else None}
+        facts |= {"settings": found.settings, "score": found.score}
+        print(json.dumps({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}))
     elif found.winner is not None:
         settings = ", ".join(f"{key} = {value}" for key, value in found.settings.items())
         _say(f"Chosen: {settings} (score {found.score:.4g})")
         _say(f"Released: {found.winner}; proven ε = {asked.plan.epsilon():.4g} for the whole selection.")
         _say(f"Next: fedflat card {found.winner}, fedflat verify {folder}, fedflat export {found.winner} OUT")
     if found.winner is None:
-        raise RunError(
-            f"{folder}: no trial was drawn, as a Poisson number may be 0; its ε is spent, a new folder spends more"
-        )
+        why = "no trial was drawn, as a Poisson number may be 0"
+        raise RunError(f"{folder}: {why}; its ε is spent, and a new folder spends more")
 
 
 def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:

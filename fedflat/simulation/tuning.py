@@ -116,6 +116,9 @@ def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | No
         raise wrong("privacy.budget", recipe.privacy.budget, "nothing: the selection's ε is the budget")
     if recipe.privacy.selection is not None:
         raise wrong("privacy.selection", "one", "a recipe that is not a trial's")
+    if recipe.cohort.sampling not in tuning.SAMPLINGS:
+        allowed = f"{', '.join(tuning.SAMPLINGS)}, whose Rényi divergence has a bound"
+        raise wrong("cohort.sampling", recipe.cohort.sampling, allowed)
     many = clients if clients is not None else recipe.data.clients
     if many is None:
         raise wrong("data.clients", "nothing", "a number of clients")
