@@ -417,7 +417,7 @@ def test_a_form_that_is_none_is_refused(name: str) -> None:
 
 
 def test_keys_that_a_random_process_does_not_use_are_refused() -> None:
-    with pytest.raises(InputError, match="data.max_test"):
+    with pytest.raises(InputError, match=r"data.max_test"):
         proxy.federation(DataSection(dataset="random-process/1x8x8/3/50+5", clients=5, max_test=3), 0)
     bound = proxy.federation(DataSection(dataset="random-process/1x8x8/3/50+5", clients=5, max_per_client=3), 0)
     assert max(bound.sizes) == 3 and bound.most == 3

@@ -128,7 +128,8 @@ def _private(
         _say(
             f"Private selection, {asked.trials.name}, {mean:g} trials in the mean: total ε = "
             f"{asked.plan.epsilon():.4g} at δ = {asked.plan.delta:g}; one trial alone would have {alone:.4g}. "
-            f"Scored on {100 * asked.recipe.data.validation_fraction:g} % of the public test examples, which leave the test data."
+            f"Scored on {100 * asked.recipe.data.validation_fraction:g} % of the public test examples, which leave the "
+            "test data."
         )
     with ExperimentProgress(quiet=as_json) as progress:
         found = tune(asked, folder, processes, progress.update)
