@@ -43,6 +43,7 @@ from fedflat.simulation.tuning_settings import applied, axes, draw, grid
 
 SMALL = {
     "name": "small",
+    "seed": 1,  # of which two trials are drawn
     "rounds": 2,
     "data": {"dataset": "digits", "clients": 20},
     "model": {"name": "mlp", "hidden": 4},
@@ -52,11 +53,11 @@ SMALL = {
     "privacy": {"clip": 0.5, "epsilon": 8},
     "engine": {"backend": "sequential", "device": "cpu"},
 }
-THREE = Trials(3, 1.0)
+TWO = Trials(1.5, 1.0)
 VARY = ["local.lr=log:0.05:1", "privacy.clip=0.1,0.5"]
 
 
-def asked(vary: list[str] = VARY, trials: Trials = THREE, **changes: Any) -> tuning.Asked:
+def asked(vary: list[str] = VARY, trials: Trials = TWO, **changes: Any) -> tuning.Asked:
     return tuning.ask(Recipe.of({**SMALL, **changes}), vary, trials)
 
 
@@ -369,16 +370,12 @@ def test_scores_are_of_public_examples_that_are_no_test_data() -> None:
 
 def test_a_release_without_a_finite_score_never_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tuning.trial_recipe(asked(), {"name": "a" * 16, "settings": {}})
-    nan = torch.nn.Linear(64, 10)
-    torch.nn.init.constant_(nan.weight, float("nan"))
-    module = torch.nn.Sequential(torch.nn.Flatten(), nan)
+    module = torch.nn.Linear(3, 1)
     monkeypatch.setattr("fedflat.simulation.load.load", lambda path: type("Loaded", (), {"model": module}))
-    assert tuning.score(tmp_path, recipe) <= 1.0  # a class is still chosen
-    regression = recipe.model_copy(update={"task": "regression"})
-    one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1))
-    torch.nn.init.constant_(one[1].weight, float("nan"))
-    monkeypatch.setattr("fedflat.simulation.load.load", lambda path: type("Loaded", (), {"model": one}))
-    assert tuning.score(tmp_path, regression) == -1e300
+    regression, public = recipe.model_copy(update={"task": "regression"}), (torch.ones(7, 3), torch.zeros(7))
+    assert -1e3 < tuning.score(tmp_path, regression, *public) <= 0
+    torch.nn.init.constant_(module.weight, float("nan"))
+    assert tuning.score(tmp_path, regression, *public) == -1e300
 
 
 # Proxies
@@ -405,7 +402,7 @@ def test_a_class_of_a_random_process_can_be_learnt() -> None:
     x, y = images.flatten(1).double(), torch.nn.functional.one_hot(targets, 4).double()
     weights = torch.linalg.solve(x[:600].T @ x[:600] + 30 * torch.eye(360), x[:600].T @ y[:600])
     right = ((x[600:] @ weights).argmax(1) == targets[600:]).double().mean()
-    assert images.shape == (800, 3, 12, 10) and 0.5 < right < 1
+    assert images.shape == (800, 3, 12, 10) and right > 0.7
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ MODES = 3
 """Images that stand for one class."""
 POOL = 2000
 """Dead-leaves images that lie over them, each in many places and both ways round."""
-SHARE = 0.7
+SHARE = 0.6
 """The class's part of an example's variance."""
 SEED = 20_220_101
 """Of the process itself: the same for every recipe."""
@@ -130,7 +130,7 @@ def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:
         classes = draw.integers(form.classes, size=size)
         under = stand_for[torch.from_numpy(classes * MODES + draw.integers(MODES, size=size))]
         above = over[torch.from_numpy(draw.integers(len(over), size=size))]
-        near = max(1, max(form.shape[1:]) // 14)
+        near = max(form.shape[1:]) // 14
         mixed = SHARE**0.5 * _moved(under, draw, near, near) + (1 - SHARE) ** 0.5 * _moved(
             _turned(above, draw), draw, form.shape[1], form.shape[2]
         )

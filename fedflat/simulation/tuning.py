@@ -18,11 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.tasks import objective_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.rng import digest, fresh_key, noise_key, stream
+from fedflat.data.sources import load_validation
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.accounting.selection import Trials
@@ -270,23 +274,20 @@ def _work(
         found = compare(recipes, (), 1, place / TRIALS, processes, update)
         if not found.complete:
             return Selected(place, asked, None, left=found.left, failed=found.failed)
+    public = load_validation(asked.recipe.data, asked.recipe.seed)
     for trial, recipe in zip(drawn["trials"], recipes):
-        trial["score"] = score(_folder(place, recipe), recipe)
+        trial["score"] = score(_folder(place, recipe), recipe, *public)
     best = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]), default=None)
     drawn["winner"] = None if best is None else best["name"]
     _keep(place, drawn)
     return None
 
 
-def score(run: Path, recipe: Recipe) -> float:
-    """How good a run's release is on the public examples that are set apart: accuracy, or minus the loss of a task
-    without one; -1e300 for a release that is not finite."""
-    import torch
-
-    from fedflat.data.sources import load_validation
+def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
+    """How good a run's release is on public examples: accuracy, or minus the loss of a task without one; -1e300 for a
+    release that is not finite."""
     from fedflat.simulation.load import load
 
-    inputs, targets = load_validation(recipe.data, recipe.seed)
     objective, model = objective_of(recipe, None), load(run).model
     with torch.no_grad():
         pairs = [objective(model(some).float(), right) for some, right in zip(inputs.split(500), targets.split(500))]

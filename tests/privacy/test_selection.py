@@ -217,6 +217,15 @@ def test_noise_is_calibrated_to_the_total_and_the_ledger_proves_it(
     assert not verify(entries, plan.epsilon() * 0.999).ok
 
 
+def test_cohorts_of_fixed_size_are_accounted_under_replacement() -> None:
+    few = {"clients": 20, "cohort": 2, "rounds": 3, "sampling": "fixed", "accountant": "rdp"}
+    plan = build_plan(**few, noise_multiplier=2.0, selection=TEN)
+    assert plan.relation == "replace-one" and recompute(lines(plan)).epsilon == pytest.approx(plan.epsilon())
+    assert plan.epsilon() > build_plan(**few | {"sampling": "poisson"}, noise_multiplier=2.0, selection=TEN).epsilon()
+    with pytest.raises(InputError, match="truncated Poisson"):
+        renyi(dp_accounting.TruncatedSubsampledGaussianDpEvent(20, 0.1, 3, 1.0), 1)
+
+
 def test_lines_drawn_again_count_in_the_total() -> None:
     plan = build_plan(**SETTING | {"noise_multiplier": 3.0, "selection": TEN})
     entries = lines(plan)

@@ -79,11 +79,12 @@ class Trials:
 
     def draw(self, generator: np.random.Generator) -> int:
         """K, by inversion of one uniform number."""
-        left = float(generator.random())
-        for number, chance in self.chances():
+        every = self.chances()
+        number, chance = next(every)
+        left = float(generator.random()) - chance
+        while left >= 0 and (chance > 1e-300 or number < self.mean):
+            number, chance = next(every)
             left -= chance
-            if left < 0 or (chance < 1e-300 and number > self.mean):
-                break
         return number
 
     def selected(self, orders: Sequence[float], one: Floats) -> Floats:
