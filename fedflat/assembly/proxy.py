@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.config.recipe import DataSection, Recipe
+from fedflat.config.recipe import DataSection, Partition, Recipe
 from fedflat.core.checks import in_range, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back
@@ -81,7 +81,7 @@ def on_proxy(recipe: Recipe, data: FederatedData) -> Recipe:
     tested = len(data.test_targets) if data.test_targets is not None else max(1, train // 5)
     section = DataSection(
         dataset=Form((shape[0], shape[1], shape[2]), data.classes, held, tested).dataset,
-        partition="iid" if recipe.data.partition.kind == "natural" else recipe.data.partition,
+        partition=Partition() if recipe.data.partition.kind == "natural" else recipe.data.partition,
         clients=data.clients,
         client_test_fraction=recipe.data.client_test_fraction,
         max_per_client=recipe.data.max_per_client,

@@ -131,7 +131,7 @@ def law(value: str | float) -> float | None:
 def _deltas(at: Floats, one: Floats, epsilons: Floats) -> Floats:
     """The smallest δ proven at each ε by divergences ``one`` at orders ``at``; all ``(n,)``.
 
-    Canonne, Kamath and Steinke 2020, Proposition 12; and the total variation, at most √(1 − e^−ε(λ)) by
+    Canonne et al. 2020, Proposition 12; and the total variation, at most √(1 − e^−ε(λ)) by
     Bretagnolle and Huber.
     """
     log = (at - 1) * (one + np.log1p(-1 / at)) - np.log(at) - np.multiply.outer(epsilons, at - 1)
