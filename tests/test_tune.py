@@ -136,6 +136,7 @@ def test_what_cannot_vary_is_refused_before_anything_is_drawn(vary: list[str], s
         ({"privacy": {"clip": 1, "noise_multiplier": 0}}, "without it nothing is proven"),
         ({"cohort": {"size": 10, "sampling": "truncated", "max": 12}}, "Rényi divergence has a bound"),
         ({"data": {"dataset": "digits"}}, "data.clients"),
+        ({"privacy": {"clip": {"kind": "adaptive", "initial": 1, "count_noise": 0.6}, "epsilon": 1}}, "count_noise"),
     ],
 )
 def test_what_has_no_proven_selection_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -322,6 +323,15 @@ def test_losers_leave_no_key_and_no_mark(tmp_path: Path, here: Callable[..., Her
     left = [path for path in set(keys.folder().parent.rglob("*")) - known if path.is_file()]
     assert found.winner is not None and len(left) == 1 and left[0].parent.name == "marks"
     assert checks(tmp_path / "tuned") == []
+
+
+def test_nothing_is_charged_where_there_are_no_data(tmp_path: Path) -> None:
+    found = asked()
+    nothing = found.recipe.data.model_copy(update={"dataset": str(tmp_path / "nowhere.csv")})
+    gone = replace(found, recipe=found.recipe.model_copy(update={"data": nothing}))
+    with pytest.raises((InputError, RunError), match="nowhere"):
+        tuning.tune(gone, tmp_path / "tuned")
+    assert (tmp_path / "tuned" / CHARGE).read_bytes() == b""
 
 
 @pytest.mark.parametrize("place", ["file", "elsewhere"])

@@ -36,7 +36,7 @@ def tune(
     ] = 10,
     law: Annotated[
         str | None,
-        typer.Option(help="Of the number of trials: geometric (default), logarithmic, poisson, or a number η > -1."),
+        typer.Option(help="Of the number of trials: geometric (default), logarithmic, poisson, or η from -0.9 to 10."),
     ] = None,
     cost: Annotated[bool, typer.Option("--cost", help="Only say what it would cost, and what a grid would.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the search. Default: runs/tune-NAME.")] = None,

@@ -129,11 +129,14 @@ def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | No
     share = recipe.data.validation_fraction or APART
     one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": trials.mean, "eta": trials.eta}}
     whole = applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
-    for other in checked(whole, every):
-        _plan(_unnoised(other), many)
+    others = checked(whole, every)
+    for other in others:
+        _plan(_noised(other, 1.0), many)
     plans = _together([_plan(each, many) for each in law_classes(whole, every)])
     if not math.isfinite(plans[0].epsilon()):
         raise wrong("privacy.noise_multiplier", plans[0].noise_multiplier, "noise: without it nothing is proven")
+    for other in others:
+        _plan(_noised(other, max(plan.noise_multiplier for plan in plans)), many)
     return Asked(whole, every, trials, plans)
 
 
@@ -141,9 +144,9 @@ def _plan(recipe: Recipe, clients: int) -> Plan:
     return plan_of(recipe, algorithm_of(recipe), clients)
 
 
-def _unnoised(recipe: Recipe) -> Recipe:
-    """The recipe with noise given, so that its plan is checked without a calibration."""
-    return applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": 1.0})
+def _noised(recipe: Recipe, sigma: float) -> Recipe:
+    """The recipe with its noise given, so that its plan is checked without a calibration."""
+    return applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
 
 
 def _together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -171,10 +174,11 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
     _claim(place, asked)
     with Ledger.open(place / CHARGE) as ledger:
         drawn = _drawn(place, asked, bool(ledger.entries))
-        if not ledger.entries:
-            ledger.append(charge(asked.plan, asked.public()))
         if "winner" not in drawn:
-            found = _work(place, asked, drawn, processes, update)
+            public = load_validation(asked.recipe.data, asked.recipe.seed)  # without data nothing is charged
+            if not ledger.entries:
+                ledger.append(charge(asked.plan, asked.public()))
+            found = _work(place, asked, drawn, public, processes, update)
             if found is not None:
                 return found
         _release(place, drawn)
@@ -263,7 +267,12 @@ def _folder(place: Path, recipe: Recipe) -> Path:
 
 
 def _work(
-    place: Path, asked: Asked, drawn: dict[str, Any], processes: int | None, update: Update | None
+    place: Path,
+    asked: Asked,
+    drawn: dict[str, Any],
+    public: tuple[Tensor, Tensor],
+    processes: int | None,
+    update: Update | None,
 ) -> Selected | None:
     """Run every trial, score it and note the winner; what is left where some are not done."""
     from fedflat.simulation.experiment import compare
@@ -274,7 +283,6 @@ def _work(
         found = compare(recipes, (), 1, place / TRIALS, processes, update)
         if not found.complete:
             return Selected(place, asked, None, left=found.left, failed=found.failed)
-    public = load_validation(asked.recipe.data, asked.recipe.seed)
     for trial, recipe in zip(drawn["trials"], recipes):
         trial["score"] = score(_folder(place, recipe), recipe, *public)
     best = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]), default=None)
