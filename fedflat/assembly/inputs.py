@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
+from fedflat.assembly import proxy
 from fedflat.assembly.plans import NOT_HELD, algorithm_of
 from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
@@ -60,6 +61,8 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
         raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
     if recipe.data.dataset == GIVEN:
         raise wrong("data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
+    if proxy.is_proxy(recipe.data.dataset):
+        return proxy.federation(recipe.data, recipe.seed)
     from fedflat.data.sources import load
 
     return load(recipe.data, recipe.seed)

@@ -22,6 +22,7 @@ from fedflat.pieces import clipping
 from fedflat.pieces.averaging import MovingAverage, TailAverage
 from fedflat.pieces.server import optimizer
 from fedflat.privacy.plan import Plan, build_plan
+from fedflat.privacy.tuning import Selection
 
 NOT_HELD = (
     "the same model=… and clients=… given again in Python, for example fedflat.run(recipe, model, clients, out=…, "
@@ -95,6 +96,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         noise=privacy.noise.kind,
         bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
+        selection=selection_of(recipe),
     )
     plan = noising.settle(plan)
     if votes is not None:
@@ -102,6 +104,12 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     if privacy.budget is not None:
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
     return plan
+
+
+def selection_of(recipe: Recipe) -> Selection | None:
+    """What the recipe's run is selected by, if it is."""
+    asked = recipe.privacy.selection
+    return None if asked is None else Selection.of(asked.model_dump())
 
 
 def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:

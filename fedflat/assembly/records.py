@@ -29,6 +29,8 @@ from fedflat.records.opening import Identity
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
+LATER: dict[str, dict[str, Any]] = {"data": {"validation_fraction": 0.0}, "privacy": {"selection": None}}
+"""Keys that recipes did not always have, with what stands for their absence: without them a run is what it was."""
 
 
 def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, given: Sequence[Any]) -> Identity:
@@ -38,6 +40,8 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
     stand.
     """
     kept = {section: values for section, values in recipe.items() if section not in UNCHANGING}
+    for section, keys in LATER.items():
+        kept[section] = {key: value for key, value in kept[section].items() if key not in keys or value != keys[key]}
     return Identity(
         recipe=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         data=data,

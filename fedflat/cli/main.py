@@ -68,11 +68,13 @@ def _assemble() -> None:
         privacy,
         reproduce,
         training,
+        tune,
         verify,
     )
 
     training.add_to(app)
     planning.add_to(app)
+    tune.add_to(app)
     privacy.add_to(app)
     audit.add_to(app)
     deploy.add_to(app)

@@ -70,6 +70,9 @@ class DataSection(Section):
     """Train on at most so many examples, drawn by the seed before the partition; for quick trials. Example: 5000"""
     max_test: Annotated[int, Field(ge=1)] | None = None
     """Evaluate on at most so many test examples, the first ones. Example: 2000"""
+    validation_fraction: Share = 0.0
+    """Share of the public test examples that is set apart, by a public draw, for choosing settings; accuracies are
+    those on the rest. fedflat tune sets it to 0.5 where it is 0. Example: 0.5"""
     tokenizer: str | None = None
     """Folder or hub id of a transformers tokenizer. None: words hashed to numbers. Example: models/roberta-base"""
     max_length: Annotated[int, Field(ge=1)] | None = None
@@ -209,6 +212,19 @@ class NoiseSection(Section):
         return {**given, "bands": None} if isinstance(given, Mapping) and given.get("bands") == "auto" else given
 
 
+class SelectionSection(Section):
+    """What a run was selected by among several; fedflat tune writes it."""
+
+    mean: Positive
+    """E[K], the mean number of trials. Example: 10"""
+    eta: float | None = None
+    """η of the truncated negative binomial that K was drawn from (1: geometric). None: Poisson. Example: 1"""
+    beside: list[dict[str, float]] = []
+    """The rounds, cohorts and noise multipliers that other trials may have had, where settings change them."""
+    trial: str = ""
+    """A random name, which makes the trial's noise its own. Example: 6f1c"""
+
+
 class PrivacySection(Section):
     """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
 
@@ -243,6 +259,9 @@ class PrivacySection(Section):
     noise_cohort: Positive | None = None
     """Simulate the noise of a system with this larger cohort. ε proven is that of what ran; the larger system's is
     shown as simulated. Example: 5000"""
+    selection: SelectionSection | None = None
+    """Written by fedflat tune into its trials' recipes: ε is that of the selection among all of them. None: the
+    settings were fixed beforehand."""
 
 
 class ServerSection(Section):

@@ -112,7 +112,11 @@ def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
         path = before + name
         inner = _section(info.annotation)
         meaning, _, example = " ".join((info.description or "").split()).partition(EXAMPLE)
-        if inner is None or issubclass(inner, (NamedSection, ClipSection)) or name in ("partition", "noise"):
+        if (
+            inner is None
+            or issubclass(inner, (NamedSection, ClipSection))
+            or name in ("partition", "noise", "selection")
+        ):
             yield Key(path, _kind(info), _default(info), meaning.strip(), example)
         if inner is not None and not issubclass(inner, NamedSection):
             yield from _keys_of(inner, path + ".")
@@ -158,11 +162,11 @@ def _part(annotation: Any, metadata: list[Any]) -> str:
     if origin is typing.Literal:
         return ", ".join(map(str, inside))
     if origin is list:
-        return f"a list of {PLURALS.get(inside[0], 'values')}s"
+        return f"a list of {PLURALS.get(inside[0], 'value')}s"
     if isinstance(annotation, type) and issubclass(annotation, NamedSection):
         return "a name, or {name: …, with its options}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "{kind: …, with its keys}"
+        return "{kind: …, with its keys}" if "kind" in annotation.model_fields else "a map of its keys"
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     limits = [f"{sign} {getattr(m, mark):g}" for m in metadata for mark, sign in signs.items() if hasattr(m, mark)]
     return " ".join([PLURALS.get(annotation, "value"), " and ".join(limits)]).strip()

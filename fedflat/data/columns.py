@@ -19,7 +19,8 @@ class Options:
 
     test_fraction: share of the examples that becomes the public test set where there is no test split.
     max_examples: at most so many training examples, a seeded choice before the partition. max_test: at most
-    the first so many public test examples. input, label: column names, where they cannot be guessed.
+    the first so many public test examples. validation_fraction: share of those that is set apart.
+    input, label: column names, where they cannot be guessed.
     tokenizer: folder or hub id of a transformers tokenizer; max_length, vocabulary: of the hashing one.
     inputs, target, by, categories, scale: the columns of a table, see ``encoding.py``. max_per_client: public bound.
     """
@@ -33,6 +34,7 @@ class Options:
     test_fraction: float | None = None
     max_examples: int | None = None
     max_test: int | None = None
+    validation_fraction: float = 0.0
     tokenizer: str | None = None
     max_length: int | None = None
     vocabulary: int | None = None

@@ -45,9 +45,7 @@ def load(spec: Any, seed: int = 0) -> FederatedData:
     Raises InputError for what the recipe has wrong, RunError when the hub is needed and cannot be reached.
     """
     options = _options(spec)
-    meaning, train, test = _digits() if options.dataset == "digits" else _read(options)
-    _refuse_unused(options, meaning, test is not None)
-    train, test = _public_test(train, test, options, seed)
+    meaning, train, test, _ = _tables(options, seed)
     if options.max_examples is not None and options.max_examples < len(train.targets):
         chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
         train = train.take(np.sort(chosen).astype(np.int64))
@@ -69,6 +67,34 @@ def load(spec: Any, seed: int = 0) -> FederatedData:
         padding=meaning.padding,
         most=options.max_per_client,
     )
+
+
+def load_validation(spec: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The public examples that ``validation_fraction`` sets apart: inputs and targets, as ``load`` makes them.
+
+    Raises InputError: there is no public test data, or nothing is set apart.
+    """
+    options = _options(spec)
+    meaning, _, _, apart = _tables(options, seed)
+    if apart is None or not len(apart.targets):
+        raise wrong("data.validation_fraction", options.validation_fraction, "a share that is some public examples")
+    return _resident(apart.inputs, meaning), apart.targets
+
+
+def _tables(options: Options, seed: int) -> tuple[Meaning, Table, Table | None, Table | None]:
+    """Training rows, public test rows, and those of the test rows that are set apart."""
+    meaning, train, test = _digits() if options.dataset == "digits" else _read(options)
+    _refuse_unused(options, meaning, test is not None)
+    train, test = _public_test(train, test, options, seed)
+    share = in_range("data.validation_fraction", options.validation_fraction, 0.0, 1.0, open_high=True)
+    if not share:
+        return meaning, train, test, None
+    if test is None:
+        raise wrong("data.validation_fraction", share, f"0: {meaning.name} has no public test data to set apart")
+    order = stream(seed, "validation split").permutation(len(test.targets))
+    count = round(share * len(order))
+    rest, apart = (test.take(np.sort(rows).astype(np.int64)) for rows in (order[count:], order[:count]))
+    return meaning, train, rest, apart
 
 
 def _options(spec: Any) -> Options:

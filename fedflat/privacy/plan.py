@@ -15,6 +15,7 @@ from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import MOST, ROUNDING
 from fedflat.core.types import Sampler
+from fedflat.privacy import tuning
 from fedflat.privacy.accounting.epsilon import (
     accounting_params,
     calibrate,
@@ -122,6 +123,7 @@ class Plan:
         private: False for methods that neither clip nor add noise.
         mechanism: a mechanism with its own account; None for the Gaussian sum.
         warnings: one sentence each, for the user.
+        selection: what this run was selected by among several, if it was: every ε is then the selection's.
     """
 
     sampler: Sampler
@@ -140,6 +142,7 @@ class Plan:
     private: bool = True
     mechanism: Accounted | None = None
     warnings: tuple[str, ...] = ()
+    selection: tuning.Selection | None = None
     _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Some that were asked for: a round asks twice, for its ledger line and for what it shows."""
 
@@ -228,6 +231,9 @@ class Plan:
             text = "no clip, no noise: nothing is proven towards anyone"
             return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
         found = self._known.get(count)
+        if found is None and self.selection is not None:
+            found = (tuning.guarantee(self, count),)
+            self._known[count] = found
         if found is None:
             found = (
                 self.mechanism.guarantees(self, count)
@@ -248,7 +254,7 @@ class Plan:
         rounds, least = sum(multipliers.values()), min(multipliers, default=self.event_multiplier)
         if set(multipliers) <= {self.event_multiplier} or not self.private:
             return self.guarantees(rounds)
-        if self.mechanism or len(multipliers) == 1:
+        if self.mechanism or self.selection or len(multipliers) == 1:
             return self.at(least).guarantees(rounds)
         return guarantees_of(self.params, multipliers)
 
@@ -352,6 +358,7 @@ class Plan:
             "rounding": self.rounding or None,
             "count_std": self.count_noise,
             "update_multiplier": None if self.count_noise is None else self.effective_multiplier,
+            "selection": self.selection.record() if self.selection else None,
         }
         found |= {name: value for name, value in optional.items() if value is not None}
         found |= self.mechanism.record(self) if self.mechanism else {}
@@ -395,13 +402,15 @@ def build_plan(
     noise: str = "independent",
     bands: int | None = None,
     momentum: float = 0.0,
+    selection: tuning.Selection | None = None,
     **accounting: Any,
 ) -> Plan:
     """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
 
     Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by
     default. A target ε with ``noise_cohort`` is that of the simulated system. noise, bands: kind and bands of
-    ``privacy.noise``; momentum: the server's, for which correlated noise is made.
+    ``privacy.noise``; momentum: the server's, for which correlated noise is made. selection: as in :class:`Plan`; a
+    target ε is then the selection's.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
@@ -411,6 +420,8 @@ def build_plan(
     chosen = 1.0 if noise_multiplier is None else noise_multiplier
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
+        if selection is not None:
+            raise wrong("privacy.selection", "a method without privacy", "a private method")
         return _without_privacy(
             params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
         )
@@ -426,7 +437,10 @@ def build_plan(
     plan = Plan(
         params.sampler, rounds, chosen, params.delta, params.accountant, params.trust, protocol, epsilon,
         params.min_cohort, params.max_participations, params.colluders, noise_cohort, mechanism=mechanism,
+        selection=selection,
     )  # fmt: skip
+    if selection is not None:
+        tuning.check(plan)
     if plan.rounding:
         _summable(plan.sampler)
     plan.params.remaining_delta()  # refuses what cannot be accounted before any work

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 from fedflat.core.checks import InputError, RunError, one_of, whole
 from fedflat.core.durable import flush
+from fedflat.privacy import tuning
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import extra_rounds, plain_json
 
@@ -80,6 +81,9 @@ SAMPLING: dict[str, str] = {
 }
 
 
+UNTUNED = "The choice of hyper-parameters on these clients (clip, rates, method): each further run spends its own ε."
+
+
 class PlanLike(Protocol):
     """What a statement needs to know of a privacy plan (``privacy.plan.Plan``)."""
 
@@ -103,6 +107,8 @@ class PlanLike(Protocol):
     def sampler(self) -> Any: ...
     @property
     def noise_cohort(self) -> Any: ...
+    @property
+    def selection(self) -> Any: ...
     @property
     def warnings(self) -> Sequence[str]: ...
     def at(self, multiplier: float) -> PlanLike: ...
@@ -172,8 +178,10 @@ def statement(
         "simulated_epsilon": simulated,
         "epsilon_at_1e-5": _second(plan, spent),
         "accountant": plan.accountant,
+        **({"selection": plan.selection.record()} if plan.selection else {}),
         "reasons": [
-            *reasons, *planned, *why, *_reasons(plan, proven, charged - rounds_run, min(spent)),
+            *reasons, *planned, *(tuning.sentences(plan) if plan.selection else ()), *why,
+            *_reasons(plan, proven, charged - rounds_run, min(spent)),
             *(f"Charged again ({count} events): {reason}." for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),
@@ -327,7 +335,7 @@ def _rounding(plan: PlanLike, entries: Sequence[Mapping[str, Any]]) -> float | N
 def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> list[str]:
     """What the guarantee says nothing about, one sentence each."""
     found = [
-        "The choice of hyper-parameters on these clients (clip, rates, method): each further run spends its own ε.",
+        tuning.NOT_COVERED if plan.selection else UNTUNED,
         "Side channels: timing, message sizes, memory, and which clients answer.",
         "Public by assumption: number of clients, expected cohort, local steps, δ, model size, number of classes and "
         "of token ids, form of inputs and targets, partition seed, examples per client (the public n̄), and the test "
@@ -395,14 +403,15 @@ def checklist(found: Mapping[str, Any]) -> dict[str, str]:
     """The reporting items of Ponomareva et al. 2023, Section 5.3, each a sentence under a stable key."""
     return {
         "dp_setting": f"{found['trust']}: {found['trust_model']}",
-        "data_accesses": "Every round's cohort updates. Not the search for hyper-parameters; see not_covered.",
+        "data_accesses": "Every round's cohort updates"
+        + (", of all trials." if "selection" in found else ". Not the search for hyper-parameters; see not_covered."),
         "final_output": "Every round's shared model and the released metrics, not only the last model.",
         "unit_of_privacy": found["unit"],
         "adjacency": found["adjacency"],
         "accounting_type": f"{found['accountant']} accounting composed over {found['rounds_charged']} rounds.",
         "accounting_assumptions": f"{found['sampling']} This run drew its cohorts so.",
         "formal_statement": headline(found),
-        "tuning": "Not counted: see not_covered.",
+        "tuning": tuning.COUNTED if "selection" in found else "Not counted: see not_covered.",
         "verifiability": "ledger.jsonl holds every event; the figure can be recomputed from it with another library.",
     }
 
@@ -436,6 +445,7 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Mechanism", found["mechanism"]),
         ("Accounting", found["checklist"]["accounting_type"]),
         *([("Prior", found["prior"])] if "prior" in found else []),
+        *([("Tuning", found["checklist"]["tuning"])] if "selection" in found else []),
         ("Noise", found["noise_source"]),
         ("Arithmetic", found["floating_point"]),
         *([("Rounding", ROUNDED.format(found["rounding"]))] if found.get("rounding") else []),

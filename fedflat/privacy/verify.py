@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedflat.core.checks import InputError, wrong
+from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import LITTLE
 from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.schedules import contradictions
@@ -84,6 +85,9 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
         raise wrong("ledger", f"{len(laws)} mechanisms, cohort laws or trust models", "one per run")
     ((mechanism, sampling, trust),) = laws
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
+    if any(e.get("selection") is not None for e in entries):
+        found, ours = tuning.recomputed(entries, spent)
+        return Recomputed(found, ours * (1 - ROUNDING), "private selection, dp-accounting RDP and our own formula")
     if mechanism == "ddgauss":
         return _ddgauss(entries, spent)
     if entries[0].get("separation") is not None:

@@ -43,12 +43,12 @@ def _watch(abort: Any) -> None:
 
 def data_for(recipe: Recipe) -> FederatedData:
     """The recipe's federation; kept until another data section or seed is asked for, one at a time in memory."""
-    from fedflat.data.sources import load
+    from fedflat.assembly.inputs import data_of
 
     key = json.dumps([recipe.data.model_dump(mode="json"), recipe.seed], sort_keys=True)
     if key not in _DATA:
         _DATA.clear()
-        _DATA[key] = load(recipe.data, recipe.seed)
+        _DATA[key] = data_of(recipe, None, None)
     return _DATA[key]
 
 

@@ -37,6 +37,7 @@ from fedflat.records.folder import (
 )
 from fedflat.records.opening import Opening
 from fedflat.simulation.export import MODEL, SUMS
+from fedflat.simulation.tuning_records import CHARGE, WINNER, faults
 
 Verdict = Literal["ok", "wrong", "unchecked"]
 
@@ -57,11 +58,34 @@ def inspect_run(folder: str | Path) -> list[Check]:
         InputError: the folder holds no run, or a folder where a record belongs.
     """
     path = Path(folder)
+    if (path / CHARGE).is_file():
+        return [*check_selection(path), *_of_the_winner(path / WINNER)]
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
     check_kinds(path)
     return [check for each in CHECKS for check in each(path)]
+
+
+def check_selection(path: Path) -> Iterator[Check]:
+    """A folder of fedflat tune: what was charged, what was public, what the winner states."""
+    try:
+        wrongs = faults(path)
+    except InputError as error:
+        wrongs = [str(error)]
+    for fault in wrongs:
+        yield Check(CHARGE, "wrong", fault)
+    if not wrongs:
+        yield Check(CHARGE, "ok", "one charge of the selection that selection.yaml describes, not below the winner's ε")
+    yield Check(
+        "the trials", "unchecked", "how many there were and which scored best is secret, and the losers deleted"
+    )
+
+
+def _of_the_winner(path: Path) -> list[Check]:
+    if not path.is_dir():
+        return [Check(WINNER, "unchecked", "there is none (yet)")]
+    return [Check(f"{WINNER}/{check.record}", check.verdict, check.about) for check in inspect_run(path)]
 
 
 def refuse_damage(folder: Path) -> None:

@@ -47,6 +47,7 @@ class FakePlan:
     protocol: str = "sound"
     noise_cohort: int | None = None
     mechanism: Any = None
+    selection: Any = None
     most_rounds: int = 1000
     private: bool = True
     warnings: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
         ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
         ("privacy.secure_rng", privacy.secure_rng or None),
         ("privacy.noise_cohort", privacy.noise_cohort),
+        ("privacy.selection", None if privacy.selection is None else "a selection"),
         ("cohort.max", cohort.max),
         ("cohort.min", cohort.min),
         ("cohort.max_participations", cohort.max_participations),

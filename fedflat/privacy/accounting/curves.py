@@ -87,7 +87,7 @@ class _Renyi:
     def epsilon(self, rounds: int, delta: float) -> float:
         from dp_accounting import rdp
 
-        with _quiet():
+        with quiet():
             return float(rdp.compute_epsilon(self.orders, rounds * self.one_round, delta)[0])
 
 
@@ -214,8 +214,25 @@ def _library(event: Any) -> Account:
     return _Library(event)
 
 
+def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float64]]:
+    """Orders > 1 and the Rényi divergences ``(n,)`` of ``rounds`` repetitions of an event, both directions; inf of no
+    noise. The event's multiplier is std / sensitivity under its relation.
+
+    Raises:
+        InputError: the library has no bound for this event.
+    """
+    kind, _, multiplier = _kind(event)
+    reason = refusal(kind, "rdp")
+    if reason:
+        raise InputError(f"privacy.accountant: {reason}.")
+    if multiplier == 0:
+        return RDP_ORDERS, np.full(len(RDP_ORDERS), math.inf)
+    found = account(event, "rdp")
+    return found.orders, rounds * found.one_round  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide the library's notes that an order did not converge (it then leaves it out, which is still a bound), and that
     a divergence was rounded below zero (much noise; δ alone then covers what is left)."""
     logger = logging.getLogger("absl")
@@ -238,7 +255,7 @@ def _renyi(event: Any, without_replacement: bool) -> _Renyi:
     orders = WITHOUT_REPLACEMENT_ORDERS if without_replacement else RDP_ORDERS
     accountant = rdp.RdpAccountant(orders, relation)
     try:
-        with _quiet():
+        with quiet():
             accountant.compose(event)
     except UnsupportedEventError as error:
         raise InputError(f"accountant: rdp cannot account {type(event).__name__}; use pld.") from error

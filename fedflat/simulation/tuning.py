@@ -1,0 +1,341 @@
+"""Settings chosen by private selection: a secret number of trials, each a whole private run, of which one is released.
+
+In the folder: ``selection.yaml`` (what is public: recipe, distribution of settings, law of the number, ε) and
+``charge.jsonl`` (the whole selection, charged before the first trial starts), then ``winner/``, the winning trial's run
+folder. ``private/`` holds the draw (number of trials, settings, scores) and the trials while they run; the losers'
+folders and keys are deleted at the end. The files outside ``private/`` get the time at which the selection was charged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.tasks import objective_of
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.rng import digest, fresh_key, noise_key, stream
+from fedflat.data.sources import load_validation
+from fedflat.privacy import tuning
+from fedflat.privacy.accounting.epsilon import calibrate
+from fedflat.privacy.accounting.selection import Trials
+from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.plan import Plan
+from fedflat.records import keys
+from fedflat.records.folder import replace as write_whole
+from fedflat.records.opening import Opening
+from fedflat.report.progress import RunEvent
+from fedflat.simulation.tuning_records import CHARGE, PUBLIC, WINNER, charge, public_digest, read_public
+from fedflat.simulation.tuning_settings import Axis, Settings, applied, axes, checked, draw, law_classes
+
+DRAW, TRIALS = "private/draw.json", "private/trials"
+APART = 0.5
+"""``data.validation_fraction`` where a recipe says nothing."""
+RANKED = ("selection.yaml", "charge.jsonl", "winner", "private", ".")
+Update = Callable[[RunEvent], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A selection before anything is drawn: all of it is public.
+
+    recipe: what all trials share. axes: what varies. plans: of every number of rounds and cohort size that a trial may
+    have, each with its noise; the first is the recipe's own where none varies.
+    """
+
+    recipe: Recipe
+    axes: tuple[Axis, ...]
+    trials: Trials
+    plans: tuple[Plan, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """One of them; every one has the same ε, that of the selection."""
+        return self.plans[0]
+
+    @property
+    def selection(self) -> tuning.Selection:
+        """What every trial is selected by."""
+        found = self.plan.selection
+        if found is None:
+            raise TypeError("a selection without its law")
+        return found
+
+    def public(self) -> dict[str, Any]:
+        """Everything that may be known of it: the content of ``selection.yaml``."""
+        recipe = {name: keys for name, keys in self.recipe.dump().items() if name not in ("engine", "evaluation")}
+        return {
+            "settings": [axis.text for axis in self.axes],
+            "trials": {"law": self.trials.name, "mean": self.trials.mean, "eta": self.trials.eta},
+            "score": "mean accuracy (or minus the loss) on the public examples that data.validation_fraction sets "
+            "apart from the test data",
+            "epsilon": self.plan.epsilon(),
+            "delta": self.plan.delta,
+            "relation": self.plan.relation,
+            "rounds": [vars(law) for law in laws(self.plans)],
+            "recipe": recipe,
+        }
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What came of a selection. winner: the run's folder; None where no trial was drawn (Poisson), or some are left.
+
+    settings, score: the winner's. left: trials that were stopped. failed: name and one-line error of those that failed.
+    """
+
+    folder: Path
+    asked: Asked
+    winner: Path | None
+    settings: Settings = field(default_factory=dict)
+    score: float | None = None
+    left: int = 0
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def laws(plans: Sequence[Plan]) -> tuple[tuning.Law, ...]:
+    """The rounds of each plan, in public numbers."""
+    return tuple(tuning.Law(plan.rounds, plan.sampler.size, plan.event_multiplier) for plan in plans)
+
+
+def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | None = None) -> Asked:
+    """Check a selection and work out its noise, or its ε; nothing is drawn and no data are read.
+
+    clients: M, where the recipe leaves it to its data.
+    Raises InputError for whatever is wrong in any setting that could be drawn, or has no proof.
+    """
+    every = axes(varied)
+    if recipe.privacy.budget is not None:
+        raise wrong("privacy.budget", recipe.privacy.budget, "nothing: the selection's ε is the budget")
+    if recipe.privacy.selection is not None:
+        raise wrong("privacy.selection", "one", "a recipe that is not a trial's")
+    if recipe.cohort.sampling not in tuning.SAMPLINGS:
+        allowed = f"{', '.join(tuning.SAMPLINGS)}, whose Rényi divergence has a bound"
+        raise wrong("cohort.sampling", recipe.cohort.sampling, allowed)
+    many = clients if clients is not None else recipe.data.clients
+    if many is None:
+        raise wrong("data.clients", "nothing", "a number of clients")
+    share = recipe.data.validation_fraction or APART
+    one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": trials.mean, "eta": trials.eta}}
+    whole = applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
+    others = checked(whole, every)
+    for other in others:
+        _plan(_noised(other, 1.0), many)
+    plans = _together([_plan(each, many) for each in law_classes(whole, every)])
+    if not math.isfinite(plans[0].epsilon()):
+        raise wrong("privacy.noise_multiplier", plans[0].noise_multiplier, "noise: without it nothing is proven")
+    for other in others:
+        _plan(_noised(other, max(plan.noise_multiplier for plan in plans)), many)
+    return Asked(whole, every, trials, plans)
+
+
+def _plan(recipe: Recipe, clients: int) -> Plan:
+    return plan_of(recipe, algorithm_of(recipe), clients)
+
+
+def _noised(recipe: Recipe, sigma: float) -> Recipe:
+    """The recipe with its noise given, so that its plan is checked without a calibration."""
+    return applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
+
+
+def _together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The plans, each knowing the others' rounds; where ε is a target, with as much more noise as all need together."""
+    if len(plans) == 1:
+        return tuple(plans)
+
+    def scaled(factor: float) -> tuple[Plan, ...]:
+        every = [plan.at(plan.event_multiplier * factor) for plan in plans]
+        beside = laws(every)
+        return tuple(replace(plan, selection=tuning.Selection(plan.selection.trials, beside)) for plan in every)  # type: ignore[union-attr]
+
+    target = plans[0].budget
+    return scaled(1.0 if target is None else calibrate(lambda s: scaled(s)[0].epsilon(), target))
+
+
+def tune(asked: Asked, folder: str | Path, processes: int | None = None, update: Update | None = None) -> Selected:
+    """Draw the trials, run them, and leave the best one's release in ``folder``; what was begun there is gone on with.
+
+    The whole selection is charged before the first trial starts. Nothing is drawn twice: the same command after a kill
+    goes on with the same trials. Ctrl-C lets running rounds finish. processes: trials at a time, as ``compare``.
+    Raises InputError: ``folder`` holds something else, or its draw is gone. RunError: a trial's records are damaged.
+    """
+    place = Path(folder)
+    _claim(place, asked)
+    with Ledger.open(place / CHARGE) as ledger:
+        drawn = _drawn(place, asked, bool(ledger.entries))
+        if "winner" not in drawn:
+            public = load_validation(asked.recipe.data, asked.recipe.seed)  # without data nothing is charged
+            if not ledger.entries:
+                ledger.append(charge(asked.plan, asked.public()))
+            found = _work(place, asked, drawn, public, processes, update)
+            if found is not None:
+                return found
+        _release(place, drawn)
+    _hide_times(place)
+    name = drawn["winner"]
+    if name is None:
+        return Selected(place, asked, None)
+    won = next(trial for trial in drawn["trials"] if trial["name"] == name)
+    return Selected(place, asked, place / WINNER, won["settings"], won["score"])
+
+
+def _claim(place: Path, asked: Asked) -> None:
+    """Write what is public, or check that it is what lies there."""
+    import yaml
+
+    public = json.loads(json.dumps(asked.public()))
+    if (place / PUBLIC).is_file():
+        if read_public(place) != public:
+            raise wrong(
+                "--out", f"{place}, which holds another selection", "the same recipe and options, or a new folder"
+            )
+        return
+    if place.is_dir() and any(place.iterdir()):
+        raise wrong("--out", f"{place}, which holds something else", "a new folder")
+    keys.check_outside(place)
+    try:
+        (place / "private").mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(place / PUBLIC, yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise wrong("--out", f"{place}, which cannot be written ({error.strerror})", "a folder to write") from error
+
+
+def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
+    """The number of trials and their settings: as they were drawn before, or drawn now and written down."""
+    path, public = place / DRAW, public_digest(asked.public())
+    if path.is_file():
+        try:
+            found: dict[str, Any] = json.loads(path.read_bytes())
+            if found["of"] == public and isinstance(found["trials"], list):
+                return found
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        raise wrong(str(path), "a damaged draw, or another selection's", "the file that was written at the start")
+    if charged:
+        hint = "Drawing again is another selection with a charge of its own: choose a new folder."
+        raise wrong(str(path), "no such file", "the draw of the selection that was charged", hint=hint)
+    root: int | bytes = fresh_key() if asked.recipe.privacy.secure_rng else asked.recipe.seed
+    key = noise_key(root, "private selection", public)
+    count = asked.trials.draw(stream(key, "number of trials"))
+    every = [
+        {"name": digest(key, "name of a trial", i).hex()[:16], "settings": draw(asked.axes, stream(key, "settings", i))}
+        for i in range(count)
+    ]
+    found = {"of": public, "trials": every}
+    _keep(place, found)
+    return found
+
+
+def _keep(place: Path, drawn: Mapping[str, Any]) -> None:
+    (place / "private").mkdir(mode=0o700, exist_ok=True)
+    write_whole(place / DRAW, json.dumps(drawn, indent=1) + "\n", mode=0o600)
+
+
+def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
+    """The whole recipe of one trial, its noise and its place in the selection included."""
+    recipe = applied(asked.recipe, trial["settings"])
+    wanted = (recipe.rounds, recipe.cohort.size)
+    plan = next((plan for plan in asked.plans if (plan.rounds, plan.sampler.size) == wanted), asked.plan)
+    selection = {**asked.selection.record(), "trial": trial["name"]}
+    return applied(
+        recipe.model_copy(update={"name": f"{asked.recipe.name}-{trial['name'][:8]}"}),
+        {},
+        privacy={
+            "epsilon": None,
+            "noise_multiplier": plan.noise_multiplier,
+            "budget": max(asked.plan.budget or 0.0, asked.plan.epsilon()),
+            "selection": selection,
+        },
+    )
+
+
+def _folder(place: Path, recipe: Recipe) -> Path:
+    from fedflat.simulation.experiment_settings import expand, tasks
+
+    return tasks(place / TRIALS, expand([recipe], [], 1))[0].folder
+
+
+def _work(
+    place: Path,
+    asked: Asked,
+    drawn: dict[str, Any],
+    public: tuple[Tensor, Tensor],
+    processes: int | None,
+    update: Update | None,
+) -> Selected | None:
+    """Run every trial, score it and note the winner; what is left where some are not done."""
+    from fedflat.simulation.experiment import compare
+
+    recipes = [trial_recipe(asked, trial) for trial in drawn["trials"]]
+    if recipes:
+        (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
+        found = compare(recipes, (), 1, place / TRIALS, processes, update)
+        if not found.complete:
+            return Selected(place, asked, None, left=found.left, failed=found.failed)
+    for trial, recipe in zip(drawn["trials"], recipes):
+        trial["score"] = score(_folder(place, recipe), recipe, *public)
+    best = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]), default=None)
+    drawn["winner"] = None if best is None else best["name"]
+    _keep(place, drawn)
+    return None
+
+
+def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
+    """How good a run's release is on public examples: accuracy, or minus the loss of a task without one; -1e300 for a
+    release that is not finite."""
+    from fedflat.simulation.load import load
+
+    objective, model = objective_of(recipe, None), load(run).model
+    with torch.no_grad():
+        pairs = [objective(model(some).float(), right) for some, right in zip(inputs.split(500), targets.split(500))]
+    loss, good = (float(torch.cat(values).mean()) for values in zip(*pairs))
+    found = good if objective.scored else -loss
+    return found if math.isfinite(found) else -1e300
+
+
+def _release(place: Path, drawn: Mapping[str, Any]) -> None:
+    """Move the winner's folder out of ``private/``, and delete the losers', their noise keys and marks."""
+    from fedflat.report.html import write_report
+
+    trials, target = place / TRIALS, place / WINNER
+    for run in sorted(trials.glob("*/*/recipe.yaml")):
+        selection = Recipe.load(run.parent).privacy.selection
+        if selection is not None and selection.trial == drawn["winner"]:
+            os.rename(run.parent, target)
+        else:
+            _forget(run.parent)
+    if target.is_dir():
+        write_report([target], target / "report.html")
+        (target / "ledger.lock").unlink(missing_ok=True)
+    elif drawn["winner"] is not None:
+        raise RunError(f"{target}: the winning trial's folder is gone")
+    shutil.rmtree(trials, ignore_errors=True)
+
+
+def _forget(run: Path) -> None:
+    """Delete a loser's key and mark, which lie outside its folder and whose number would tell how many there were."""
+    with contextlib.suppress(InputError):  # half of it was deleted before a kill
+        name = Opening.read(run).run
+        keys.forget(name)
+        keys.Mark(name).path.unlink(missing_ok=True)
+    shutil.rmtree(run)
+
+
+def _hide_times(place: Path) -> None:
+    """Give everything outside ``private/`` the time of the charge, so that no file tells how long the trials took."""
+    when = (place / CHARGE).stat().st_mtime_ns
+    inside = sorted((place / WINNER).rglob("*"), key=lambda path: -len(path.parts)) if (place / WINNER).is_dir() else []
+    for path in (*inside, *(place / name for name in RANKED), (place / CHARGE).with_suffix(".lock")):
+        if path.exists():
+            os.utime(path, ns=(when, when))

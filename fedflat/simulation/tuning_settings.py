@@ -1,0 +1,164 @@
+"""The public distribution that trials draw their settings from: what may vary, between which values, and the draw.
+
+Each key is drawn by itself: uniformly from a list, or from a range. Nothing of it may depend on anybody's data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedflat.config.recipe import Recipe, parse_value
+from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.simulation.experiment_settings import split_top
+
+RANGES = ("log", "uniform", "whole")
+"""log: uniform in the logarithm. uniform: in the value. whole: whole numbers. Numbers keep three digits."""
+VARIES = ("local", "server", "algorithm", "model")
+"""Sections whose keys may vary; and ``SINGLE`` keys of others."""
+SINGLE = ("rounds", "cohort.size", "privacy.clip")
+LAWS = ("rounds", "cohort.size")
+"""Keys that change what a trial's rounds cost: they take lists only, so that the dearest of them is known."""
+HOW = "KEY=a,b,c or KEY=log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH"
+Settings = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One key that varies. values: texts as ``-o`` takes them, equally likely; or a range of a kind of ``RANGES``."""
+
+    key: str
+    values: tuple[str, ...] = ()
+    kind: str = ""
+    low: float = 0.0
+    high: float = 0.0
+
+    def draw(self, generator: np.random.Generator) -> str:
+        """One value, as text."""
+        if self.values:
+            return self.values[int(generator.integers(len(self.values)))]
+        if self.kind == "whole":
+            return str(int(generator.integers(int(self.low), int(self.high) + 1)))
+        share = float(generator.random())
+        if self.kind == "log":
+            found = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+        else:
+            found = self.low + share * (self.high - self.low)
+        return f"{float(f'{min(max(found, self.low), self.high):.3g}'):g}"
+
+    def ends(self) -> tuple[str, ...]:
+        """Every listed value, or the ends of the range: what is tried before anything is drawn."""
+        return self.values or (f"{self.low:g}", f"{self.high:g}")
+
+    @property
+    def text(self) -> str:
+        """As ``--vary`` takes it."""
+        return f"{self.key}={','.join(self.values) or f'{self.kind}:{self.low:g}:{self.high:g}'}"
+
+
+def axes(varied: Sequence[str]) -> tuple[Axis, ...]:
+    """What ``--vary`` options say.
+
+    Raises:
+        InputError: nothing varies, a key that may not, a key twice, or values that make no list and no range.
+    """
+    if not varied:
+        raise wrong("--vary", "nothing", f"{HOW}, once for each key", hint="For example --vary local.lr=log:0.01:1.")
+    found = tuple(_axis(text) for text in varied)
+    for one, other in itertools.combinations(found, 2):
+        if one.key == other.key or one.key.startswith(other.key + ".") or other.key.startswith(one.key + "."):
+            raise wrong("--vary", f"{one.key} and {other.key}", "each key once")
+    return found
+
+
+def _axis(text: str) -> Axis:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key or not value:
+        raise wrong("--vary", text, HOW)
+    section = key.partition(".")[0]
+    if (
+        key not in SINGLE
+        and not key.startswith("privacy.clip.")
+        and (section not in VARIES or key in ("local", "server"))
+    ):
+        allowed = ", ".join([*(f"{name}.…" for name in VARIES), *SINGLE])
+        hint = "It is public and fixed for all trials." if section in ("data", "privacy", "seed", "cohort") else ""
+        raise wrong("--vary", key, f"keys of {allowed}", hint=hint or nearest(key, [*VARIES, *SINGLE]))
+    kind, colon, rest = value.partition(":")
+    if colon and kind in RANGES:
+        return _range(text, key, kind, rest)
+    values = tuple(split_top(value))
+    if len(values) < 2 or "" in values or len(set(values)) < len(values):
+        raise wrong(f"--vary {key}", value, f"two values or more, each once, or {', '.join(RANGES)}:LOW:HIGH")
+    return Axis(key, values)
+
+
+def _range(text: str, key: str, kind: str, rest: str) -> Axis:
+    ends = [parse_value(part) for part in rest.split(":")]
+    numbers = [
+        end for end in ends if isinstance(end, (int, float)) and not isinstance(end, bool) and math.isfinite(end)
+    ]
+    good = len(ends) == len(numbers) == 2 and numbers[0] < numbers[1] and (kind != "log" or numbers[0] > 0)
+    if not good or (kind == "whole" and any(end != int(end) for end in numbers)):
+        allowed = {"log": "two numbers, 0 < LOW < HIGH", "uniform": "two numbers, LOW < HIGH"}
+        raise wrong(f"--vary {key}", f"{kind}:{rest}", allowed.get(kind, "two whole numbers, LOW < HIGH"))
+    if key in LAWS:
+        raise wrong(f"--vary {key}", f"{kind}:{rest}", "a list of values, since each has a cost of its own")
+    return Axis(key, (), kind, float(numbers[0]), float(numbers[1]))
+
+
+def draw(every: Sequence[Axis], generator: np.random.Generator) -> Settings:
+    """One trial's settings, each key by itself."""
+    return {axis.key: axis.draw(generator) for axis in every}
+
+
+def grid(every: Sequence[Axis]) -> list[Settings] | None:
+    """Every combination of listed values; None where a key has a range."""
+    if any(not axis.values for axis in every):
+        return None
+    return [
+        dict(zip([axis.key for axis in every], values))
+        for values in itertools.product(*(axis.values for axis in every))
+    ]
+
+
+def overrides(settings: Mapping[str, str]) -> list[str]:
+    """As ``-o`` takes them; names first, since another name drops the options of the one before."""
+    return [f"{key}={value}" for key, value in sorted(settings.items(), key=lambda item: not item[0].endswith("name"))]
+
+
+def applied(recipe: Recipe, settings: Mapping[str, str], **sections: Mapping[str, Any]) -> Recipe:
+    """The recipe with settings, and then with keys of sections."""
+    changed = Recipe.of(recipe, overrides(settings)).dump()
+    for name, keys in sections.items():
+        changed[name] = {**changed[name], **keys}
+    return Recipe.of(changed)
+
+
+def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
+    """The recipe with each listed value, and each end of a range, by itself.
+
+    Raises:
+        InputError: one that no recipe can have.
+    """
+    from fedflat.assembly.plans import algorithm_of
+
+    found = []
+    for axis in every:
+        for value in axis.ends():
+            try:
+                found.append(applied(recipe, {axis.key: value}))
+                algorithm_of(found[-1])
+            except InputError as error:
+                raise InputError(f"--vary {axis.key}={value}: {str(error).removeprefix('recipe: ')}") from None
+    return found
+
+
+def law_classes(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
+    """The recipe with every combination of the values that change what rounds cost; the recipe itself if none does."""
+    return [applied(recipe, settings) for settings in grid([axis for axis in every if axis.key in LAWS]) or [{}]]
