@@ -15,8 +15,12 @@ from fedflat.report.pages import filled
 Values = Sequence[Sequence[float]]
 
 SIDE, LEFT, TOP = 240, 34, 8
-RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Viridis at five places: low to high in lightness too, so that it reads without colour."""
+RAMPS = (
+    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
+    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
+)
+"""Low to high on light and on dark paper: viridis' hues, their lightness rising so that they read without colour, each
+at least 3 : 1 against the paper."""
 
 
 def levels(low: float, high: float, count: int = 9) -> list[float]:
@@ -29,12 +33,16 @@ def levels(low: float, high: float, count: int = 9) -> list[float]:
     return sorted(level for level in found if low < level < high)
 
 
-def colour(level: float, low: float, high: float) -> str:
-    """The ramp at a level of a surface between ``low`` and ``high``, by its logarithm."""
+def colours(level: float, low: float, high: float) -> tuple[str, str]:
+    """Both ramps at a level of a surface between ``low`` and ``high``, by its logarithm."""
     share = math.log(level / low) / math.log(high / low) if high > low > 0 else 0.0
-    place = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
-    start = min(int(place), len(RAMP) - 2)
-    mixed = (round(a + (place - start) * (b - a)) for a, b in zip(RAMP[start], RAMP[start + 1], strict=True))
+    light, dark = (_mixed(ramp, min(max(share, 0.0), 1.0) * (len(ramp) - 1)) for ramp in RAMPS)
+    return light, dark
+
+
+def _mixed(ramp: Sequence[tuple[int, int, int]], place: float) -> str:
+    start = min(int(place), len(ramp) - 2)
+    mixed = (round(a + (place - start) * (b - a)) for a, b in zip(ramp[start], ramp[start + 1], strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
@@ -52,7 +60,7 @@ def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: fl
         left=LEFT,
         top=TOP,
         ends=(steps[0], 0.0, steps[-1]),
-        lines=[(f"{level:g}", colour(level, low, high), path) for path, level in paths if path],
+        lines=[(f"{level:g}", *colours(level, low, high), path) for path, level in paths if path],
     )
 
 

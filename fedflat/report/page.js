@@ -1,7 +1,7 @@
 
 "use strict";
 (() => {
-  const LEFT = 46, RIGHT = 468, TOP = 14, BOTTOM = 218, WIDTH = 480;
+  const LEFT = 46, TOP = 14, BOTTOM = 218, WIDTH = 480;
   const hidden = new Set();
 
   const make = (name, text, kind) => {
@@ -32,11 +32,11 @@
     }
 
     function scales(svg) {
-      const box = svg.dataset, x0 = +box.x0, x1 = +box.x1, log = box.log === "1" ? Math.log10 : (value) => value;
+      const box = svg.dataset, x0 = +box.x0, x1 = +box.x1, end = +box.end, log = box.log === "1" ? Math.log10 : (value) => value;
       const y0 = log(+box.y0), y1 = log(+box.y1);
       return {
-        x: (value) => LEFT + (value - x0) / (x1 - x0) * (RIGHT - LEFT),
-        back: (pixel) => x0 + (pixel - LEFT) / (RIGHT - LEFT) * (x1 - x0),
+        x: (value) => LEFT + (value - x0) / (x1 - x0) * (end - LEFT),
+        back: (pixel) => x0 + (pixel - LEFT) / (end - LEFT) * (x1 - x0),
         y: (value) => BOTTOM + (log(value) - y0) / (y1 - y0) * (TOP - BOTTOM),
       };
     }
@@ -75,9 +75,9 @@
       add(svg, "path", "cursor", { d: `M${pixel},${TOP}V${BOTTOM}` });
       shown(axis).forEach((series) => {
         const place = closest(series.x[axis], at);
-        if (Math.abs(series.x[axis][place] - at) > (RIGHT - LEFT) * 1e-9 + Math.abs(scale.back(pixel + 3) - at)) return;
+        if (Math.abs(series.x[axis][place] - at) > 1e-6 + Math.abs(scale.back(pixel + 3) - at)) return;
         rows.push([series.y ? series.y[place] : Infinity, row(series, place)]);
-        if (series.y && card.id !== "f-classes") {
+        if (series.y && card.id !== "f-classes" && scale.y(series.y[place]) <= BOTTOM) {
           const tone = series.style < 0 ? "ink" : "c" + series.style % 7;
           add(svg, "circle", "mark " + tone, { cx: scale.x(series.x[axis][place]), cy: scale.y(series.y[place]), r: 3.2 });
         }
