@@ -174,7 +174,7 @@ def statement(
         "accountant": plan.accountant,
         "reasons": [
             *reasons, *planned, *why, *_reasons(plan, proven, charged - rounds_run, min(spent)),
-            *(f"Charged again ({count} events): {reason}." for reason, count in again.items()),
+            *(f"Charged too ({count} events): {reason}." for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),
         "noise_source": _noise_source(facts, key_source),
@@ -243,7 +243,7 @@ def _reasons(plan: PlanLike, epsilon: float | None, extra: int, least: float) ->
             "happened, simulated what would hold for that population."
         )
     if extra > 0:
-        found.append(f"{extra} events beyond the rounds run are charged: a round was open or was drawn again.")
+        found.append(f"{extra} events beyond the rounds run are charged: open, drawn again, or never run.")
     return found
 
 
