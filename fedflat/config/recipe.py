@@ -321,6 +321,9 @@ class Recipe(Section):
     noise too: whoever knows it can draw the noise again. Example: 1"""
     rounds: Annotated[int, Field(ge=1)]
     """T, the number of rounds. More rounds need more noise for the same ε. Example: 60"""
+    after: str | None = None
+    """The folder of a run that ended: its released model is w^0, and privacy.epsilon that of all such runs together.
+    Example: runs/first"""
     data: DataSection = DataSection()
     """Which examples, and how they are spread over clients."""
     model: Annotated[NamedSection, BeforeValidator(_named)] = NamedSection(name="cnn")
@@ -372,8 +375,8 @@ class Recipe(Section):
         return recipe
 
     def dump(self) -> dict[str, Any]:
-        """A plain dict with every default resolved."""
-        return self.model_dump(mode="json")
+        """A plain dict with every default resolved; ``after`` only where it is set."""
+        return self.model_dump(mode="json", exclude={"after"} if self.after is None else None)
 
     def _check(self, where: str) -> None:
         local, clip = self.local, self.privacy.clip

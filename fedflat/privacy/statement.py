@@ -57,6 +57,7 @@ PRIORS: dict[str, str] = {
     "none": "none: first weights drawn at random",
     "random process": "random process: a frozen body made from synthetic images; nobody's data shaped it",
     "public natural data": "public natural data: first weights, or a frozen body, were trained on data taken as public",
+    "earlier run": "an earlier run, whose released model this one goes on from; what that cost comes on top",
     "unknown": "unknown: first weights, or the code that makes them, were given by the user",
 }
 """What shaped the model before any client's data did, which no ε covers."""
