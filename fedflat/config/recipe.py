@@ -351,8 +351,12 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """A packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings."""
-        return cls.of(read(source), overrides, where=str(source))
+        """A packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings.
+
+        An override that names another method takes what the packaged recipe NAME-METHOD advises, if there is one.
+        """
+        overrides = list(overrides)
+        return cls.of(_advised(source, read(source), overrides), overrides, where=str(source))
 
     @classmethod
     def of(
@@ -443,6 +447,18 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
         found = "an empty file" if mapping is None else "no mapping"
         raise wrong(str(path), found, "recipe keys with values, for example rounds: 60")
     return _extended(mapping, path, depth)
+
+
+def _advised(source: str | Path, mapping: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The packaged recipe of the method that an override names, under this one's name; else ``mapping``."""
+    asked = [text.partition("=")[2].strip() for text in overrides if re.match(r"\s*algorithm(\.name)?\s*=", text)]
+    if not asked or Path(source).exists():
+        return mapping
+    own = _named(mapping.get("algorithm"))
+    family = str(source).removesuffix(f"-{own.get('name')}") if isinstance(own, Mapping) else str(source)
+    if not (FOLDER / f"{family}-{asked[-1]}.yaml").is_file():
+        return mapping
+    return {**read(f"{family}-{asked[-1]}"), "name": mapping.get("name", str(source))}
 
 
 def _not_found(path: Path, source: str) -> InputError:
