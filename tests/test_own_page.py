@@ -35,11 +35,9 @@ def test_the_program_that_ends_early_and_goes_on_prints_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = PAGE[PAGE.index("## Watch a run") : PAGE.index("## Data sets from the hub")]
-    shown = re.findall(r"```text\n(.*?)```", part, re.DOTALL)[0]
+    program, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", part, re.DOTALL)[0]
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__"}
-    for program in re.findall(r"```python\n(.*?)```", part, re.DOTALL):
-        exec(compile(program, "own.md", "exec"), names)
-    early, together = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"ended early after \d+ rounds by what was released 7\.99\d+", early)
-    assert together == shown.strip()
+    exec(compile(program, "own.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    count = r"after \d+ rounds"  # another processor may round differently
+    assert re.sub(count, "", printed) == re.sub(count, "", shown)
