@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UpdateView,
     )
     from fedflat.data.own import clients
+    from fedflat.engine.early import After
     from fedflat.guard import Guard
     from fedflat.privacy.accounting.epsilon import epsilon, noise_multiplier
     from fedflat.simulation.load import load
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _PLACES = {
+    "After": "fedflat.engine.early",
     "Algorithm": "fedflat.core.types",
     "ClientState": "fedflat.core.types",
     "CommonMask": "fedflat.core.types",
@@ -70,6 +72,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "After",
     "Algorithm",
     "ClientState",
     "CommonMask",

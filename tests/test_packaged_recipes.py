@@ -51,3 +51,18 @@ def test_the_tables_recipes_exist() -> None:
 @pytest.mark.parametrize("name", ["cnn-2-layers", "cnn", "cnn-3", "resnet18"])
 def test_their_models_exist(name: str) -> None:
     assert build(name, (1, 28, 28) if name.startswith("cnn-2") or name == "cnn" else (3, 32, 32), 10, 0)
+
+
+@pytest.mark.parametrize("source", ["quick-start", "quick-start-dp-fedsam"])
+def test_a_method_named_on_the_command_line_has_its_advised_settings(source: str) -> None:
+    found = Recipe.load(source, ["algorithm.name=dp-fedpgn-ls", "rounds=3"])
+    advised = Recipe.load("quick-start-dp-fedpgn-ls")
+    assert found.algorithm == advised.algorithm and found.name == source and found.rounds == 3
+    assert Recipe.load(source, ["algorithm.name=dp-fedpgn-ls", "algorithm.beta=0.9"]).algorithm.options["beta"] == 0.9
+    assert Recipe.load(source, ["algorithm.name=dp-fedprox"]).algorithm.name == "dp-fedprox"  # advised by nobody
+
+
+@pytest.mark.parametrize("name", ["quick-start", "mnist-cnn", "cifar10-cnn"])
+def test_a_short_name_is_the_best_private_method_measured(name: str) -> None:
+    """README's table: DP-FedPGN is first or level with its smoothed form on all three."""
+    assert Recipe.load(name).algorithm == Recipe.load(f"{name}-dp-fedpgn").algorithm

@@ -108,6 +108,32 @@ def test_a_program_runs_without_the_package(ran: fedflat.Result, tmp_path: Path)
     assert {check.record: check.verdict for check in check_sums(tmp_path / "out")}["model.pt2"] == "ok"
 
 
+@pytest.mark.parametrize("write", ["write_program", "write_onnx"])
+def test_a_program_names_no_folder_of_this_machine(ran: fedflat.Result, tmp_path: Path, write: str) -> None:
+    from fedflat.simulation import program
+
+    if write == "write_onnx":
+        pytest.importorskip("onnxscript")
+    export(ran.folder, tmp_path / "out")
+    assert (
+        str(Path(fedflat.__file__).parent).encode()
+        not in getattr(program, write)(ran.folder, tmp_path / "out").read_bytes()
+    )
+
+
+def test_an_onnx_model_gives_what_the_module_gives(ran: fedflat.Result, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    from fedflat.simulation.program import write_onnx
+
+    export(ran.folder, tmp_path / "out")
+    found = onnx.ReferenceEvaluator(str(write_onnx(ran.folder, tmp_path / "out")))
+    for size in (1, 5):
+        images = torch.linspace(-1, 1, size * 64).reshape(size, 1, 8, 8)
+        (outputs,) = found.run(None, {"inputs": images.numpy()})
+        assert torch.allclose(torch.from_numpy(outputs), ran.model(images), atol=1e-5)
+
+
 def test_an_export_without_what_the_seed_drew_says_so(tmp_path: Path) -> None:
     personal = {**RECIPE, "rounds": 1, "algorithm": "dp2-fedsam", "model": "mlp"}
     ran = fedflat.run(personal, out=tmp_path / "a")

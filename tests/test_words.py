@@ -19,6 +19,7 @@ from fedflat.core.papers import CITED
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PUBLIC = [
+    "After",
     "Algorithm",
     "ClientState",
     "CommonMask",

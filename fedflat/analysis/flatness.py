@@ -301,19 +301,19 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
     for name in dict.fromkeys(each["model"] for each in measured):
         chosen = [each for each in measured if each["model"] == name]
         numbers = {each["run"]: each["numbers"] for each in chosen}
-        for style, group in enumerate(groups):
+        for place, group in enumerate(groups):
             own = [each for each in chosen if each["group"] == group.label]
             entry: Numbers = {
                 "label": group.label,
                 "model": name,
-                "style": style,
+                "style": group.style,
                 "seeds": [each["seed"] for each in own],
             }
             entry["epsilon"] = _spread(proven_epsilon(run) for run in group.runs)
             entry["private"] = own[0]["private"]
             entry["numbers"] = {key: _spread(each["numbers"][key] for each in own) for key in NUMBERS}
             entry["differences"] = (
-                {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if style else {}
+                {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {}
             )
             entry["line"] = {"steps": own[0]["line"]["steps"]} | _curves([each["line"] for each in own])
             entry["noise"] = {"levels": list(settings.noise)} | _curves([_over_draws(each["noise"]) for each in own])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
+from fedflat.assembly import going_on
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
@@ -140,6 +141,8 @@ def _ingredients(
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
     module, random = module_of(recipe, model, data, objective)
+    if recipe.after is not None:
+        going_on.put_weights(recipe.after, module)
     if method.zero_head:
         zero(module, last_linear(module))
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"

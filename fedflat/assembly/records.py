@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from fedflat.assembly import going_on
 from fedflat.assembly.plans import server_of
 from fedflat.config.recipe import GIVEN, ClipSection, Recipe
 from fedflat.core.identity import identity_of
@@ -137,6 +138,8 @@ def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
 
 def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
     """What shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``."""
+    if recipe.after is not None:
+        return "earlier run"
     own = recipe.model.name == GIVEN or ":" in recipe.model.name
     said = {**vars(type(module)), **vars(module)} if own and module is not None else {}  # never what it inherits
     found = said.get("prior", "unknown") if own else getattr(module, "prior", "none")
@@ -168,7 +171,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
     if plan.protocol == "published":
         asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
         facts |= published.facts(plan)
-    return statement(
+    found = statement(
         plan,
         rounds_run=outcome.state.round,
         algorithm=job.parts.algorithm.name,
@@ -177,3 +180,5 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
         entries=outcome.entries,
         **asked,
     )
+    found["warnings"] += going_on.warning(recipe, outcome.entries, found["proven_epsilon"])
+    return found

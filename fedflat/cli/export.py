@@ -17,19 +17,25 @@ def export(
     program: Annotated[
         bool, typer.Option("--program", help="Also model.pt2, a torch.export program that runs without fedflat.")
     ] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also model.onnx, for any ONNX runtime.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """What the guarantee covers and nothing else: weights, statement, ledger, recipe, metrics, report.
 
     Example: fedflat export runs/quick-start handed-over
     """
-    from fedflat.simulation.export import export as write
+    from fedflat.simulation.export import export as write_export
 
-    found = write(run, out)
-    if program:
-        from fedflat.simulation.program import write_program
+    if onnx:
+        from fedflat.simulation.program import check_onnx
 
-        found = replace(found, files=(*found.files, write_program(run, out).name))
+        check_onnx()
+    found = write_export(run, out)
+    if program or onnx:
+        from fedflat.simulation.program import write_onnx, write_program
+
+        made = [write(run, out).name for write, asked in ((write_program, program), (write_onnx, onnx)) if asked]
+        found = replace(found, files=(*found.files, *made))
     if as_json:
         facts = {"folder": str(found.folder), "files": found.files, "left": dict(found.left)}
         print(json.dumps(facts | {"guaranteed": found.guaranteed}, ensure_ascii=False, indent=2))

@@ -70,7 +70,8 @@ def run(
 
         watch = Watch()
 
-        def after(released: dict[str, Any], private: dict[str, Any]) -> None:
+        def after(released: dict[str, Any], state: Any) -> None:
+            private = state.private
             progress.round(released, private)
             trackers.round(released, private)
             if said := watch.round(released, private):

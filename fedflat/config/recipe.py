@@ -340,6 +340,9 @@ class Recipe(Section):
     noise too: whoever knows it can draw the noise again. Example: 1"""
     rounds: Annotated[int, Field(ge=1)]
     """T, the number of rounds. More rounds need more noise for the same ε. Example: 60"""
+    after: str | None = None
+    """The folder of a run that ended: its released model is w^0, and privacy.epsilon that of all such runs together.
+    Example: runs/first"""
     data: DataSection = DataSection()
     """Which examples, and how they are spread over clients."""
     model: Annotated[NamedSection, BeforeValidator(_named)] = NamedSection(name="cnn")
@@ -367,8 +370,12 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """A packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings."""
-        return cls.of(read(source), overrides, where=str(source))
+        """A packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings.
+
+        An override that names another method takes what the packaged recipe NAME-METHOD advises, if there is one.
+        """
+        overrides = list(overrides)
+        return cls.of(_advised(source, read(source), overrides), overrides, where=str(source))
 
     @classmethod
     def of(
@@ -391,8 +398,8 @@ class Recipe(Section):
         return recipe
 
     def dump(self) -> dict[str, Any]:
-        """A plain dict with every default resolved."""
-        return self.model_dump(mode="json")
+        """A plain dict with every default resolved; ``after`` only where it is set."""
+        return self.model_dump(mode="json", exclude={"after"} if self.after is None else None)
 
     def _check(self, where: str) -> None:
         local, clip = self.local, self.privacy.clip
@@ -459,6 +466,18 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
         found = "an empty file" if mapping is None else "no mapping"
         raise wrong(str(path), found, "recipe keys with values, for example rounds: 60")
     return _extended(mapping, path, depth)
+
+
+def _advised(source: str | Path, mapping: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The packaged recipe of the method that an override names, under this one's name; else ``mapping``."""
+    asked = [text.partition("=")[2].strip() for text in overrides if re.match(r"\s*algorithm(\.name)?\s*=", text)]
+    if not asked or Path(source).exists():
+        return mapping
+    own = _named(mapping.get("algorithm"))
+    family = str(source).removesuffix(f"-{own.get('name')}") if isinstance(own, Mapping) else str(source)
+    if not (FOLDER / f"{family}-{asked[-1]}.yaml").is_file():
+        return mapping
+    return {**read(f"{family}-{asked[-1]}"), "name": mapping.get("name", str(source))}
 
 
 def _not_found(path: Path, source: str) -> InputError:

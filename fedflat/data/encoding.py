@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.data.pictures import is_picture, pictures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +114,8 @@ def _constants(where: str, pair: Any) -> tuple[float, float]:
 
 
 def inputs_of(frame: pd.DataFrame, encoding: Encoding, place: Place) -> torch.Tensor:
-    """Inputs ``(N, features)`` float32; of a single column of lists ``(N, ...)``, whole numbers as int64 (token ids).
+    """Inputs ``(N, features)`` float32; of a single column of lists ``(N, ...)``, whole numbers as int64 (token ids);
+    of a single column of images ``(N, C, H, W)``, pixels over 255.
 
     Raises InputError naming row, client and column of a value that is missing, not finite, or of another kind.
     """
@@ -140,7 +142,8 @@ def _input(column: pd.Series, name: str, encoding: Encoding, place: Place) -> Ar
     if listed is not None:
         codes = _codes(column, name, listed, place)
         return np.eye(len(listed), dtype=np.float32)[codes]
-    values = _numbers(column, name, place)
+    cells = column.tolist() if column.dtype == object else []
+    values = pictures(cells, name, place) if any(map(is_picture, cells)) else _numbers(column, name, place)
     if name in encoding.scale:
         mean, std = encoding.scale[name]
         values = (values.astype(np.float64) - mean) / std

@@ -41,7 +41,8 @@ def clients(
     source: a table (a pandas or Polars DataFrame, a Hugging Face Dataset, a pyarrow Table) with ``by`` the column that
     names the user; a dict user -> (inputs, targets), torch Dataset or table; a list of such, one per client; or one
     torch Dataset or pair with ``by`` a sequence, the user of each example.
-    inputs, target: columns of tables; they must be numbers, true and false, or lists of numbers of one shape.
+    inputs, target: columns of tables; they must be numbers, true and false, or lists of numbers of one shape; an input
+    may be images (Hugging Face's, encoded bytes, Pillow's), which become (C, H, W) with pixels over 255.
     categories: column -> all its values, for text and codes: a 0/1 feature for each, or the class number of a target.
     scale: column -> (mean, std), public constants. Nothing is ever learnt from the rows.
     max_examples: public bound on each client's examples: the first so many of a draw by ``seed``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from fedflat.engine.ahead import ahead
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
+from fedflat.engine.early import After, charge_rest, refuse_private
 from fedflat.engine.evaluate import (
     Metric,
     Scores,
@@ -46,6 +48,9 @@ from fedflat.records.folder import LEDGER, RunFolder
 from fedflat.records.opening import Identity, Opening
 
 Record = dict[str, Any]
+OnRound = Callable[[Record, After], object]
+"""Called after a round with its released record and the state it left; True ends the run."""
+
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
 
@@ -145,10 +150,11 @@ class Outcome:
 def train(
     job: Job,
     *,
-    on_round: Callable[[Record, Record], None] | None = None,
+    on_round: OnRound | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Outcome:
-    """Run the rounds left from where the job's folder stands; stop before a round that would exceed the budget."""
+    """Run the rounds left from where the job's folder stands; stop before a round that would exceed the budget, or
+    after one for which ``on_round`` gives True."""
     plan = job.parts.plan
     with contextlib.ExitStack() as stack:
         stack.enter_context(exact(job.problem.device))
@@ -158,7 +164,7 @@ def train(
         job.parts = job.parts if plan is job.parts.plan else replace(job.parts, plan=plan)
         job.charged_again = plan.again(ledger.entries)
         vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
-        stopped = ""
+        stopped, peeked = "", False
         saved: Callable[[], object] = _nothing
         stack.callback(lambda: saved())
         while state.round < plan.rounds:
@@ -173,8 +179,17 @@ def train(
             private.append(hidden)
             if job.folder is not None:
                 saved = _save(job, state, heads, released, hidden, ledger_mark(ledger))
-            if on_round is not None:
-                on_round(released, hidden)
+            if on_round is None:
+                continue
+            after = After(state, hidden, functools.partial(_module, job, state, heads))
+            ended = on_round(released, after) is True
+            peeked = peeked or after.read_private
+            if ended and state.round < job.last_round:
+                refuse_private(peeked)
+                rest, bound = range(state.round, job.last_round), job.parts.clip.bound(state.clip)
+                charge_rest(ledger, job.parts.plan, rest, bound)
+                stopped = f"ended early after {state.round} rounds by what was released"
+                break
         complete = state.round >= job.last_round
         if broken := [found for record in private if (found := record.get(MALFORMED))]:
             job.say(f"{sum(broken)} messages in {len(broken)} rounds were malformed and counted as zero")
@@ -212,6 +227,14 @@ class MemoryLedger:
         """Record one privacy event, in memory only."""
         self.entries.append({"line": len(self.entries), **payload})
         return self.entries[-1]
+
+    def charge_open(self, payload: Mapping[str, Any], reason: str) -> Record:
+        """Record an event of a round that is never finished."""
+        return self.append({**payload, "reason": reason})
+
+    def rounds_recorded(self) -> set[int]:
+        """The rounds that have at least one event."""
+        return {entry["round"] for entry in self.entries}
 
 
 def _one_round(
@@ -398,4 +421,8 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
     """w^0's module with the released weights, on the processor; nothing else of it has met a client's data."""
-    return job.problem.released(torch.cat([outcome.state.released, outcome.heads.first]))
+    return _module(job, outcome.state, outcome.heads)
+
+
+def _module(job: Job, state: RoundState, heads: PersonalState) -> torch.nn.Module:
+    return job.problem.released(torch.cat([state.released, heads.first]))

@@ -141,6 +141,8 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
     if privacy.protocol == "published":
         hint = "A published procedure without a proof is for reproducing tables, not for people's data."
         raise wrong("privacy.protocol", "published", "sound", hint=hint)
+    if recipe.after is not None:
+        raise wrong("after", recipe.after, "nothing in a deployment", hint="Simulate it: fedflat run.")
     if recipe.task not in ("classification", "next-token") or recipe.loss is not None:
         found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
         raise wrong("task", found, "classification or next-token", hint="Simulate it: fedflat run.")

@@ -58,6 +58,7 @@ PRIORS: dict[str, str] = {
     "none": "none: first weights drawn at random",
     "random process": "random process: a frozen body made from synthetic images; nobody's data shaped it",
     "public natural data": "public natural data: first weights, or a frozen body, were trained on data taken as public",
+    "earlier run": "an earlier run, whose released model this one goes on from; what that cost comes on top",
     "unknown": "unknown: first weights, or the code that makes them, were given by the user",
 }
 """What shaped the model before any client's data did, which no ε covers."""
@@ -182,7 +183,7 @@ def statement(
         "reasons": [
             *reasons, *planned, *(tuning.sentences(plan) if plan.selection else ()), *why,
             *_reasons(plan, proven, charged - rounds_run, min(spent)),
-            *(f"Charged again ({count} events): {reason}." for reason, count in again.items()),
+            *(f"Charged too ({count} events): {reason}." for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),
         "noise_source": _noise_source(facts, key_source),
@@ -251,7 +252,7 @@ def _reasons(plan: PlanLike, epsilon: float | None, extra: int, least: float) ->
             "happened, simulated what would hold for that population."
         )
     if extra > 0:
-        found.append(f"{extra} events beyond the rounds run are charged: a round was open or was drawn again.")
+        found.append(f"{extra} events beyond the rounds run are charged: open, drawn again, or never run.")
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,6 +100,14 @@ def newest(
             if damaged is not None:
                 damaged(path, str(error))
     return None
+
+
+def named(found: tuple[RoundState, PersonalState, Facts]) -> dict[str, Tensor]:
+    """The released weights of a checkpoint by the names of the module's parameters."""
+    state, heads, facts = found
+    listed = facts["tensors"]
+    pieces = torch.cat([state.released, heads.first]).split([math.prod(shape) for _, shape in listed])
+    return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(listed, pieces)}
 
 
 def load(path: Path) -> tuple[RoundState, PersonalState, Facts]:

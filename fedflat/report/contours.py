@@ -11,15 +11,19 @@ from contourpy import LineType, contour_generator
 from markupsafe import Markup
 
 from fedflat.report.pages import filled
-from fedflat.report.svg import COLOURS, DASHES
+from fedflat.report.styles import COLOURS, DASHES
 
 Values = Sequence[Sequence[float]]
 
 SIDE, LEFT, TOP = 240, 34, 8
 LABELLED = 60
 """Length from which an overlaid line has its loss written on it: shorter ones crowd in the corners."""
-RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Viridis at five places: low to high in lightness too, so that it reads without colour."""
+RAMPS = (
+    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
+    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
+)
+"""Low to high on light and on dark paper: viridis' hues, their lightness rising so that they read without colour, each
+at least 3 : 1 against the paper."""
 
 
 def levels(low: float, high: float, count: int = 9) -> list[float]:
@@ -32,12 +36,16 @@ def levels(low: float, high: float, count: int = 9) -> list[float]:
     return sorted(level for level in found if low < level < high)
 
 
-def colour(level: float, low: float, high: float) -> str:
-    """The ramp at a level of a surface between ``low`` and ``high``, by its logarithm."""
+def colours(level: float, low: float, high: float) -> tuple[str, str]:
+    """Both ramps at a level of a surface between ``low`` and ``high``, by its logarithm."""
     share = math.log(level / low) / math.log(high / low) if high > low > 0 else 0.0
-    place = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
-    start = min(int(place), len(RAMP) - 2)
-    mixed = (round(a + (place - start) * (b - a)) for a, b in zip(RAMP[start], RAMP[start + 1], strict=True))
+    light, dark = (_mixed(ramp, min(max(share, 0.0), 1.0) * (len(ramp) - 1)) for ramp in RAMPS)
+    return light, dark
+
+
+def _mixed(ramp: Sequence[tuple[int, int, int]], place: float) -> str:
+    start = min(int(place), len(ramp) - 2)
+    mixed = (round(a + (place - start) * (b - a)) for a, b in zip(ramp[start], ramp[start + 1], strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
@@ -51,22 +59,22 @@ def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: fl
         left=LEFT,
         top=TOP,
         ends=(steps[0], 0.0, steps[-1]),
-        lines=[(f"{level:g}", colour(level, low, high), path) for path, level in paths if path],
+        lines=[(f"{level:g}", *colours(level, low, high), path) for path, level in paths if path],
     )
 
 
-def overlay(surfaces: Sequence[tuple[str, Values]], steps: Sequence[float], lines: Sequence[float]) -> Markup:
-    """The level lines of several named surfaces in one square, in their series' colours, each with its loss on it."""
+def overlay(surfaces: Sequence[tuple[str, int, Values]], steps: Sequence[float], lines: Sequence[float]) -> Markup:
+    """The level lines of several surfaces, given name and style, in one square, each with its loss on it."""
     drawn = []
-    for place, (name, values) in enumerate(surfaces):
+    for place, (name, number, values) in enumerate(surfaces):
         for level, found in _traced(values, lines):
             if found:
                 longest = max(found, key=len)
                 y, x = longest[(place + 1) * len(longest) // (len(surfaces) + 1)]  # labels of two surfaces stay apart
-                style = f"c{place % COLOURS} d{place % DASHES}"
+                style = f"c{number % COLOURS} d{number % DASHES}"
                 long = float(np.hypot(*np.diff(longest, axis=0).T).sum()) > LABELLED
                 drawn.append((style, name, f"{level:g}", "".join(map(_path, found)), float(x), float(y), long))
-    title = "Contours of the loss: " + ", ".join(name for name, _ in surfaces)
+    title = "Contours of the loss: " + ", ".join(name for name, *_ in surfaces)
     ends = (steps[0], 0.0, steps[-1])
     return filled("overlaid.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=ends, lines=drawn)
 

@@ -1,22 +1,23 @@
-"""What the figures of a report show: values only; ``svg`` draws them.
+"""What the figures of a run's report show: values only; ``svg`` draws them.
 
-A figure about one run shows its series by round (and, where an ε is proven, by ε spent). A figure about several groups
-shows each group's mean over its seeds with a band of one standard deviation.
+Each shows its series by round (and, where an ε is proven, by ε spent). The axis counts rounds that are finished: 0 is
+before training, and what round r of the records released stands at r + 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fedflat.report import metrics
 from fedflat.report.groups import Group, spread
 from fedflat.report.metrics import Run, column, number
+from fedflat.report.styles import dashed, style_of
 
 MAX_POINTS = 600  # beyond that a line shows every second, third … round
-MAX_OVERLAID = 3000  # points of all lines of an overlay together
+DOTS_FROM = 3  # series of bars up to which each is a bar from zero: more are dots, on an axis of their range
 Values = tuple[float, ...]
 
 
@@ -29,7 +30,7 @@ class Series:
         x: abscissae by axis name, ``round`` always and ``epsilon`` where it is known; same length as ``y``.
         y: the values (for a band that has no middle line, empty).
         low, high: the band's edges, or empty.
-        style: index of colour and dash; −1 draws in the text colour.
+        style: index of colour and dash; −1 draws dashed in the text colour, −2 without dashes.
     """
 
     label: str
@@ -42,7 +43,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: its series share a unit and an axis. ``private`` marks what no guarantee covers.
+    """One figure: its series share a unit and an axis. ``private`` marks what no guarantee covers; with ``zoom`` the
+    axis may leave out how the first rounds rose.
 
     kind: ``points`` draws each value with its interval on a real axis. names: of a bar's places, instead of numbers.
     y_title: what is measured, where the title does not say it.
@@ -62,6 +64,7 @@ class Figure:
     overlay: bool = field(default=False, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
     y_title: str = field(default="", kw_only=True)
+    zoom: bool = field(default=False, kw_only=True)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -84,10 +87,10 @@ def thin(count: int, most: int = MAX_POINTS) -> list[int]:
 
 def _series(label: str, points: Sequence[tuple[int, float]], spent: Mapping[int, float], style: int = 0) -> Series:
     places = thin(len(points))
-    rounds = tuple(float(points[place][0]) for place in places)
-    x: dict[str, Values] = {"round": rounds}
-    if spent and all(int(turn) in spent for turn in rounds):
-        x["epsilon"] = tuple(spent[int(turn)] for turn in rounds)
+    turns = [points[place][0] for place in places]
+    x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
+    if spent and all(turn in spent for turn in turns):
+        x["epsilon"] = tuple(spent[turn] for turn in turns)
     return Series(label, x, tuple(points[place][1] for place in places), style=style)
 
 
@@ -116,7 +119,14 @@ def figures_of_run(run: Run) -> list[Figure]:
         _bands(run, "client_accuracy_quantiles", SPREAD),
         _simple(run.private, "cohort", COHORT),
     ]
-    return [figure for figure in found if figure is not None]
+    own = style_of(run.algorithm)
+    return [_styled(figure, own) for figure in found if figure is not None]
+
+
+def _styled(figure: Figure, own: int) -> Figure:
+    """The figure in the method's colour; a second line has its next dash."""
+    series = [each if each.style < 0 else replace(each, style=dashed(own, each.style)) for each in figure.series]
+    return replace(figure, series=tuple(series))
 
 
 CLIPPED = Figure(
@@ -125,18 +135,26 @@ CLIPPED = Figure(
 SIGNAL = Figure(
     "signal", "Signal to noise", (), "", "Norm of the clipped mean over the norm of its noise.", True, zero=True
 )
-TRAIN = Figure("train-accuracy", "Training accuracy", (), "%", "Mean over the round's cohort.", True, percent=True)
-PERSONAL = Figure(
-    "personal", "Personal accuracy", (), "%", "Mean over clients, each its own model and held-back data.", True, True
+TRAIN = Figure(
+    "train-accuracy", "Training accuracy", (), "%", "Mean over the round's cohort.", True, percent=True, zoom=True
 )
+PERSONAL = Figure(
+    "personal",
+    "Personal accuracy",
+    (),
+    "%",
+    "Mean over clients, each its own model and held-back data.",
+    True,
+    percent=True,
+    zoom=True,
+)
+ACCURACY = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True, zoom=True)
 SPREAD = Figure("spread", "Accuracy by client", (), "%", "Quantiles over clients.", True, percent=True)
 COHORT = Figure("cohort", "Cohort size", (), "clients", "Clients that took part; the draw is secret.", True, zero=True)
 NORMS = Figure("norms", "Update norm before the clip", (), "L2", "Quantiles over the cohort, with the clip.", True)
 
 
-def _with(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | None:
-    from dataclasses import replace
-
+def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | None:
     kept = tuple(each for each in series if each.y or each.low)
     return replace(figure, series=kept, **changes) if kept else None
 
@@ -144,19 +162,19 @@ def _with(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | 
 def _simple(
     records: Sequence[Mapping[str, Any]], key: str, figure: Figure, spent: Sequence[tuple[int, float]] = ()
 ) -> Figure | None:
-    return _with(figure, [_series(figure.title, _sizes(records, key), dict(spent))])
+    return with_series(figure, [_series(figure.title, sizes(records, key), dict(spent))])
 
 
-def _sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+def sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     """``column``, with a list (a cohort given by its members) counted."""
     counted = [{**record, key: len(record[key])} if isinstance(record.get(key), list) else record for record in records]
     return column(counted, key)
 
 
 def _accuracy(run: Run) -> Figure | None:
-    points = column(run.metrics, "test_accuracy")
-    figure = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True)
-    return _with(figure, [_series("Test accuracy", points, dict(metrics.spent(run)))])
+    return with_series(
+        ACCURACY, [_series("Test accuracy", column(run.metrics, "test_accuracy"), dict(metrics.spent(run)))]
+    )
 
 
 def _measured(run: Run, key: str) -> Figure | None:
@@ -165,14 +183,19 @@ def _measured(run: Run, key: str) -> Figure | None:
 
 
 def _privacy(run: Run) -> Figure | None:
-    points = metrics.spent(run)
     privacy = metrics.section(run.recipe, "privacy")
     budget = number(privacy.get("epsilon") or privacy.get("budget"))
     lines = (("budget", budget),) if budget is not None else ()
     figure = Figure(
         "epsilon", "Privacy spent", (), "ε", "Proven ε of everything released so far.", lines=lines, zero=True
     )
-    return _with(figure, [_series("ε spent", points, {})])
+    return with_series(figure, [_series("ε spent", spent_from_start(run), {})])
+
+
+def spent_from_start(run: Run) -> list[tuple[int, float]]:
+    """(round, proven ε so far), with nothing spent before round 0; empty where no ε is proven."""
+    found = metrics.spent(run)
+    return [(-1, 0.0), *found] if found else []
 
 
 def _clip(run: Run) -> Figure | None:
@@ -180,7 +203,7 @@ def _clip(run: Run) -> Figure | None:
     if len({value for _, value in points}) < 2:
         return None
     figure = Figure("clip", "Clipping threshold", (), "L2", "Adapted privately; part of what is released.")
-    return _with(figure, [_series("Clip", points, {})])
+    return with_series(figure, [_series("Clip", points, {})])
 
 
 def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
@@ -206,12 +229,12 @@ def _bands(run: Run, key: str, figure: Figure, extra: Sequence[Series] = (), **c
 
     def band(label: str, low: str, high: str) -> Series:
         kept = [(turn, found[low], found[high]) for turn, found in rows if low in found and high in found]
-        x = {"round": tuple(float(turn) for turn, _, _ in kept)}
+        x = {"round": tuple(float(turn + 1) for turn, _, _ in kept)}
         return Series(label, x, (), tuple(item[1] for item in kept), tuple(item[2] for item in kept))
 
     middle = [(turn, found["0.5"]) for turn, found in rows if "0.5" in found]
     series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75"), _series("Median", middle, {})]
-    return _with(figure, [*series, *extra], **changes) if rows else None
+    return with_series(figure, [*series, *extra], **changes) if rows else None
 
 
 def _norms(run: Run) -> Figure | None:
@@ -225,7 +248,7 @@ def _norms(run: Run) -> Figure | None:
     found = _bands(run, "update_norm_quantiles", NORMS, extra, lines=lines)
     mean = _series("Mean norm", column(run.private, "update_norm_mean"), {})
     return found or (
-        _with(NORMS, [mean, *extra], lines=lines, note="Mean over the cohort, with the clip.") if mean.y else None
+        with_series(NORMS, [mean, *extra], lines=lines, note="Mean over the cohort, with the clip.") if mean.y else None
     )
 
 
@@ -234,7 +257,7 @@ def _alphas(run: Run) -> Figure | None:
         "alpha", "Clipping factors ᾱ and α̃", (), "", "α = min(1, clip/norm): mean, and mean distance from it.", True
     )
     pairs = [("ᾱ mean", "alpha_mean"), ("α̃ spread", "alpha_spread")]
-    return _with(
+    return with_series(
         figure,
         [_series(label, column(run.private, key), {}, place) for place, (label, key) in enumerate(pairs)],
         zero=True,
@@ -245,7 +268,7 @@ def _errors(run: Run) -> Figure | None:
     note = "Norms of what the clip took from the round's sum (at most) and of what the noise added to it."
     figure = Figure("errors", "Clip bias and noise", (), "L2", note, True)
     pairs = [("Clip bias, at most", "clip_bias"), ("Noise", "noise_norm")]
-    return _with(
+    return with_series(
         figure, [_series(label, column(run.private, key), {}, place) for place, (label, key) in enumerate(pairs)]
     )
 
@@ -270,98 +293,7 @@ def class_bars(named: Sequence[tuple[str, Run | Group]], *, overlay: bool) -> Fi
         means = [spread(row[index] for row in rows) for index in range(width)]
         kept = [(float(index), found.mean) for index, found in enumerate(means) if found is not None]
         x = {"round": tuple(index for index, _ in kept)}
-        series.append(Series(label, x, tuple(value for _, value in kept), style=place))
+        style = item.style if isinstance(item, Group) else place
+        series.append(Series(label, x, tuple(value for _, value in kept), style=style))
     figure = Figure("classes", "Accuracy by class", (), "%", "Last evaluation, public test data.", percent=True)
-    return _with(figure, series, kind="bars", x_title="class", zero=True, overlay=overlay)
-
-
-# ------------------------------------------------------------------------------------------------------- groups
-
-Points = Callable[[Run], Sequence[tuple[int, float]]]
-
-
-def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
-    """Overlays of several groups: means over seeds with bands of one standard deviation."""
-
-    def public(key: str) -> Points:
-        return lambda run: column(run.metrics, key)
-
-    def private(key: str) -> Points:
-        return lambda run: _sizes(run.private, key)
-
-    def quantile(key: str, name: str) -> Points:
-        def points(run: Run) -> list[tuple[int, float]]:
-            picked = [{"round": record.get("round"), "q": quantiles(record, key).get(name)} for record in run.private]
-            return column(picked, "q")
-
-        return points
-
-    accuracy = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True)
-    worst = Figure(
-        "spread", "Accuracy of the worst-off clients", (), "%", "5 % quantile over clients.", True, percent=True
-    )
-    mean_norm = Figure("norms", "Update norm before the clip", (), "L2", "Mean over the cohort.", True)
-    alpha = Figure("alpha", "Mean clipping factor ᾱ", (), "", "α = min(1, clip/norm).", True, zero=True)
-    tilde = Figure("alpha-spread", "Spread of the clipping factor α̃", (), "", "Mean distance from ᾱ.", True, zero=True)
-    wanted: list[tuple[Figure, Points, bool]] = [
-        (accuracy, public("test_accuracy"), True),
-        (Figure("loss", "Test loss", (), note="Public test data."), public("test_loss"), True),
-        (Figure("epsilon", "Privacy spent", (), "ε", "Proven ε so far.", zero=True), metrics.spent, False),
-        (mean_norm, private("update_norm_mean"), False),
-        (CLIPPED, private("clipped_fraction"), False),
-        (SIGNAL, private("signal_to_noise"), False),
-        (alpha, private("alpha_mean"), False),
-        (tilde, private("alpha_spread"), False),
-        (TRAIN, private("train_accuracy"), False),
-        (PERSONAL, private("personal_accuracy"), False),
-        (worst, quantile("client_accuracy_quantiles", "0.05"), False),
-    ]
-    found = [_overlay(figure, groups, points, by_epsilon) for figure, points, by_epsilon in wanted]
-    classes = class_bars([(group.label, group) for group in groups], overlay=True)
-    found.insert(3, classes)
-    return [figure for figure in found if figure is not None]
-
-
-def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon: bool) -> Figure | None:
-    most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
-    series = [
-        _mean_series(group, place, points, by_epsilon, most, figure.percent) for place, group in enumerate(groups)
-    ]
-    changes: dict[str, Any] = {"overlay": True}
-    absent = [each.label for each in series if each.y and "epsilon" not in each.x]
-    if by_epsilon and absent and len(absent) < len(series):
-        # By ε only what has a proven ε can be drawn; the caption says who is missing.
-        changes["note"] = f"{figure.note} Without a proven ε, so by round only: {', '.join(absent)}."
-    return _with(figure, series, **changes)
-
-
-def _mean_series(
-    group: Group, style: int, points: Points, by_epsilon: bool, most: int, percent: bool = False
-) -> Series:
-    by_round: dict[int, list[float]] = {}
-    for run in group.runs:
-        for turn, value in points(run):
-            by_round.setdefault(turn, []).append(value)
-    rounds = sorted(by_round)
-    rounds = [rounds[place] for place in thin(len(rounds), most)]
-    found = [spread(by_round[turn]) for turn in rounds]
-    spreads = [each for each in found if each is not None]
-    sds = [each.sd or 0.0 for each in spreads]
-    x: dict[str, Values] = {"round": tuple(map(float, rounds))}
-    # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
-    spent: dict[int, float] = {}
-    for run in group.runs:
-        for turn, value in metrics.spent(run):
-            spent[turn] = max(value, spent.get(turn, 0.0))
-    if by_epsilon and rounds and all(turn in spent for turn in rounds):
-        x["epsilon"] = tuple(spent[turn] for turn in rounds)
-    banded = any(sds)
-    least, highest = (0.0, 1.0) if percent else (-math.inf, math.inf)  # no share is below 0 or above 100 %
-    return Series(
-        label=group.label,
-        x=x,
-        y=tuple(each.mean for each in spreads),
-        low=tuple(max(least, each.mean - sd) for each, sd in zip(spreads, sds, strict=True)) if banded else (),
-        high=tuple(min(highest, each.mean + sd) for each, sd in zip(spreads, sds, strict=True)) if banded else (),
-        style=style,
-    )
+    return with_series(figure, series, kind="bars", x_title="class", zero=len(series) <= DOTS_FROM, overlay=overlay)

@@ -6,9 +6,12 @@
   let { yaw, pitch } = START, logarithmic = true, waiting = false;
   const canvases = [...document.querySelectorAll("canvas[data-surface]")];
 
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
   function shade(share) {
-    const place = Math.min(Math.max(share, 0), 1) * (info.ramp.length - 1), start = Math.min(Math.floor(place), info.ramp.length - 2);
-    const [a, b] = [info.ramp[start], info.ramp[start + 1]];
+    const ramp = info.ramps[+dark.matches];
+    const place = Math.min(Math.max(share, 0), 1) * (ramp.length - 1), start = Math.min(Math.floor(place), ramp.length - 2);
+    const [a, b] = [ramp[start], ramp[start + 1]];
     return "rgb(" + a.map((each, k) => Math.round(each + (place - start) * (b[k] - each))).join(",") + ")";
   }
 
@@ -133,7 +136,7 @@
     logarithmic = input.value === "log";
     repaint();
   }));
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+  dark.addEventListener("change", repaint);
   window.addEventListener("resize", repaint);
   repaint();
 })();

@@ -11,6 +11,7 @@ from typing import Any
 from fedflat.report import contours, html, pages, svg
 from fedflat.report.figures import Figure, Series
 from fedflat.report.pages import Section, Table
+from fedflat.report.styles import COLOURS
 
 Record = Mapping[str, Any]
 
@@ -26,6 +27,7 @@ def render(found: Record) -> str:
     models = list(dict.fromkeys(group["model"] for group in groups))
     sections = [
         Section("summary", "", "noted_table", _numbers(found)),
+        Section("gaps", "Differences", "table", _differences(found)),
         Section("reading", "How to read this", "prose", _reading(found)),
     ]
     for place, model in enumerate(models):
@@ -34,7 +36,7 @@ def render(found: Record) -> str:
         sections.append(Section(f"model-{place}", title, "cards", _model(own, place)))
     drawn = [group for group in groups if group["surface"]]
     if drawn:
-        sections.insert(2, Section("surface", "Surfaces", "surfaces", _surfaces(drawn)))
+        sections.insert(3, Section("surface", "Surfaces", "surfaces", _surfaces(drawn)))
     labels = list(dict.fromkeys(group["label"] for group in groups))
     title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
     version = f"fedflat {metadata.version('fedflat')}" if _installed() else "fedflat"
@@ -90,9 +92,9 @@ def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
     return f"{mean:.{places}f}", None if sd is None else f"{factor * sd:.{places}f}"
 
 
-def number_text(value: float, percent: bool = False) -> str:
-    """Two decimals for a percentage, three significant digits otherwise."""
-    return f"{value:.2f}" if percent else f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+def number_text(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def _numbers(found: Record) -> dict[str, Any]:
@@ -104,36 +106,51 @@ def _numbers(found: Record) -> dict[str, Any]:
         epsilon = "∞" if group["epsilon"] is None else f"{group['epsilon']['mean']:.2f}"
         cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], percent) for key, _, percent in shown])
-    notes = [*difference_notes(found), *found["notes"], cost_text(found["cost"])]
-    return {"table": Table("Flatness", heads, rows, left=2 if several else 1), "notes": notes}
+    notes = [*found["notes"], cost_text(found["cost"])]
+    return {"table": Table("Flatness", heads, rows, left=2 if several else 1), "notes": notes, "headline": ""}
+
+
+DIFFERENCES = (
+    ("eigenvalue", "top eigenvalue"),
+    ("trace", "trace"),
+    ("ascent", "sharpness"),
+    ("noise_loss", "loss added by noise"),
+)
+
+
+def gaps(found: Record) -> list[tuple[str, list[str]]]:
+    """Label, and how the global model's numbers differ from the first method's; those with an interval only."""
+    groups = [group for group in found["groups"] if group["model"] == "global"]
+    rows = [(group["label"], [_gap(group["differences"].get(key)) for key, _ in DIFFERENCES]) for group in groups[1:]]
+    return [(label, cells) for label, cells in rows if any(cells)]
+
+
+def _gap(gap: Record | None) -> str:
+    if gap is None or gap["low"] is None:
+        return ""
+    return f"{_signed(gap['mean'])} [{_signed(gap['low'])}, {_signed(gap['high'])}]"
 
 
 def difference_notes(found: Record) -> list[str]:
-    """In words: which of the global models' numbers differ from the first method's, paired over seeds."""
-    groups = [group for group in found["groups"] if group["model"] == "global"]
-    listed = []
-    for group in groups[1:]:
-        parts = []
-        for key, name, percent in (
-            ("eigenvalue", "top eigenvalue", False),
-            ("trace", "trace", False),
-            ("ascent", "sharpness", False),
-            ("noise_loss", "loss added by noise", False),
-        ):
-            gap = group["differences"].get(key)
-            if gap is None or gap["low"] is None:
-                continue
-            ends = f"[{_signed(gap['low'], percent)}, {_signed(gap['high'], percent)}]"
-            parts.append(f"{name} {_signed(gap['mean'], percent)} {ends}")
-        if parts:
-            listed.append(f"{group['label']} − {groups[0]['label']}: {'; '.join(parts)}.")
+    """The differences in words, for a terminal."""
+    first, listed = found["groups"][0]["label"], []
+    for label, cells in gaps(found):
+        parts = [f"{name} {cell}" for (_, name), cell in zip(DIFFERENCES, cells) if cell]
+        listed.append(f"{label} − {first}: {'; '.join(parts)}.")
     if listed:
         listed.append("Differences are paired over seeds, with 95 % t intervals; several are shown, none is corrected.")
     return listed
 
 
-def _signed(value: float, percent: bool = False) -> str:
-    text = number_text(abs(value), percent)
+def _differences(found: Record) -> Table | None:
+    rows = [[label, *(cell or "–" for cell in cells)] for label, cells in gaps(found)]
+    first = found["groups"][0]["label"]
+    caption = f"Minus {first}: paired over seeds, with 95 % t intervals, not corrected for their number"
+    return Table(caption, ["Method", *(name for _, name in DIFFERENCES)], rows) if rows else None
+
+
+def _signed(value: float) -> str:
+    text = number_text(abs(value))
     return ("−" if value < 0 else "+") + text
 
 
@@ -223,8 +240,8 @@ def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
         "reliefs": [_relief(group, lines, low, high) for group in groups],
         "overlay": _overlaid(groups, lines),
         "about_private": html.PRIVATE,
-        "levels": [(f"{level:g}", contours.colour(level, low, high)) for level in lines],
-        "data": {"low": low, "high": high, "ramp": contours.RAMP, "surfaces": surfaces},
+        "levels": [(f"{level:g}", *contours.colours(level, low, high)) for level in lines],
+        "data": {"low": low, "high": high, "ramps": contours.RAMPS, "surfaces": surfaces},
     }
 
 
@@ -233,8 +250,8 @@ def _overlaid(groups: Sequence[Record], lines: Sequence[float]) -> dict[str, Any
     names = [each["label"] + ("" if each["model"] == "global" else f", {each['model']}") for each in groups]
     if len(groups) < 2 or not lines:
         return None
-    surfaces = [(name, each["surface"]["loss"]) for name, each in zip(names, groups)]
-    legend = [(name, svg.swatch(Series(name, {}, style=place))) for place, name in enumerate(names)]
+    surfaces = [(name, each["style"], each["surface"]["loss"]) for name, each in zip(names, groups)]
+    legend = [(name, svg.swatch(Series(name, {}, style=style))) for name, style, _ in surfaces]
     return {"drawing": contours.overlay(surfaces, groups[0]["surface"]["steps"], lines), "legend": legend}
 
 
@@ -252,7 +269,7 @@ def _relief(group: Record, lines: Sequence[float], low: float, high: float) -> d
         how += f", within {surface['deviation']:.2g} of float32 at nine points"
     return {
         "name": name,
-        "colour": f"c{group['style'] % svg.COLOURS}",
+        "colour": f"c{group['style'] % COLOURS}",
         "private": group["private"],
         "words": f"Loss {values[middle][middle]:.3g} in the middle, at most {edge:.3g} on the square.",
         "seed": group["seeds"][0],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedflat.report.metrics import Run
+from fedflat.report.styles import styles
 
 # What makes a setting; the seed, the versions that ran it and whatever else a run notes down do not. Nor does the
 # engine, of which a recipe holds what ``auto`` chose: two seeds may have met different back ends.
@@ -17,10 +18,14 @@ SETTING = ("name", "rounds", "data", "model", "algorithm", "local", "cohort", "p
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one setting, one per seed, under a label that tells it from the other groups."""
+    """The runs of one setting, one per seed, under a label that tells it from the other groups.
+
+    style: colour and dash of its lines (``styles``): those of its method on every page.
+    """
 
     label: str
     runs: tuple[Run, ...]
+    style: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     firsts = [group[0] for group in kept]
     engines = len(kept) > len(members)
     labels = _distinct([_label(first, firsts, engines) for first in firsts])
-    return [Group(label, tuple(group)) for label, group in zip(labels, kept, strict=True)]
+    drawn = styles([first.algorithm for first in firsts])
+    return [Group(label, tuple(group), style) for label, group, style in zip(labels, kept, drawn, strict=True)]
 
 
 def _key(run: Run, engine: bool = False) -> str:

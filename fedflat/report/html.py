@@ -10,9 +10,11 @@ from typing import Any
 from fedflat.report import audited, metrics, pages, svg, tables
 from fedflat.report.card import brief
 from fedflat.report.cautions import cautions
-from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
-from fedflat.report.groups import Group, differing, group_runs, setting
-from fedflat.report.metrics import Run, column, section
+from fedflat.report.figures import Figure, Series, figures_of_run
+from fedflat.report.groups import Group, differing, group_runs, paired_difference, setting
+from fedflat.report.headline import best_private
+from fedflat.report.metrics import Run, column, final_accuracy, section
+from fedflat.report.overlays import figures_of_groups
 from fedflat.report.pages import Section, Table
 from fedflat.report.statement import facts, readable, statement_of
 from fedflat.report.together import cost_sentences, costs
@@ -211,6 +213,7 @@ def _card(figure: Figure) -> dict[str, Any]:
         "drawings": [svg.draw(figure, axis) for axis in figure.axes],
         "legend": [] if alone else [(series.label, svg.swatch(series)) for series in figure.series],
         "data": svg.data(figure),
+        "cut": svg.cut(figure),
         "about_private": PRIVATE,
     }
 
@@ -220,7 +223,7 @@ def _card(figure: Figure) -> dict[str, Any]:
 
 def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
     figures = figures_of_groups(groups)
-    chips = [(group.label, svg.swatch(Series(group.label, {}, style=place))) for place, group in enumerate(groups)]
+    chips = [(group.label, svg.swatch(Series(group.label, {}, style=group.style)), group.style) for group in groups]
     public = cards([figure for figure in figures if not figure.private], chips=chips)
     statements = {
         "together": _together(groups),
@@ -229,6 +232,7 @@ def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
     recipes = [(group.label, _recipe(group.runs[0])) for group in groups]
     return [
         Section("summary", "", "noted_table", _comparison(groups)),
+        Section("gaps", "Differences", "table", _gaps(groups)),
         Section("curves", "Curves", "cards", public),
         Section("simulation", "Inside the simulation", "cards", _private_cards(figures)),
         Section("differences", "What differs", "table", _differences(groups)),
@@ -240,10 +244,24 @@ def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
 
 def _comparison(groups: Sequence[Group]) -> dict[str, Any]:
     table = tables.comparison_table(groups)
-    shown = tables.columns(table)
+    shown = [column for column in tables.columns(table) if column.key != "difference"]  # a table of its own: _gaps
     heads = [column.heading[:1].upper() + column.heading[1:] if column.left else column.heading for column in shown]
     rows = [[column.text(row) for column in shown] for row in table.rows]
-    return {"table": Table("Comparison", heads, rows), "notes": tables.notes(table)}
+    notes = [note for note in tables.notes(table, differences=False) if note != table.headline]
+    return {"table": Table("Comparison", heads, rows), "notes": notes, "headline": table.headline}
+
+
+def _gaps(groups: Sequence[Group]) -> Table | None:
+    """Differences in final accuracy from the first method and from the best private one, paired over seeds."""
+    against = [groups[0], *(best for best, _ in best_private(groups)[:1] if best is not groups[0])]
+    rows = []
+    for group in groups:
+        gaps = [None if group is base else paired_difference(base, group, final_accuracy) for base in against]
+        if any(gaps):
+            rows.append([group.label, *map(tables.difference_text, gaps), str(max(gap.pairs for gap in gaps if gap))])
+    heads = ["Method", *(f"from {base.label}" for base in against), "seeds"]
+    caption = "Test accuracy, points: paired over common seeds, with 95 % t intervals, not corrected for their number"
+    return Table(caption, heads, rows) if rows else None
 
 
 def _together(groups: Sequence[Group]) -> dict[str, Any] | None:

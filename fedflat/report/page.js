@@ -1,7 +1,7 @@
 
 "use strict";
 (() => {
-  const LEFT = 46, RIGHT = 468, TOP = 14, BOTTOM = 218, WIDTH = 480;
+  const LEFT = 46, TOP = 14, BOTTOM = 218, WIDTH = 480;
   const hidden = new Set();
 
   const make = (name, text, kind) => {
@@ -76,9 +76,9 @@
       add(svg, "path", "cursor", { d: `M${pixel},${TOP}V${BOTTOM}` });
       shown(axis).forEach((series) => {
         const place = closest(series.x[axis], at);
-        if (Math.abs(series.x[axis][place] - at) > (RIGHT - LEFT) * 1e-9 + Math.abs(scale.back(pixel + 3) - at)) return;
+        if (Math.abs(series.x[axis][place] - at) > 1e-6 + Math.abs(scale.back(pixel + 3) - at)) return;
         rows.push([series.y ? series.y[place] : Infinity, row(series, place)]);
-        if (series.y && card.id !== "f-classes" && !info.names.length) {
+        if (series.y && card.id !== "f-classes" && !info.names.length && scale.y(series.y[place]) <= BOTTOM) {
           const tone = series.style < 0 ? "ink" : "c" + series.style % 7;
           add(svg, "circle", "mark " + tone, { cx: scale.x(series.x[axis][place]), cy: scale.y(series.y[place]), r: 3.2 });
         }

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fedflat.core.checks import RunError
 from fedflat.report.contours import levels
 from fedflat.report.figures import Figure, Series
-from fedflat.report.svg import COLOURS, DASHES, DECADES
+from fedflat.report.styles import COLOURS, DASHES
+from fedflat.report.svg import DECADES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,8 +130,9 @@ def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     steps, lines = groups[0]["surface"]["steps"], levels(max(min(every), 1e-9), max(every))
     handles = []
-    for place, group in enumerate(groups):
-        colour, style = PALETTE[place % COLOURS], ("solid", "dashed", "dotted", "dashdot")[place % DASHES]
+    for group in groups:
+        number = group["style"]
+        colour, style = PALETTE[number % COLOURS], ("solid", "dashed", "dotted", "dashdot")[number % DASHES]
         surface = [list(row) for row in zip(*group["surface"]["loss"])]  # a row is the first direction: to the right
         if lines:
             drawn = axes.contour(steps, steps, surface, levels=lines, colors=colour, linestyles=style, linewidths=1.1)

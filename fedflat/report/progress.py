@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 LINES = 18  # lines of a whole run where stdout is no terminal
 WIDTH = 80
-PATIENCE = 10.0  # seconds without news before round 0 where stdout is no terminal
+PATIENCE = 10.0  # seconds without news at most, where stdout is no terminal
 ASKED = "as asked"  # how a run stopped by Ctrl-C says why it stopped
 
 State = Literal["waiting", "running", "done", "skipped", "stopped", "failed"]
@@ -70,9 +71,9 @@ class _Screen:
             self._live = None
 
     def line(self, text: str) -> None:
-        """One plain line, unless quiet or on a terminal that is being drawn on."""
+        """Plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
         if not self.quiet and not self.terminal:
-            print(text, flush=True)
+            print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
 
 
 @dataclass
@@ -105,7 +106,8 @@ class _Facts:
 class Progress:
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
-    On a terminal a live view of three lines; elsewhere about ``LINES`` plain lines in a run; nothing when ``quiet``.
+    On a terminal a live view of three lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
+    seconds; nothing when ``quiet``.
     """
 
     def __init__(self, recipe: Any, quiet: bool = False) -> None:
@@ -162,7 +164,9 @@ class Progress:
             now = cohort / seconds
             facts.rate = now if facts.rate is None else 0.8 * facts.rate + 0.2 * now
         every = math.ceil(facts.last_round / LINES)
-        if facts.done_here == 1 or facts.round % every == 0 or facts.round == facts.last_round:
+        due = time.monotonic() - facts.spoke >= PATIENCE
+        if facts.done_here == 1 or facts.round % every == 0 or facts.round == facts.last_round or due:
+            facts.spoke = time.monotonic()
             self._screen.line(self._line())
 
     def _line(self) -> str:
@@ -230,7 +234,8 @@ def _bar(label: str, done: float, total: float, seconds: float | None) -> Render
 class ExperimentProgress:
     """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
 
-    On a terminal a live view with a line for each running run; elsewhere one line for each run that ends.
+    On a terminal a live view with a line for each running run; elsewhere one for each run that ends, and of one that
+    runs where ``PATIENCE`` seconds pass without.
     """
 
     SHOWN = 8  # running runs with a line of their own
@@ -238,7 +243,7 @@ class ExperimentProgress:
     def __init__(self, quiet: bool = False) -> None:
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
-        self._began = time.monotonic()
+        self._began = self._spoke = time.monotonic()
         self._screen = _Screen(quiet, self._draw)
 
     def __enter__(self) -> ExperimentProgress:
@@ -255,10 +260,17 @@ class ExperimentProgress:
             self._screen.open()
             self._first.setdefault(event.run, event.round)
         self._runs[event.run] = event
+        said = ""
         if event.state in ("done", "stopped", "failed"):
-            self._screen.line(self._line(event))
+            said = self._line(event)
         elif event.state == "skipped":
-            self._screen.line(f"{event.run}: done before, kept")
+            said = f"{event.run}: done before, kept"
+        elif event.state == "running" and time.monotonic() - self._spoke >= PATIENCE:
+            left = _left(self.seconds_left())
+            said = f"{event.run}: round {event.round} of {event.rounds}" + (f"; all {left}" if left else "")
+        if said:
+            self._spoke = time.monotonic()
+            self._screen.line(said)
 
     def _line(self, event: RunEvent) -> str:
         accuracy = "" if event.accuracy is None else f", accuracy {tables.percent(event.accuracy)} %"

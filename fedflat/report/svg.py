@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fedflat.report.figures import Figure, Series, thin
+from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
+from fedflat.report.finding import describe
 from fedflat.report.pages import filled
+from fedflat.report.styles import COLOURS, DASHES
 
 WIDTH, HEIGHT = 480, 260
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 468.0, 14.0, 218.0
-COLOURS, DASHES = 7, 4
-"""Kinds of lines that the style sheet has; coprime, so that 28 series look different."""
+MOST_LABELS = 12
+"""Lines whose ends are labelled at most: more would not stand below each other."""
+LETTER, LINE_GAP = 6.9, 13.0
+"""Room for a letter and between two labels, in the drawing's units."""
 BAND_POINTS = 150
 """Points of a band's edge at most: about one for every three pixels."""
 FEW_POINTS = 25
@@ -91,8 +95,25 @@ def _extent(figure: Figure) -> tuple[float, float]:
     return min(values), max(values)
 
 
+def _settled(figure: Figure, low: float, high: float) -> float:
+    """The lowest value after a quarter of each line, where leaving out what is below makes room; otherwise ``low``."""
+    if not figure.zoom:
+        return low
+    late = [value for each in figure.series for part in (each.y, each.low) for value in part[len(part) // 4 :]]
+    return min(late) if high - min(late) < 0.6 * (high - low) else low
+
+
+def cut(figure: Figure) -> str:
+    """A sentence where the axis starts above a line's first values; empty where it shows them all."""
+    start = _y_scale(figure).low
+    if not figure.zoom or start <= _extent(figure)[0] + 1e-12:
+        return ""
+    return f"The axis starts at {tick_text(start, figure.percent)} %."
+
+
 def _y_scale(figure: Figure) -> Scale:
     low, high = _extent(figure)
+    low = max(low, _settled(figure, low, high))
     if low > 0 and high / low > 60 and not figure.percent:
         return logarithmic(low, high, BOTTOM, TOP)
     if figure.zero:
@@ -103,7 +124,7 @@ def _y_scale(figure: Figure) -> Scale:
     return scale
 
 
-def _x_scale(figure: Figure, axis: str) -> Scale:
+def _x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
     values = [value for each in figure.over(axis) for value in each.x[axis]]
     if figure.kind == "bars":
         count = max(values) + 1
@@ -112,12 +133,13 @@ def _x_scale(figure: Figure, axis: str) -> Scale:
     low, high = min(values), max(values)
     if figure.kind == "points":
         if low > 0 and high / low > DECADES:
-            return logarithmic(low, high, LEFT + EDGE, RIGHT - EDGE)
-        return linear(low, high, LEFT + EDGE, RIGHT - EDGE, 6, snap=False)
-    if axis == "epsilon":
+            return logarithmic(low, high, LEFT + EDGE, end - EDGE)
+        return linear(low, high, LEFT + EDGE, end - EDGE, 6, snap=False)
+    rounds = axis == "round" and figure.x_title == "round"
+    if axis == "epsilon" or rounds:
         low = 0.0
     whole = axis == "round" and all(value == int(value) for value in values)
-    return linear(low, high, LEFT, RIGHT, 6, snap=False, whole=whole)
+    return linear(low, high, LEFT, end, 6, snap=False, whole=whole)
 
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
@@ -129,7 +151,7 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
 
 def _classes(series: Series) -> str:
     if series.style < 0:
-        return "ink g-1"
+        return f"ink g{series.style}"
     return f"c{series.style % COLOURS} d{series.style % DASHES} g{series.style}"
 
 
@@ -145,15 +167,32 @@ def _line(series: Series, axis: str, x: Scale, y: Scale) -> Iterable[Mark]:
     across, classes = [x(value) for value in series.x[axis]], _classes(series)
     if series.low:
         places = thin(len(across), BAND_POINTS)
-        edge = [(across[place], y(series.low[place])) for place in places]
-        back = [(across[place], y(series.high[place])) for place in reversed(places)]
+        edge = [(across[place], min(y(series.low[place]), BOTTOM)) for place in places]
+        back = [(across[place], min(y(series.high[place]), BOTTOM)) for place in reversed(places)]
         band = "sd" if series.y else _band(series)
         yield Mark("path", f"band {band} {classes}", {"d": f"{_path(edge + back)}Z"})
     points = list(zip(across, map(y, series.y))) if series.y else []
     if len(points) > 1:
-        yield Mark("path", f"line {classes}", {"d": _path(points)})
+        yield Mark("path", f"line {classes}", {"d": "".join(map(_path, _above(points)))})
     if len(points) <= FEW_POINTS:
-        yield from (_dot(classes, a, b) for a, b in points)
+        yield from (_dot(classes, a, b) for a, b in points if b <= BOTTOM)
+
+
+def _above(points: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
+    """The parts of a line that are not below the axis, each to where it crosses it."""
+    part: list[tuple[float, float]] = []
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y0 <= BOTTOM:
+            part.append((x0, y0))
+        if (y0 <= BOTTOM) != (y1 <= BOTTOM):
+            part.append((x0 + (BOTTOM - y0) / (y1 - y0) * (x1 - x0), BOTTOM))
+            if y1 > BOTTOM:
+                yield part
+                part = []
+    if points[-1][1] <= BOTTOM:
+        part.append(points[-1])
+    if part:
+        yield part
 
 
 def _band(series: Series) -> str:
@@ -169,7 +208,7 @@ def _bars(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
     for place, series in enumerate(figure.series):
         classes = _classes(series)
         for index, value in zip(series.x["round"], series.y, strict=True):
-            if count > 3:
+            if count > DOTS_FROM:
                 yield _dot(classes, x(index) + slot * 0.8 * ((place + 0.5) / count - 0.5), y(value))
                 continue
             sides = {
@@ -201,33 +240,41 @@ def _whisker(classes: str, across: float, low: float, high: float) -> Mark:
     return Mark("path", f"whisker {classes}", {"d": f"M{across:.1f},{low:.1f}V{high:.1f}"})
 
 
-def describe(figure: Figure) -> str:
-    """The figure in words: from where to where each of its first series went."""
-    shown = [series for series in figure.series if series.y]
-    sentences = []
-    for series in shown[:6]:
-        turns = series.x["round"]
-        first, last = _value(figure, series.y[0]), _value(figure, series.y[-1])
-        top = max(range(len(series.y)), key=lambda place: series.y[place])
-        high = f"highest {_value(figure, series.y[top])} at {figure.x_title} {turns[top]:g}"
-        if figure.kind == "bars":
-            sentences.append(f"{series.label}: {high}, lowest {_value(figure, min(series.y))}.")
-        else:
-            ends = f"{first} at {figure.x_title} {turns[0]:g}, {last} at {figure.x_title} {turns[-1]:g}"
-            sentences.append(f"{series.label}: {ends}, {high}.")
-    if len(shown) > 6:
-        sentences.append(f"And {len(shown) - 6} more in the data table.")
-    sentences += [f"{label[:1].upper()}{label[1:]}: drawn at {_value(figure, value)}." for label, value in figure.lines]
-    return " ".join(sentences)
+class Label(NamedTuple):
+    """A line's name beside its end: its text, its classes, and where."""
+
+    text: str
+    kind: str
+    y: float
 
 
-def _value(figure: Figure, value: float) -> str:
-    return f"{100 * value:.2f} %" if figure.percent else f"{value:.4g}"
+def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
+    """The names of an overlay's lines at the heights where they end, moved apart; none where they are too many."""
+    lines = [series for series in figure.over(axis) if series.y and y(series.y[-1]) <= BOTTOM]
+    if not figure.overlay or figure.kind == "bars" or not 1 <= len(lines) <= MOST_LABELS:
+        return []
+    ends = sorted((y(series.y[-1]) + 4, place) for place, series in enumerate(lines))
+    heights: list[float] = []
+    for wanted, _ in ends:
+        heights.append(max(wanted, heights[-1] + LINE_GAP) if heights else max(wanted, TOP))
+    most = BOTTOM
+    for place in reversed(range(len(heights))):  # back up from the axis
+        heights[place] = min(heights[place], most)
+        most = heights[place] - LINE_GAP
+    named = [lines[place] for _, place in ends]
+    return [Label(_short(each.label), _classes(each), at) for each, at in zip(named, heights, strict=True)]
+
+
+def _short(label: str, most: int = 20) -> str:
+    return label if len(label) <= most else label[: most // 2] + "…" + label[-(most - most // 2 - 1) :]
 
 
 def draw(figure: Figure, axis: str) -> Markup:
     """The figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
-    x, y = _x_scale(figure, axis), _y_scale(figure)
+    y = _y_scale(figure)
+    labels = end_labels(figure, axis, y)
+    end = RIGHT - LETTER * max((len(label.text) for label in labels), default=0)
+    x = _x_scale(figure, axis, end)
     if figure.kind == "line":
         marks: Iterable[Mark] = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
     else:
@@ -259,6 +306,7 @@ def draw(figure: Figure, axis: str) -> Markup:
         names=figure.names,
         marks=marks,
         lines=figure.lines,
+        labels=labels,
     )
 
 

@@ -19,6 +19,7 @@ from fedflat.report.equal import Targets, accuracy_at_epsilon, targets
 from fedflat.report.equal import epsilon_at_accuracy as epsilon_at_accuracy
 from fedflat.report.fates import FATES, MARKS, fate
 from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
+from fedflat.report.headline import headline
 from fedflat.report.measures import generalisation_gap, rounds_to
 from fedflat.report.metrics import Run
 from fedflat.report.together import Cost, cost_record, cost_sentences, costs
@@ -63,11 +64,12 @@ class Row:
 class Comparison:
     """The rows of a comparison; differences are against the first. ``equal``: the accuracy and the ε that the private
     settings are compared at, ``None`` where fewer than two are private. ``together``: what publishing all runs costs,
-    for each data set; empty for a single run."""
+    for each data set; empty for a single run. ``headline``: what was found, in a sentence."""
 
     rows: tuple[Row, ...]
     equal: Targets | None = None
     together: tuple[Cost, ...] = ()
+    headline: str = ""
 
 
 def comparison_table(groups: Sequence[Group]) -> Comparison:
@@ -80,7 +82,7 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
         raise wrong("comparison", "no run", "one or more runs")
     equal = targets(groups)
     rows = tuple(_row(group, groups[0], equal) for group in groups)
-    return Comparison(rows, equal, costs([run for group in groups for run in group.runs]))
+    return Comparison(rows, equal, costs([run for group in groups for run in group.runs]), headline(groups))
 
 
 def _row(group: Group, first: Group, equal: Targets | None) -> Row:
@@ -155,9 +157,11 @@ def duration(value: float | None) -> str:
 
 
 def difference_text(value: Difference | None) -> str:
-    """``+1.20 [+0.31, +2.09]``, in percentage points."""
+    """``+1.20 [+0.31, +2.09]``, in percentage points; without an interval where the seeds agree to the last example."""
     if value is None:
         return "–"
+    if value.pairs > 1 and value.low == value.high:
+        return f"{_points(value.mean)} each seed"
     mean, low, high = (_points(each) for each in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]" if low and high else mean
 
@@ -214,12 +218,15 @@ def _claimed_text(row: Row) -> str:
     return "–" if row.claimed_epsilon is None else epsilon_text(row.claimed_epsilon)
 
 
-def notes(table: Comparison) -> list[str]:
-    """What a reader must know beside the table; first what publishing all of it costs."""
+def notes(table: Comparison, *, differences: bool = True) -> list[str]:
+    """What a reader must know beside the table; first what was found, then what publishing all of it costs.
+
+    differences: whether they stand in the table."""
     rows = table.rows
-    found = cost_sentences(table.together)
+    found = [table.headline] if table.headline else []
+    found += cost_sentences(table.together)
     found.append("Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds.")
-    if any(row.difference for row in rows):
+    if differences and any(row.difference for row in rows):
         found.append(f"Differences (Δ) from {rows[0].method}: paired over common seeds, points, 95 % t interval.")
     deltas = sorted({row.delta for row in rows if row.proven_epsilon is not None and row.delta is not None})
     if len(deltas) > 1:

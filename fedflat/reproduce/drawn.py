@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from fedflat.core.checks import RunError
-from fedflat.report.figures import NORMS, Figure, Series, figures_of_groups, figures_of_run, quantiles, thin
+from fedflat.report.figures import NORMS, Figure, Series, figures_of_run, quantiles, thin
 from fedflat.report.groups import Group, spread
 from fedflat.report.metrics import Run, column
+from fedflat.report.overlays import figures_of_groups
 from fedflat.report.progress import RunEvent
 from fedflat.reproduce import numbers
 from fedflat.reproduce.figures import Line, Panel, PaperFigure

@@ -67,7 +67,7 @@ def work(task: Task) -> str:
     from fedflat.report.html import write_report
     from fedflat.simulation import run as simulation
 
-    def tell(released: dict[str, Any], private: dict[str, Any]) -> None:
+    def tell(released: dict[str, Any], state: object) -> None:
         _SHARED["queue"].put((task.name, int(released["round"]) + 1, released.get("test_accuracy")))
 
     if _SHARED["stop"].is_set():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,11 +82,8 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
     newest = checkpoint.newest(folder / "checkpoints")
     if newest is None:
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
-    state, heads, facts = newest
-    named = facts["tensors"]
-    pieces = torch.cat([state.released, heads.first]).split([math.prod(shape) for _, shape in named])
-    weights = {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}
-    return weights, facts.get("made_for") or {}, dict(heads.kept)
+    _, heads, facts = newest
+    return checkpoint.named(newest), facts.get("made_for") or {}, dict(heads.kept)
 
 
 def _module(

@@ -25,7 +25,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.evaluate import Metric
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import Job, Outcome, Record, final_module, train
+from fedflat.engine.train import Job, OnRound, Outcome, final_module, train
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
 from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds
@@ -49,7 +49,7 @@ def run(
     algorithm: Algorithm | Factory | None = None,
     data: FederatedData | None = None,
     resume: bool = False,
-    on_round: Callable[[Record, Record], None] | None = None,
+    on_round: OnRound | None = None,
     on_start: Callable[[Job], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
@@ -63,8 +63,9 @@ def run(
     torchmetrics object, on the whole public test set: ``test_NAME`` in the history; or names of ``evaluation.metrics``.
     data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
-    on_round: called after each round with its released and its private record. on_start: called with the job before the
-    first round. should_stop: asked before each round.
+    on_round: called after each round with its released record and the state it left (``state.model()`` is the released
+    module, ``state.private`` the private record); True ends the run, which then costs what its whole plan costs.
+    on_start: called with the job before the first round. should_stop: asked before each round.
     Raises InputError for anything wrong in what was given, before any work is done, and RunError for what fails later.
 
     >>> import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,22 @@ def test_levels_and_colours() -> None:
     assert lines == sorted(lines) and lines[0] > 0.1 and lines[-1] < 10.0 and len(lines) == 9
     assert contours.levels(1.0, 1.0) == [] and contours.levels(0.0, 1.0) == []
     assert len(contours.levels(1.0, 1.01)) >= 5
-    ends = [contours.colour(level, 0.1, 10.0) for level in (0.1, 10.0, 70.0)]
-    assert ends == ["#440154", "#fde725", "#fde725"]
+    ends = [contours.colours(level, 0.1, 10.0) for level in (0.1, 10.0, 70.0)]
+    assert ends == [("#440154", "#966ed7"), ("#5f8c14", "#fde725"), ("#5f8c14", "#fde725")]
+
+
+@pytest.mark.parametrize(("ramp", "paper"), [(0, (255, 255, 255)), (1, (0x1C, 0x1F, 0x23))])
+def test_contours_stand_out_from_their_paper(ramp: int, paper: tuple[int, int, int]) -> None:
+    """WCAG 2.1, 1.4.11: at least 3 : 1, on light and on dark paper, all along both ramps."""
+
+    def luminance(colour: Sequence[int]) -> float:
+        linear = [v / 3294.6 if v <= 10 else ((v / 255 + 0.055) / 1.055) ** 2.4 for v in colour]
+        return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    drawn = [contours.colours(level, 1.0, 2.0)[ramp] for level in (1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0)]
+    shades = [luminance(bytes.fromhex(each[1:])) for each in drawn]
+    contrasts = [(max(shade, luminance(paper)) + 0.05) / (min(shade, luminance(paper)) + 0.05) for shade in shades]
+    assert min(contrasts) > 3 and shades == sorted(shades)
 
 
 def test_numbers_in_words() -> None:

@@ -226,3 +226,17 @@ def test_a_comparison_without_any_run_still_says_what_failed(capsys: pytest.Capt
         and "the same command goes on" in text
         and "1 run done, 1 min 01 s" in text
     )
+
+
+def test_a_pipe_hears_of_a_long_run_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    shown = progress.ExperimentProgress()
+    name = "a-setting-with-a-long-name_dp-fedavg-and-some-keys-that-differ-from-the-others/seed-0"
+    for turn in range(30):
+        now[0] += 4.0
+        shown.update(progress.RunEvent(name, "running", turn, 300))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("round" in line for line in lines) == 10 and max(map(len, lines)) <= 80

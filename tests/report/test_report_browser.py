@@ -88,11 +88,11 @@ def test_single_run(tmp_path: Path) -> None:
     first, last = (f"{100 * records[place]['test_accuracy']:.2f}" for place in (0, -1))
     found = probe(page, tmp_path)
     assert found["figures"] >= 14 and found["shown"] and found["before"] and found["closed"]
-    assert "round 299" in found["last"] and f"{last} %" in found["last"] and found["hover"] == found["last"]
-    assert "round 0" in found["first"] and f"{first} %" in found["first"] and "round 1" in found["second"]
+    assert "round 300" in found["last"] and f"{last} %" in found["last"] and found["hover"] == found["last"]
+    assert "round 1\n" in found["first"] and f"{first} %" in found["first"] and "round 2" in found["second"]
     assert found["axes"] == [["round"], ["epsilon"]]
     assert "ε spent 9.37" in found["byEpsilon"] and f"{last} %" in found["byEpsilon"]
-    assert found["rows"] == 300 and found["lastRow"] == ["299", "9.37", last]
+    assert found["rows"] == 300 and found["lastRow"] == ["300", "9.37", last]
     assert found["unnamed"] == 0
 
 

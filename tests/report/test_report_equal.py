@@ -12,7 +12,7 @@ import pytest
 from synthetic_runs import write_run
 
 from fedflat.core.checks import InputError
-from fedflat.report import equal, figures, groups, metrics, svg, tables
+from fedflat.report import equal, groups, metrics, overlays, svg, tables
 
 
 def curve(folder: Path, name: str, seed: int, points: list[tuple[float | None, float]], personal: float = 0.9) -> Path:
@@ -139,7 +139,7 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
     for path, shares in zip(paths, ([1.0, 1.0, 0.9, 0.05], [0.6, 0.7, 0.95, 0.0]), strict=True):
         lines = [json.dumps({"round": turn, "clipped_fraction": share}) for turn, share in enumerate(shares)]
         (path / "private/private.jsonl").write_text("\n".join(lines) + "\n")
-    found = figures.figures_of_groups(groups.group_runs(map(metrics.read_run, paths)))
+    found = overlays.figures_of_groups(groups.group_runs(map(metrics.read_run, paths)))
     clipped = next(figure for figure in found if figure.key == "clipped")
     assert max(clipped.series[0].high) == 1.0 and min(clipped.series[0].low) >= 0.0
     scale = svg._y_scale(clipped)

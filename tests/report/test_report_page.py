@@ -86,7 +86,7 @@ def test_numbers_equal_the_records(tmp_path: Path) -> None:
     records = read_run(folder).metrics
     page = page_of([folder], tmp_path)
     shown = figures_in(page)["accuracy"]["series"][0]
-    assert shown["x"]["round"] == [record["round"] for record in records]
+    assert shown["x"]["round"] == [record["round"] + 1 for record in records]
     assert shown["y"] == pytest.approx([record["test_accuracy"] for record in records], rel=1e-5)
     assert shown["x"]["epsilon"] == pytest.approx([record["epsilon"] for record in records], rel=1e-5)
     assert f"<b>{100 * records[-1]['test_accuracy']:.2f} %</b>" in page

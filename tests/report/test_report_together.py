@@ -44,7 +44,7 @@ def test_the_total_is_that_of_all_rounds_in_every_format(tmp_path: Path) -> None
     (cost,) = table.together
     assert cost.total.epsilon == plan_of().epsilon(30) and cost.same_clients
     sentence = f"All 3 private runs published together: ε = {plan_of().epsilon(30):.2f} at δ = 0.002 (add-remove)."
-    assert tables.notes(table)[0] == sentence
+    assert tables.notes(table)[:2] == [table.headline, sentence]
     for name, render in tables.RENDERERS.items():
         text = " ".join(render(table).split())
         assert name == "csv" or "private runs published together" in text

@@ -301,7 +301,7 @@ def _tell_start(job: Job, outcome: Outcome) -> None:
     log.info("rounds %d to %d", done, plan.rounds - 1, extra=told("start", **facts))
 
 
-def _announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+def _announce(released: dict[str, Any], state: object) -> None:
     """One log line of a round, of what was released anyway."""
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy", "seconds")}

@@ -1,0 +1,121 @@
+"""Going on with a run that ended: its released model as first weights, and a budget for both runs together.
+
+The second run is a run of its own, with its own ledger and statement. What both cost a client who is in each is their
+composition, from both ledgers (``privacy.together``); ``privacy.epsilon`` of the second is that total.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import wrong
+from fedflat.privacy.ledger import read
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.together import Published, Total, total
+from fedflat.records import checkpoint
+from fedflat.records.folder import LEDGER, RECIPE, STATEMENT
+
+MOST = 1e4  # multipliers above are no way to reach a total: what is left of it is too little
+STEPS = 24  # halvings of the multiplier's range: the total is met within a part in a million
+
+
+def earlier(recipe: Recipe) -> list[Published]:
+    """The runs that a recipe goes on from, the nearest first, each as its folder states it.
+
+    Raises:
+        InputError: ``after`` is no folder of a run that ended, or no ε is proven of one.
+    """
+    found: list[Published] = []
+    folder = recipe.after
+    while folder is not None:
+        path = Path(folder)
+        if not (path / STATEMENT).is_file() or not (path / LEDGER).is_file():
+            raise wrong("after", folder, "the folder of a run that ended")
+        stated = json.loads((path / STATEMENT).read_bytes())
+        if stated.get("proven_epsilon") is None:
+            raise wrong("after", f"{folder}, of which no ε is proven", "a run with a proven ε")
+        found.append(Published(path.name, stated["proven_epsilon"], stated["delta"], read(path / LEDGER), path))
+        folder = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8")).get("after")
+    return found
+
+
+def put_weights(folder: str, module: nn.Module) -> None:
+    """Set the module's parameters to those that the run in ``folder`` released.
+
+    Raises:
+        InputError: it has no sound checkpoint, or the module is another.
+    """
+    newest = checkpoint.newest(Path(folder) / "checkpoints")
+    if newest is None:
+        raise wrong("after", f"{folder} without a sound checkpoint", "the folder of a run that ended")
+    weights = checkpoint.named(newest)
+    own = dict(module.named_parameters())
+    for name, value in weights.items():
+        here = own.get(name)
+        if here is None or here.shape != value.shape:
+            shown = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
+            raise wrong(f"after: model: {name}", shown, f"shape {tuple(value.shape)}, as in {folder}")
+        here.data = value.clone()
+
+
+def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
+    """The plan whose noise makes all runs together cost ``privacy.epsilon``, the least that does.
+
+    Raises:
+        InputError: the runs before cost as much already; or a mechanism with an account of its own.
+    """
+    target = recipe.privacy.epsilon
+    alone = recipe.model_copy(
+        update={
+            "after": None,
+            "privacy": recipe.privacy.model_copy(update={"epsilon": None, "noise_multiplier": 1.0}),
+        }
+    )
+    plan, before = plan_at(alone), earlier(recipe)
+    if plan.mechanism is not None or plan.noise_cohort is not None or not plan.private:
+        raise wrong("after", "a plan with an account of its own", "a private method with independent Gaussian noise")
+    line, spent = plan.record(0, 1.0), together(before, []).epsilon
+    hint = f"{', '.join(run.name for run in before)} cost{'s' if len(before) == 1 else ''} ε = {spent:.4g} already."
+
+    def costs(multiplier: float) -> float:
+        event = plan.at(multiplier).event_multiplier
+        scaled = {**line, "noise_multiplier": event, "std": event * line["sensitivity"]}
+        return together(before, [{**scaled, "round": turn} for turn in range(plan.rounds)]).epsilon
+
+    low, high = 0.0, 1.0
+    while costs(high) > target:  # type: ignore[operator]
+        low, high = high, 2 * high
+        if high > MOST:
+            raise wrong("privacy.epsilon", target, "more than the runs before cost", hint=hint)
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if costs(middle) <= target else (middle, high)  # type: ignore[operator]
+    found = plan.at(high)
+    found.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
+    return replace(found, budget=None)
+
+
+def together(before: Sequence[Published], entries: Sequence[Mapping[str, Any]], epsilon: float = 0.0) -> Total:
+    """What the runs before cost with one more of these ledger lines. epsilon: its own, where its law is only added."""
+    delta = float(entries[0]["delta"]) if entries else 0.0
+    return total([*before, *([Published("this run", epsilon, delta, list(entries))] if entries else [])])
+
+
+def warning(recipe: Recipe, entries: Sequence[Mapping[str, Any]], epsilon: float | None) -> list[str]:
+    """What must be said beside the statement of a run that went on from others; nothing of one that did not."""
+    if recipe.after is None:
+        return []
+    if epsilon is None:
+        return ["This run goes on from another on the same clients; of both together no ε is proven."]
+    found = together(earlier(recipe), entries, epsilon)
+    number = len(found.runs) - 1
+    others = "the run it goes on from" if number == 1 else f"the {number} runs it goes on from"
+    return [f"With {others}, ε = {found.epsilon:.4g} at δ = {found.delta:.3g} ({found.relation}): the figure to state."]

@@ -1,0 +1,113 @@
+"""``on_round`` reads the released model and may end a run by it: the whole plan is charged, private values may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fedflat
+from fedflat.engine.early import NOT_RUN
+from fedflat.privacy.accounting.epsilon import epsilon
+from fedflat.privacy.ledger import read
+from fedflat.privacy.verify import verify_run
+
+ROUNDS = 6
+
+
+def recipe(**privacy: object) -> dict[str, object]:
+    return {
+        "rounds": ROUNDS,
+        "algorithm": "dp-fedavg",
+        "cohort": {"size": 4},
+        "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.01, **privacy},
+    }
+
+
+def given() -> dict[str, object]:
+    draw = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(6, 5, generator=draw), torch.randint(0, 3, (6,), generator=draw)) for _ in range(8)]
+    module = nn.Linear(5, 3)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    return {"model": module, "clients": pairs}
+
+
+def whole_plan() -> float:
+    return epsilon(clients=8, cohort=4, rounds=ROUNDS, noise_multiplier=1.0, delta=0.01)
+
+
+def end_after(rounds: int):
+    return lambda record, state: state.round == rounds
+
+
+def test_the_released_model_can_be_read_and_not_be_changed(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def look(record: dict[str, object], state: fedflat.After) -> None:
+        module = state.model()
+        assert not module.training and state.round == record["round"] + 1
+        seen.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
+        assert torch.equal(seen[-1], state.weights)
+        for parameter in module.parameters():
+            parameter.data.zero_()
+        state.weights.zero_()
+
+    watched = fedflat.run(recipe(), **given(), on_round=look)
+    plain = fedflat.run(recipe(), **given())
+    assert len(seen) == ROUNDS and all(
+        torch.equal(a, b) for a, b in zip(watched.model.parameters(), plain.model.parameters(), strict=True)
+    )
+
+
+def test_an_early_end_costs_the_whole_plan(tmp_path: Path) -> None:
+    result = fedflat.run(recipe(), **given(), out=tmp_path / "run", on_round=end_after(2))
+    assert result.stopped == "ended early after 2 rounds by what was released" and len(result.history) == 2
+    assert result.privacy["proven_epsilon"] == pytest.approx(whole_plan(), rel=1e-6)
+    assert any(NOT_RUN in reason for reason in result.privacy["reasons"])
+    assert verify_run(tmp_path / "run").ok
+    in_memory = fedflat.run(recipe(), **given(), on_round=end_after(2))
+    assert in_memory.privacy["proven_epsilon"] == result.privacy["proven_epsilon"]
+
+
+def test_what_was_charged_is_there_to_go_on_with(tmp_path: Path) -> None:
+    fedflat.run(recipe(), **given(), out=tmp_path / "run", on_round=end_after(2))
+    went_on = fedflat.run(recipe(), **given(), out=tmp_path / "run", resume=True)
+    assert len(went_on.history) == ROUNDS and not went_on.stopped
+    assert len(read(tmp_path / "run" / "ledger.jsonl")) == ROUNDS  # no event is charged twice
+    assert went_on.privacy["proven_epsilon"] == pytest.approx(whole_plan(), rel=1e-6)
+    straight = fedflat.run(recipe(), **given())
+    assert all(torch.equal(a, b) for a, b in zip(went_on.model.parameters(), straight.model.parameters(), strict=True))
+
+
+def test_with_correlated_noise_the_planned_run_is_stated_anyway() -> None:
+    made = recipe(noise={"kind": "banded"})
+    made["cohort"] = {"size": 4, "sampling": "min-separation"}
+    early = fedflat.run(made, **given(), on_round=end_after(2))
+    assert early.privacy["proven_epsilon"] == fedflat.run(made, **given()).privacy["proven_epsilon"]
+
+
+def test_an_end_that_private_values_may_have_decided_is_refused() -> None:
+    def peek(record: dict[str, object], state: fedflat.After) -> bool:
+        return state.private["cohort"] > 0
+
+    with pytest.raises(fedflat.InputError, match=r"on_round: found a run ended by .* read state\.private"):
+        fedflat.run(recipe(), **given(), on_round=peek)
+
+
+@pytest.mark.parametrize("returned", [None, 1, "yes"])
+def test_only_true_ends_a_run(returned: object) -> None:
+    assert len(fedflat.run(recipe(), **given(), on_round=lambda record, state: returned).history) == ROUNDS
+
+
+def test_true_after_the_last_round_is_no_early_end() -> None:
+    assert fedflat.run(recipe(), **given(), on_round=end_after(ROUNDS)).stopped == ""
+
+
+def test_a_method_without_privacy_has_nothing_to_charge() -> None:
+    made = recipe()
+    made |= {"algorithm": "fedavg", "privacy": {}}
+    assert fedflat.run(made, **given(), on_round=end_after(2)).privacy["proven_epsilon"] is None
