@@ -194,16 +194,16 @@ def dp_fedsam_topk(rho: float = 0.5, keep: float = 0.4) -> Algorithm:
     return Algorithm("dp-fedsam-topk", phases=(Phase(rule=sam(rho)),), transforms=(top_k(keep),))
 
 
-def dp_fedavg_la(strength: float = 1.0, smoothing: float = 0.01) -> Algorithm:
+def dp_fedavg_la(strength: float = 1.0, absent: float = 0.01) -> Algorithm:
     """DP-FedAvg with logits adjusted by each client's own label shares (after Menon et al. 2021; Zhang et al. 2022).
 
-    strength: τ ≥ 0 of τ·log π_i. smoothing: > 0, what a class counts that a client does not have. The last layer's bias
+    strength: τ ≥ 0 of τ·log π_i. absent: > 0, what a class counts that a client does not have. The last layer's bias
     stays at w^0. For label skew: less of a message, and of its clip, is then about which labels a client has.
 
     >>> dp_fedavg_la(strength=0.5).phases[0].rule
-    LabelPrior(strength=0.5, smoothing=0.01)
+    LabelPrior(strength=0.5, absent=0.01)
     """
-    rule = label_prior(strength, smoothing)
+    rule = label_prior(strength, absent)
     return Algorithm("dp-fedavg-la", phases=(Phase(rule=rule),), server=(HoldBias(),))
 
 

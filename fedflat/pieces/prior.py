@@ -22,21 +22,21 @@ from fedflat.core.types import GradientFn, LocalView, ServerView
 class LabelPrior:
     """The gradient with the last layer's bias moved by τ·log((π_i + s)/(1 + K·s)), and none along that bias.
 
-    strength: τ ≥ 0; 0 only leaves the bias alone. smoothing: s > 0, what a class counts that a client does not have.
+    strength: τ ≥ 0; 0 only leaves the bias alone. absent: s > 0, what a class counts that a client does not have.
     The last of the shared tensors is taken to be the bias, of length K.
 
     >>> view = LocalView(torch.zeros(3), 1.0, 1, 0.1, tensors=(slice(0, 1), slice(1, 3)))
-    >>> LabelPrior(strength=1.0, smoothing=0.01)(lambda w: 2 * w, view)(torch.tensor([1.0, 2.0, 3.0]))
+    >>> LabelPrior(strength=1.0, absent=0.01)(lambda w: 2 * w, view)(torch.tensor([1.0, 2.0, 3.0]))
     tensor([2., 0., 0.])
     """
 
     strength: float
-    smoothing: float
+    absent: float
 
     def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
         bias = view.tensors[-1]
         classes = bias.stop - bias.start
-        shares = (view.shares(classes) + self.smoothing) / (1 + classes * self.smoothing)
+        shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
         shift = self.strength * torch.log(shares)
 
         def adjusted(w: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class HoldBias:
         return held, {}
 
 
-def label_prior(strength: float = 1.0, smoothing: float = 0.01) -> LabelPrior:
-    """Logit adjustment with ``strength`` τ ≥ 0 and ``smoothing`` s in (0, 1] (Menon et al. 2021); raises InputError.
+def label_prior(strength: float = 1.0, absent: float = 0.01) -> LabelPrior:
+    """Logit adjustment with ``strength`` τ ≥ 0 and ``absent`` s in (0, 1] (Menon et al. 2021); raises InputError.
 
     >>> label_prior(0.5)
-    LabelPrior(strength=0.5, smoothing=0.01)
+    LabelPrior(strength=0.5, absent=0.01)
     """
     return LabelPrior(
         in_range("algorithm.strength", strength, 0),
-        in_range("algorithm.smoothing", smoothing, 0, 1, open_low=True),
+        in_range("algorithm.absent", absent, 0, 1, open_low=True),
     )
