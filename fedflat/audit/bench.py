@@ -85,7 +85,7 @@ class LinearData:
         """The one batch, whose share of the data is 1."""
         yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
 
-    def shares(self, classes: int) -> Tensor:
+    def class_shares(self, classes: int) -> Tensor:
         """All classes alike."""
         return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
 

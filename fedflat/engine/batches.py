@@ -74,7 +74,7 @@ class ClientBatches:
             rows = self.rows[start : start + WHOLE_CHUNK]
             yield self._take(rows), torch.tensor([len(rows) / len(self.rows)], device=self.data.inputs.device)
 
-    def shares(self, classes: int) -> Tensor:
+    def class_shares(self, classes: int) -> Tensor:
         """Shares of the classes ``(K,)`` among the client's examples."""
         return class_shares(self.data, [self.rows], classes)[0]
 
@@ -151,7 +151,7 @@ class BlockBatches:
             share = (piece >= 0).sum(1) / np.maximum(sizes, 1)
             yield self._take(piece), torch.from_numpy(share).to(self.data.inputs.device, torch.float32)[:, None]
 
-    def shares(self, classes: int) -> Tensor:
+    def class_shares(self, classes: int) -> Tensor:
         """Shares of the classes ``(n, K)`` among each client's examples."""
         return class_shares(self.data, self.rows, classes)
 

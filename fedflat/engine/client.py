@@ -25,7 +25,7 @@ class LocalData(Protocol):
     def everything(self) -> Iterable[tuple[Batch, Tensor]]:
         """All of the client's data in pieces, each with the share ``(…, 1)`` it has of the whole."""
 
-    def shares(self, classes: int) -> Tensor:
+    def class_shares(self, classes: int) -> Tensor:
         """Shares of the classes ``(…, K)`` among the client's examples; zero for a client without any."""
 
 
@@ -138,7 +138,7 @@ def _run_phase(
         state=own.state if shared else {},
         generator=own.generator,
         tensors=problem.layout.tensors("shared") if shared else (),
-        shares=data.shares,
+        shares=data.class_shares,
     )
     for batch in data.batches(index, view.steps):
         gradient = rule(_loss_gradient(problem, phase, local, weights, batch, record), view)(part)

@@ -103,7 +103,7 @@ class StaticBatches:
             share, rows = shares.sum(1, keepdim=True), self.everyone[:, start : start + self.shape.chunk]
             yield self._take(rows, (shares > 0).to(shares.dtype)), share[0] if self.shape.single else share
 
-    def shares(self, classes: int) -> Tensor:
+    def class_shares(self, classes: int) -> Tensor:
         """Refused: they are not among what a recorded graph is given anew in each round."""
         raise wrong(
             "engine.backend", "graphs with a method that asks for class shares", "sequential, vectorized or auto"
