@@ -19,6 +19,7 @@ from fedflat.pieces.feedback import FeedbackDirection, Residual, client_memory
 from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.kalman import disk
 from fedflat.pieces.masks import random_mask, top_mask
+from fedflat.pieces.prior import HoldBias, label_prior
 from fedflat.pieces.server import (
     KeepInitial,
     LaplacianSmoothing,
@@ -49,6 +50,7 @@ __all__ = [
     "dp_fedavg_blur",
     "dp_fedavg_blurs",
     "dp_fedavg_ft",
+    "dp_fedavg_la",
     "dp_fedavg_ls",
     "dp_fedavg_lus",
     "dp_fednsam",
@@ -190,6 +192,19 @@ def dp_fedsam_topk(rho: float = 0.5, keep: float = 0.4) -> Algorithm:
     (TopK(keep=0.1),)
     """
     return Algorithm("dp-fedsam-topk", phases=(Phase(rule=sam(rho)),), transforms=(top_k(keep),))
+
+
+def dp_fedavg_la(strength: float = 1.0, absent: float = 0.01) -> Algorithm:
+    """DP-FedAvg with logits adjusted by each client's own label shares (after Menon et al. 2021; Zhang et al. 2022).
+
+    strength: τ ≥ 0 of τ·log π_i. absent: > 0, what a class counts that a client does not have. The last layer's bias
+    stays at w^0. For label skew: less of a message, and of its clip, is then about which labels a client has.
+
+    >>> dp_fedavg_la(strength=0.5).phases[0].rule
+    LabelPrior(strength=0.5, absent=0.01)
+    """
+    rule = label_prior(strength, absent)
+    return Algorithm("dp-fedavg-la", phases=(Phase(rule=rule),), server=(HoldBias(),))
 
 
 def dp_fedavg_ls(smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
@@ -488,6 +503,7 @@ ALGORITHMS: dict[str, Factory] = {
     "dp-fedsam": dp_fedsam,
     "dp-fedsam-topk": dp_fedsam_topk,
     "dp-fedsam-blur": sam_over_blur,
+    "dp-fedavg-la": dp_fedavg_la,
     "dp-fedavg-ls": dp_fedavg_ls,
     "dp-fedpgn": dp_fedpgn,
     "dp-fedpgn-ls": dp_fedpgn_ls,

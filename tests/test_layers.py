@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "report": _LOW | {"privacy"},
     "simulation": _LIVE | {"backends", "methods", "assembly", "report"},
     "analysis": _LIVE | {"backends", "assembly", "report", "simulation"},
-    "reproduce": _LIVE | {"methods", "assembly", "report", "simulation", "analysis"},
+    "reproduce": _LIVE | {"backends", "methods", "assembly", "report", "simulation", "analysis"},
     "audit": _LIVE | {"backends", "methods", "assembly", "simulation"},
     "federation": _LIVE | {"backends", "methods", "assembly", "simulation"},
 }

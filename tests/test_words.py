@@ -60,6 +60,7 @@ METHODS = [
     "dp_fedavg_blur",
     "dp_fedavg_blurs",
     "dp_fedavg_ft",
+    "dp_fedavg_la",
     "dp_fedavg_ls",
     "dp_fedavg_lus",
     "dp_fednsam",

@@ -119,7 +119,7 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     for name, phase in phases:
         if phase.rule is not None and form.size(phase):
             draws |= _try_one(
-                _told(name, phase.rule), functools.partial(_steps, phase, vectors, states), form.size(phase)
+                _told(name, phase.rule), functools.partial(_steps, phase, form, vectors, states), form.size(phase)
             )
     for index, transform in enumerate(algorithm.transforms):
         call: Call = functools.partial(_transformed, transform, form, vectors, states)
@@ -138,12 +138,18 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
 
 
 def _steps(
-    phase: Phase, vectors: Vectors, states: Names, start: Tensor, target: Tensor, generator: np.random.Generator
+    phase: Phase,
+    form: _Form,
+    vectors: Vectors,
+    states: Names,
+    start: Tensor,
+    target: Tensor,
+    generator: np.random.Generator,
 ) -> Tensor:
     """The second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""
     view = LocalView(start.clone(), 1.0, steps=2, lr=0.1, generator=generator)
     if phase.part != "personal":
-        view = replace(view, broadcast=vectors, state=_states(states, target))
+        view = replace(view, broadcast=vectors, state=_states(states, target), tensors=form.tensors)
     rule: Any = phase.rule
 
     def gradient(w: Tensor) -> Tensor:

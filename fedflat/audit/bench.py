@@ -85,6 +85,10 @@ class LinearData:
         """The one batch, whose share of the data is 1."""
         yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
 
+    def class_shares(self, classes: int) -> Tensor:
+        """All classes alike."""
+        return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
+
 
 def linear_message(
     algorithm: Algorithm, layout: Layout, local: Local, broadcast: Broadcast, update: Tensor, personal: Tensor

@@ -64,6 +64,7 @@ def _assemble() -> None:
         explain,
         export,
         landscape,
+        leaderboard,
         planning,
         privacy,
         reproduce,
@@ -80,6 +81,7 @@ def _assemble() -> None:
     deploy.add_to(app)
     landscape.add_to(app)
     reproduce.add_to(app)
+    leaderboard.add_to(app)
     bounds.add_to(app)
     catalogue.add_to(app)
     explain.add_to(app)

@@ -35,6 +35,8 @@ ALGORITHM_KEYS = {
     "beta2": "Decay of its second moment.",
     "floor": "Least second moment it divides by, once the noise's variance is off. None: that variance.",
     "scale": "b, the unit of Δc in DP-SCAFFOLD's message (Δw, Δc/b): its noise is b times that of Δw.",
+    "strength": "τ of τ·log π_i, by which logits are adjusted; π_i: the client's own shares of the classes.",
+    "absent": "What a class counts, as a share, that a client does not have.",
     "alpha": "α of the smoothed normalisation C·e/(α + ‖e‖), in the message's units.",
     "smoothing": "σ_ls of the Laplacian smoothing. At 0.01, 98 % of the noise stays.",
     "scope": "What is smoothed as one sequence: tensor, or the whole vector.",

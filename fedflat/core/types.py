@@ -35,6 +35,8 @@ class LocalView:
     state: the client's own named vectors ``(…, d)``; none in a phase of the personal part.
     generator: the client's own randomness of the round, the same for every piece it runs, where clients train one at a
     time, as they do with pieces of a user's own. It follows the public seed, so it protects nothing.
+    tensors: the slices of the flat vector in which each shared tensor lives; none in a phase of the personal part.
+    shares: K -> shares of the K classes ``(…, K)`` among the client's training examples, which the clip must follow.
     """
 
     start: Tensor
@@ -44,6 +46,8 @@ class LocalView:
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
     generator: np.random.Generator = NO_GENERATOR
+    tensors: tuple[slice, ...] = ()
+    shares: Callable[[int], Tensor] = lambda classes: torch.full((classes,), 1 / classes)
 
 
 GradientRule = Callable[[GradientFn, LocalView], GradientFn]

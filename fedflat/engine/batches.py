@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core.checks import wrong
 from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import FederatedData, batch_indices
 from fedflat.engine.problem import Batch
@@ -72,6 +73,10 @@ class ClientBatches:
         for start in range(0, len(self.rows), WHOLE_CHUNK):
             rows = self.rows[start : start + WHOLE_CHUNK]
             yield self._take(rows), torch.tensor([len(rows) / len(self.rows)], device=self.data.inputs.device)
+
+    def class_shares(self, classes: int) -> Tensor:
+        """Shares of the classes ``(K,)`` among the client's examples."""
+        return class_shares(self.data, [self.rows], classes)[0]
 
     def _take(self, rows: np.ndarray) -> Batch:
         index = torch.from_numpy(rows).to(self.data.inputs.device)
@@ -146,6 +151,10 @@ class BlockBatches:
             share = (piece >= 0).sum(1) / np.maximum(sizes, 1)
             yield self._take(piece), torch.from_numpy(share).to(self.data.inputs.device, torch.float32)[:, None]
 
+    def class_shares(self, classes: int) -> Tensor:
+        """Shares of the classes ``(n, K)`` among each client's examples."""
+        return class_shares(self.data, self.rows, classes)
+
     def _take(self, positions: np.ndarray) -> Batch:
         device = self.data.inputs.device
         rows = torch.from_numpy(self.rows_at(positions)).to(device)
@@ -162,6 +171,20 @@ class BlockBatches:
         starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
         found: np.ndarray = flat[starts + np.maximum(positions, 0)]
         return found
+
+
+def class_shares(data: FederatedData, rows: Sequence[np.ndarray], classes: int) -> Tensor:
+    """Shares of the classes ``(n, K)`` float32 among each client's rows; zero for a client without any.
+
+    Raises InputError where the targets are not numbers of K classes, one for each example.
+    """
+    if data.targets.dim() != 1 or data.targets.is_floating_point() or data.classes != classes:
+        found = f"a last layer of {classes} outputs for {data.classes} classes"
+        raise wrong("algorithm", found, "a classification, and a model that ends in a linear layer with a bias")
+    targets = data.targets.cpu().numpy()
+    counts = np.stack([np.bincount(targets[own], minlength=classes) for own in rows])
+    found = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).astype(np.float32)
+    return torch.from_numpy(found).to(data.inputs.device)
 
 
 def ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:

@@ -25,6 +25,9 @@ class LocalData(Protocol):
     def everything(self) -> Iterable[tuple[Batch, Tensor]]:
         """All of the client's data in pieces, each with the share ``(…, 1)`` it has of the whole."""
 
+    def class_shares(self, classes: int) -> Tensor:
+        """Shares of the classes ``(…, K)`` among the client's examples; zero for a client without any."""
+
 
 TINY = 1e-12
 """Least norm that a clipped gradient is divided by: a zero gradient stays zero instead of becoming NaN."""
@@ -134,6 +137,8 @@ def _run_phase(
         broadcast=broadcast.vectors if shared else {},
         state=own.state if shared else {},
         generator=own.generator,
+        tensors=problem.layout.tensors("shared") if shared else (),
+        shares=data.class_shares,
     )
     for batch in data.batches(index, view.steps):
         gradient = rule(_loss_gradient(problem, phase, local, weights, batch, record), view)(part)

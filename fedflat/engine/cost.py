@@ -86,4 +86,5 @@ def _view(method: Algorithm) -> LocalView:
     return LocalView(
         start=torch.zeros(_SMALL), clip=1.0, steps=1, lr=0.1,
         broadcast=dict.fromkeys(names, ones), state={state.name: ones for state in method.client_state},
+        tensors=(slice(0, _SMALL - 1), slice(_SMALL - 1, _SMALL)),
     )  # fmt: skip

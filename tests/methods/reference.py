@@ -341,6 +341,8 @@ class Setting:
     alpha: float = 0.1
     kappa: float = 0.7
     ahead: float = 0.3 / 0.7
+    strength: float = 1.0
+    absent: float = 0.01
 
 
 @dataclass
@@ -361,7 +363,23 @@ NOT_PRIVATE = {"fedavg", "fedsam", "p-fedsam"}
 BatchesOf = Callable[[int, int, int, int], list[Batch]]
 
 
-def local_update(s, net, start, batches, head_batches, gradient, rate, memory) -> Vector:
+def adjusted(gradient: Gradient, net: Net, labels: np.ndarray, strength: float, absent: float) -> Gradient:
+    """The gradient with τ·log((π + s)/(1 + K·s)) added to the logits, through the last bias, which itself stays."""
+    classes = net.sizes[-1]
+    shares = np.array([np.mean(labels == c) for c in range(classes)])
+    shift = strength * np.log((shares + absent) / (1.0 + classes * absent))
+
+    def gradient_there(w: Vector, batch: Batch) -> Vector:
+        there = w.copy()
+        there[net.tensors[-1]] += shift
+        found = gradient(there, batch)
+        found[net.tensors[-1]] = 0.0
+        return found
+
+    return gradient_there
+
+
+def local_update(s, net, start, batches, head_batches, gradient, rate, memory, labels) -> Vector:
     """The client's final weights from ``start``."""
     lr, m = s.lr * rate, s.method
     if m in PERSONAL:
@@ -377,6 +395,8 @@ def local_update(s, net, start, batches, head_batches, gradient, rate, memory) -
         return proximal(start, batches, gradient, lr, s.momentum, s.mu)
     if m == "dp-fednsam":
         return nsam(start, batches, gradient, lr, s.momentum, memory, s.rho, s.gamma)
+    if m == "dp-fedavg-la":
+        return sgd(start, batches, adjusted(gradient, net, labels, s.strength, s.absent), lr, s.momentum)
     if m in ("dp-fedpgn", "dp-fedpgn-ls"):
         return pgn(start, batches, gradient, lr, memory, s.rho, s.beta)
     return sgd(start, batches, gradient, lr, s.momentum)
@@ -399,6 +419,8 @@ def message_of(s, net, start, final, data, shared, tensors, memory, rate, mask) 
 def server_mean(s: Setting, mean: Vector, memory: Vector, rate: float, tensors) -> tuple[Vector, Vector]:
     """Post-processing of the noisy mean: what the server optimiser receives, and g̃ of the next round."""
     whole = [slice(0, len(mean))] if s.scope == "vector" else tensors
+    if s.method == "dp-fedavg-la":
+        return np.concatenate([mean[: tensors[-1].start], np.zeros(len(mean[tensors[-1]]))]), memory
     if s.method == "dp-fedavg-ls":
         return smooth(mean, s.smoothing, whole), memory
     if s.method in ("dp-fedpgn", "dp-fedpgn-ls"):
@@ -538,9 +560,8 @@ def simulate(
             start = w.copy()
             start[~shared] = heads[i]
             head_batches = batches(t, i, 0, s.head_steps or s.steps) if personal else []
-            final = local_update(
-                s, net, start, batches(t, i, 1 if personal else 0, s.steps), head_batches, gradient, rate, memory
-            )
+            own = batches(t, i, 1 if personal else 0, s.steps)
+            final = local_update(s, net, start, own, head_batches, gradient, rate, memory, data[1])
             mask = masks[t] if masks else None
             messages.append(message_of(s, net, start, final, data, shared, tensors, memory, rate, mask))
             sizes.append(len(data[1]))

@@ -35,6 +35,7 @@ OPTIONS = {
     "dp-fedsam": {"rho": 0.3},
     "dp-fedsam-topk": {"rho": 0.3, "keep": 0.4},
     "dp-fedsam-blur": {"rho": 0.3, "lam": 0.7},
+    "dp-fedavg-la": {"strength": 0.8, "absent": 0.05},
     "dp-fedavg-ls": {"smoothing": 0.4},
     "dp-fedpgn": {"rho": 0.2, "beta": 0.3},
     "dp-fedpgn-ls": {"rho": 0.2, "beta": 0.3, "smoothing": 0.4},

@@ -108,6 +108,12 @@ def test_features_have_length_one_and_no_image_another_s_bits() -> None:
     assert torch.equal(module(found), module(x))
 
 
+def test_mirror_images_have_the_same_features() -> None:
+    plain, both, x = made(), made(body={**SMALL, "flip": True}), images(3)
+    torch.testing.assert_close(both.features(x), both.features(x.flip(-1)))
+    assert not torch.allclose(plain.features(x), plain.features(x.flip(-1)), atol=1e-2)
+
+
 def test_principal_directions_are_the_synthetic_images_own() -> None:
     projection = made(body={**SMALL, "whitening": 1.0, "dimension": 8}).body.projection
     whole = made(body={**SMALL, "whitening": 0.0}).body
@@ -161,6 +167,7 @@ def test_a_file_of_another_body_is_refused(tmp_path: Path) -> None:
         ({"body": {"kind": "patches", "filter": 3}}, "Did you mean filters"),
         ({"body": {"kind": "patches", "filters": 0}}, "model.body.filters"),
         ({"body": {"kind": "patches", "whitening": 2}}, "model.body.whitening"),
+        ({"body": {"kind": "patches", "flip": 1}}, "model.body.flip: found 1; allowed: true or false"),
         ({"body": {"kind": "patches", "size": 8}}, "at least 10 × 10"),
         ({"body": {**SMALL, "filters": 100_000}}, "the patches there are"),
         ({"head": "line"}, "Did you mean linear"),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core.checks import wrong
 from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import BlockBatches, Order, chosen, chunk_of, ramp, repeats, width_of
 from fedflat.engine.problem import Batch
@@ -101,6 +102,12 @@ class StaticBatches:
             shares = self.shares[:, start : start + self.shape.chunk]
             share, rows = shares.sum(1, keepdim=True), self.everyone[:, start : start + self.shape.chunk]
             yield self._take(rows, (shares > 0).to(shares.dtype)), share[0] if self.shape.single else share
+
+    def class_shares(self, classes: int) -> Tensor:
+        """Refused: they are not among what a recorded graph is given anew in each round."""
+        raise wrong(
+            "engine.backend", "graphs with a method that asks for class shares", "sequential, vectorized or auto"
+        )
 
     def _take(self, rows: Tensor, weights: Tensor) -> Batch:
         if self.shape.single:

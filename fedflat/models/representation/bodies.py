@@ -75,13 +75,17 @@ class PublicBody(nn.Module):
 
     prior = "random process"
 
-    def __init__(self, maps: nn.Module) -> None:
+    def __init__(self, maps: nn.Module, flip: bool = False) -> None:
         super().__init__()
-        self.maps, self.projection = maps, Projection()
+        self.maps, self.projection, self.flip = maps, Projection(), flip
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.projection(self.maps(images))
+        found: Tensor = self.projection(*(self.maps(view) for view in self.views(images)))
         return found
+
+    def views(self, images: Tensor) -> list[Tensor]:
+        """The images, and their mirror images where features are of both."""
+        return [images, images.flip(-1)] if self.flip else [images]
 
 
 def body_of(
@@ -91,7 +95,7 @@ def body_of(
 
     Raises InputError where its digest is not ``sha256``, or where the file at ``path`` holds another body.
     """
-    body = PublicBody(_maps(options, shape))
+    body = PublicBody(_maps(options, shape), options.projection.flip)
     tensors = _given(path, sha256)
     if tensors is not None:
         body.prior = "unknown"
@@ -136,7 +140,8 @@ def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Ten
         images = dead_leaves(options.projection.images, shape, options.seed)
         if isinstance(body.maps, Patches):
             body.maps.fit(images, options.seed)
-        body.projection.fit(fitted_maps(body.maps, images), options.projection)
+        views = [fitted_maps(body.maps, view) for view in body.views(images)]
+        body.projection.fit(views, options.projection)
     tensors = dict(body.state_dict())
     with contextlib.suppress(OSError):
         write_tensors(_kept(options, shape), tensors, {"made_of": options.text(shape)})

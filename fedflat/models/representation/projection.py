@@ -6,14 +6,14 @@ that what is stored is small: channels² + positions², and not their product's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import in_range, whole
+from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.waiting import told
 
 FLATTEST = 1e-3
@@ -26,16 +26,22 @@ BLOCK = 50
 
 @dataclass(frozen=True)
 class ProjectionOptions:
-    """dimension: features k. whitening: w of (variance)^(−w/2), 0 none, 1 all. images: how many to fit on."""
+    """dimension: features k. whitening: w of (variance)^(−w/2), 0 none, 1 all. images: how many to fit on.
+
+    flip: an image's directions are the mean over it and its mirror image, so that both have the same features.
+    """
 
     dimension: int = 2000
     whitening: float = 0.8
     images: int = 4000
+    flip: bool = False
 
     def __post_init__(self) -> None:
         whole("model.body.dimension", self.dimension, 1)
         whole("model.body.images", self.images, 100)
         in_range("model.body.whitening", self.whitening, 0, 1)
+        if not isinstance(self.flip, bool):
+            raise wrong("model.body.flip", self.flip, "true or false")
 
 
 class Projection(nn.Module):
@@ -53,8 +59,12 @@ class Projection(nn.Module):
         for name in ("mean", "scale", "channels", "positions", "chosen", "weight"):
             self.register_buffer(name, torch.zeros(0))
 
-    def forward(self, maps: Tensor) -> Tensor:
-        return unit(self._directions(maps)[:, self.chosen] * self.weight)
+    def forward(self, *views: Tensor) -> Tensor:
+        """views: maps of an image, and of its mirror image where features are of both."""
+        return unit(self._mean(views)[:, self.chosen] * self.weight)
+
+    def _mean(self, views: Sequence[Tensor]) -> Tensor:
+        return cast(Tensor, sum(self._directions(maps) for maps in views)) / len(views)
 
     def _standard(self, maps: Tensor) -> Tensor:
         return unit(((maps - self.mean) * self.scale).flatten(1)).view_as(maps)
@@ -62,8 +72,9 @@ class Projection(nn.Module):
     def _directions(self, maps: Tensor) -> Tensor:
         return torch.matmul(torch.matmul(self.channels, self._standard(maps)), self.positions).flatten(1)
 
-    def fit(self, maps: Tensor, options: ProjectionOptions) -> None:
-        """Fit on maps (n, channels, positions) of synthetic images."""
+    def fit(self, views: Sequence[Tensor], options: ProjectionOptions) -> None:
+        """Fit on maps (n, channels, positions) of synthetic images; a second entry: of their mirror images."""
+        maps = views[0]
         self.mean = maps.mean(0)
         self.scale = 1 / (maps.std(0) + FLATTEST)
         parts = maps.split(BLOCK)
@@ -74,8 +85,9 @@ class Projection(nn.Module):
         )
         across, along = torch.linalg.eigh(among)[1], torch.linalg.eigh(places)[1]
         self.channels, self.positions = _signed(across).T.float().contiguous(), _signed(along).float().contiguous()
-        shift = self._directions(parts[0]).mean(0)  # for the sake of the subtraction's accuracy
-        sums = cast(Tensor, sum(_sums(self._directions(part) - shift) for part in parts)) / len(maps)
+        pairs = list(zip(*(view.split(BLOCK) for view in views)))
+        shift = self._mean(pairs[0]).mean(0)  # for the sake of the subtraction's accuracy
+        sums = cast(Tensor, sum(_sums(self._mean(pair) - shift) for pair in pairs)) / len(maps)
         found = sums[1] - sums[0].square()
         variance, order = found.float().clamp_min(0).sort(descending=True)
         kept = order[: options.dimension]

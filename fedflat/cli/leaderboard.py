@@ -1,0 +1,88 @@
+"""``fedflat leaderboard``: the best accuracies that a proof allows, and a method of one's own among them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedflat import __version__
+from fedflat.core.checks import one_of, wrong
+
+
+def leaderboard(
+    own: Annotated[
+        str | None,
+        typer.Option("--with", metavar="FILE.py:METHOD", help="Measure this method too, by the same rule and budget."),
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="Where --with is measured: cifar10, mnist or fashion-mnist.")
+    ] = "fashion-mnist",
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration of --with.")] = 0.6,
+    epsilon: Annotated[float, typer.Option(help="ε of --with.")] = 8.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write leaderboard.md, .html and images/ there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Accuracies under a proven ε, as measured for this release: mean ± sd, ceiling, the command of each row.
+
+    With --with, a method in a file of your own is tuned on training data and tested as the others were (minutes), and
+    joins the tables that are written.
+
+    Example: fedflat leaderboard --out docs
+
+    Example: fedflat leaderboard --with my_method.py:my_method --data fashion-mnist --epsilon 8 --out mine
+    """
+    from fedflat.reproduce import board
+
+    found = board.load()
+    if own is not None:
+        found["rows"].append(_measured(own, data, alpha, epsilon))
+    if out is not None:
+        _written(found, out)
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+        return
+    heads = ["", *(f"ε={value}" for value in board.EPSILONS), "ceiling"]
+    _print(heads, [[text.replace("not measured", "–") for text in row] for row in board.summary(found)])
+    if own is not None:
+        print()
+        _print(board.HEADS, [board.cells(found["rows"][-1])])
+    print("Test accuracy in per cent, mean ± sd over seeds; –: not measured. All rows: --out DIR, or --json.")
+
+
+def _measured(own: str, data: str, alpha: float, epsilon: float) -> dict[str, Any]:
+    from fedflat.reproduce.board import NAMES
+    from fedflat.reproduce.board_runs import SETTINGS, Cell, examples, measure
+
+    one_of("--data", data, tuple(NAMES))
+    if ":" not in own:
+        raise wrong("--with", own, "FILE.py:METHOD, as in a recipe's algorithm.name")
+    cell = Cell(data, alpha, epsilon, {"name": own}, SETTINGS)
+    return measure(cell, examples(data))
+
+
+def _written(found: dict[str, Any], out: Path) -> None:
+    from fedflat.reproduce import board
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "leaderboard.md").write_text(board.markdown(found), encoding="utf-8")
+        (out / "leaderboard.html").write_text(board.html(found, f"fedflat {__version__}"), encoding="utf-8")
+        board.picture(found, out / "images" / "leaderboard.svg")
+    except OSError as error:
+        raise wrong("--out", f"{out}, which cannot be written ({error.strerror})", "a folder to write") from error
+
+
+def _print(heads: Any, rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    for row in [heads, *rows]:
+        print("  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip())
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command of this module."""
+    app.command()(leaderboard)

@@ -1,0 +1,77 @@
+"""Logits adjusted by what a client's own labels say, so that its message is about features and not about its labels.
+
+Under label skew most of a client's update says which labels it has: the bias, and every feature's mean, are pushed
+towards its own classes. Over all clients that cancels; in each client's clip it takes the place of the rest. With
+τ·log π_i added to the logits, π_i the shares of the classes in the client's own data, a client's optimum no longer
+follows π_i (Menon et al. 2021; between clients, Zhang et al. 2022). π_i stays with the client: only its update, clipped
+as any, is about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import in_range
+from fedflat.core.types import GradientFn, LocalView, ServerView
+
+
+@dataclass(frozen=True)
+class LabelPrior:
+    """The gradient with the last layer's bias moved by τ·log((π_i + s)/(1 + K·s)), and none along that bias.
+
+    strength: τ ≥ 0; 0 only leaves the bias alone. absent: s > 0, what a class counts that a client does not have.
+    The last of the shared tensors is taken to be the bias, of length K.
+
+    >>> view = LocalView(torch.zeros(3), 1.0, 1, 0.1, tensors=(slice(0, 1), slice(1, 3)))
+    >>> LabelPrior(strength=1.0, absent=0.01)(lambda w: 2 * w, view)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([2., 0., 0.])
+    """
+
+    strength: float
+    absent: float
+
+    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+        bias = view.tensors[-1]
+        classes = bias.stop - bias.start
+        shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
+        shift = self.strength * torch.log(shares)
+
+        def adjusted(w: Tensor) -> Tensor:
+            around = (bias.start, w.shape[-1] - bias.stop)
+            kept = 1 - torch.nn.functional.pad(torch.ones_like(shift[..., :1].expand_as(shift)), around)
+            return gradient(w + torch.nn.functional.pad(shift, around)) * kept
+
+        return adjusted
+
+
+@dataclass(frozen=True)
+class HoldBias:
+    """The server step that drops what the noisy mean has for the last layer's bias: noise alone, if clients leave it.
+
+    >>> view = ServerView(0, 1, 0.1, (slice(0, 1), slice(1, 3)), {}, cohort=5.0, clients=50)
+    >>> HoldBias()(torch.tensor([1.0, 2.0, 3.0]), view)
+    (tensor([1., 0., 0.]), {})
+    """
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        held = mean.clone()
+        held[view.tensors[-1]] = 0
+        return held, {}
+
+
+def label_prior(strength: float = 1.0, absent: float = 0.01) -> LabelPrior:
+    """Logit adjustment with ``strength`` τ ≥ 0 and ``absent`` s in (0, 1] (Menon et al. 2021); raises InputError.
+
+    >>> label_prior(0.5)
+    LabelPrior(strength=0.5, absent=0.01)
+    """
+    return LabelPrior(
+        in_range("algorithm.strength", strength, 0),
+        in_range("algorithm.absent", absent, 0, 1, open_low=True),
+    )

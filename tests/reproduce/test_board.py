@@ -1,0 +1,83 @@
+"""The leaderboard: its rows name what was run, and a method joins by the rule, without a look at test data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fedflat.cli.main import _assemble, app
+from fedflat.config.recipe import Recipe
+from fedflat.reproduce import board
+from fedflat.reproduce.board_runs import REPORTED, TUNING, Cell, Examples, measure
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+FEW = {"data.clients": 5, "cohort.size": 5, "rounds": 2, "engine.backend": "sequential"}
+
+
+def told(_: str) -> None:
+    """Nothing is shown."""
+
+
+def small() -> Examples:
+    draw = torch.Generator().manual_seed(0)
+    y = torch.arange(200) % 4
+    x = torch.randn(200, 6, generator=draw) + nn.functional.one_hot(y, 6)
+    return Examples(x[:160], y[:160], x[160:], y[160:], 4, "small features", nn.Sequential(nn.Linear(6, 4)))
+
+
+def test_the_page_of_the_docs_is_made_of_the_results() -> None:
+    found = board.load()
+    assert (DOCS / "leaderboard.md").read_text(encoding="utf-8") == board.markdown(found)
+    assert "<svg" in (DOCS / "images" / "leaderboard.svg").read_text(encoding="utf-8")
+    assert "not measured" in board.html(found, "fedflat") or all(map(all, board.summary(found)))
+
+
+def test_reported_seeds_are_not_those_of_tuning_and_commands_are_recipes() -> None:
+    for row in board.load()["rows"]:
+        assert TUNING not in row["seeds"] and len(row["seeds"]) == len(row["accuracy"])
+        assert row["proven"] <= row["epsilon"] + 1e-9
+        parts = board.command(row).split(" -o ")
+        Recipe.load(parts[0].removeprefix("fedflat run "), overrides=parts[1:])
+
+
+def test_a_cell_is_tuned_on_training_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, seen = small(), list[tuple[int, bool]]()
+    real = Examples.federation
+
+    def watched(self: Examples, alpha: float, clients: int, seed: int, tuning: bool) -> Any:
+        data = real(self, alpha, clients, seed, tuning)
+        rows = {tuple(row.tolist()) for row in data.test_inputs}
+        used = [tuple(data.inputs[i].tolist()) for part in data.parts for i in part]
+        assert not rows & set(used)
+        assert tuning == (len(used) == 144) and (tuning or torch.equal(data.test_inputs, known.test_inputs))
+        seen.append((seed, tuning))
+        return data
+
+    monkeypatch.setattr(Examples, "federation", watched)
+    settings = [{**FEW, "server.lr": rate} for rate in (1e-6, 50)]
+    row = measure(Cell("mnist", 0.6, 8, {"name": "dp-fedavg-la", "strength": 0.5}, settings), known, told)
+    assert seen == [(TUNING, True)] * 2 + [(seed, False) for seed in REPORTED]
+    assert row["setting"] in settings and len(row["tried"]) == 2 and len(row["accuracy"]) == 3
+    assert row["proven"] == pytest.approx(8)
+    assert board.method_name(row) == "dp-fedavg-la (strength 0.5)"
+
+
+def test_the_command_shows_writes_and_refuses(tmp_path: Path) -> None:
+    _assemble()
+    runner = CliRunner()
+    assert "CIFAR-10, Dirichlet 0.1" in runner.invoke(app, ["leaderboard"]).output
+    assert json.loads(runner.invoke(app, ["leaderboard", "--json"]).output) == board.load()
+    assert runner.invoke(app, ["leaderboard", "--out", str(tmp_path / "new")]).exit_code == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"leaderboard.md", "leaderboard.html", "images"}
+    for wrong in (
+        ["--with", "mine"],
+        ["--with", "a.py:b", "--data", "mnis"],
+        ["--out", str(tmp_path / "new" / "leaderboard.md")],
+    ):
+        assert runner.invoke(app, ["leaderboard", *wrong]).exception is not None
