@@ -133,6 +133,8 @@ def test_every_way_of_a_gpu_agrees_on_every_method(method: str, monkeypatch: pyt
         ways.append({"backend": "lowrank", "block": 3})
     if method in KEEPING:
         ways = [way for way in ways if way["backend"] not in ("graphs", "lowrank")]
+    elif method == "dp-fedavg-la":  # a recording is not given class shares anew
+        ways = [way for way in ways if way["backend"] != "graphs"]
     elif method not in IN_EVERY_WAY:
         ways = ways[2:3]
     with pretended_gpu(monkeypatch):
