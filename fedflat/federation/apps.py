@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedflat.federation.launch.flower import draw_apart
+
 
 def server_app(folder: str | Path) -> Any:
     """A ``flwr.serverapp.ServerApp`` for the task (recipe.yaml, task.json, roster.json) in ``folder``."""
     from flwr.serverapp import ServerApp
 
+    draw_apart()
     app = ServerApp()
 
     def main(grid: Any, context: Any) -> None:
@@ -28,6 +31,7 @@ def client_app(folder: str | Path) -> Any:
     """A ``flwr.clientapp.ClientApp`` for the same task; the SuperNode's node config names client, data and state."""
     from flwr.clientapp import ClientApp
 
+    draw_apart()
     app = ClientApp()
 
     def answer(message: Any, context: Any) -> Any:

@@ -24,8 +24,8 @@ FIXED = (
 def contradictions(entries: Entries) -> list[str]:
     """What a schedule's lines say against each other; none for lines of another law.
 
-    Fields that differ, figures that do not follow from others, and, of a run with all its rounds, columns that are not
-    the C of the digest, or rows of another inverse.
+    Fields that differ, figures that do not follow from others, and, of a tree or of a run with all its rounds, columns
+    that are not the C of the digest, or rows of another inverse.
     """
     if not entries or entries[0].get("separation") is None:
         return []
@@ -54,9 +54,9 @@ def _figures(first: Mapping[str, Any]) -> list[str]:
 
 def _another_factor(entries: Entries, rounds: int) -> list[str]:
     columns, first = columns_of(entries), entries[0]
-    if first["noise"] == "tree" or set(columns) != set(range(rounds)):
-        return []  # the tree is made here, from the number of rounds
-    made = Factor(np.array([columns[t] for t in range(rounds)]))
+    if first["noise"] != "tree" and set(columns) != set(range(rounds)):
+        return []  # a tree follows from the number of rounds alone
+    made = tree(rounds) if first["noise"] == "tree" else Factor(np.array([columns[t] for t in range(rounds)]))
     if made.digest != first["factor"]:
         return ["the columns are not those of the digest"]
     norms = {int(e["round"]): float(e.get("row_norm", 1.0)) for e in entries}

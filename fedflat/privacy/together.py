@@ -36,6 +36,10 @@ FIELDS = {
 """What lines of independent Gaussian noise hold. A line with more is of a law that is not composed here, but added."""
 
 
+FAULTS = (LookupError, TypeError, ValueError, ZeroDivisionError)
+"""What reading lines raises that nobody wrote: a field missing, of another type, or impossible."""
+
+
 @dataclass(frozen=True)
 class Published:
     """One run as its folder states it. epsilon: the proven one, None where none is. folder: to compare releases."""
@@ -73,7 +77,7 @@ class _Spent:
     def add(self, run: Published) -> bool:
         """Add a run's lines; False, and nothing is added, where they are of no law that is known here.
 
-        KeyError, and nothing is added either, for lines that lack what their law needs.
+        One of ``FAULTS``, and nothing is added either, for lines that are not as their law has them.
         """
         entries = run.entries
         laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust"), e.get("relation")) for e in entries}
@@ -107,16 +111,17 @@ class _Spent:
     def _add_turns(self, run: Published) -> bool:
         """Rounds that follow a schedule. A public one's are one Gaussian: what was stated counts planned rounds too."""
         entries, first = run.entries, run.entries[0]
-        if any(set(e) - FIELDS - OWN for e in entries):
+        if any(set(e) - FIELDS - OWN for e in entries) or (run.epsilon or 0.0) < 0 or not 0 < run.delta < 1:
             return False
         sigma, turns = gaussians(entries, drawn(entries))
         if first.get("chance") is None:
             least = 1 / gaussian_distance(run.epsilon or 0.0, run.delta)
             self.steps[Step("gaussian", 1.0, min(sigma, least))] += turns
             return True
-        if {int(e["round"]) for e in entries} != set(range(int(first["rounds"]))):
+        chance = float(first["chance"])
+        if {int(e["round"]) for e in entries} != set(range(int(first["rounds"]))) or not 0 < chance <= 1:
             return False
-        self.steps[step("poisson", float(first["chance"]), sigma, int(first["clients"]), 0)] += turns
+        self.steps[step("poisson", chance, sigma, int(first["clients"]), 0)] += turns
         return True
 
     def _add_messages(self, entries: Sequence[Entry], scheduled: bool) -> bool:
@@ -181,7 +186,7 @@ def total(runs: Sequence[Published]) -> Total:
     for run in counted:
         try:
             known = bool(run.entries) and spent.add(run)
-        except KeyError:  # a line that lacks what its law needs
+        except FAULTS:
             known = False
         added += [] if known else [run]
     found = _composed(spent, delta, reasons) if len(added) < len(counted) else 0.0
@@ -204,7 +209,8 @@ class Curve:
 def curve(runs: Sequence[Published]) -> Curve | None:
     """ε of publishing all of ``runs`` as a function of δ, from their ledgers; None where only stated figures are known.
 
-    So it is where one has no guarantee, no line or a law that is not composed here, or where noise was used twice.
+    So it is where one has no guarantee, no line, a round without noise or a law that is not composed here, or where
+    noise was used twice.
     """
     counted, _, broken = _without_repeats(runs)
     spent = _Spent()
@@ -213,10 +219,12 @@ def curve(runs: Sequence[Published]) -> Curve | None:
     for run in counted:
         try:
             known = run.epsilon is not None and math.isfinite(run.epsilon) and run.entries and spent.add(run)
-        except KeyError:  # a line that lacks what its law needs
+        except FAULTS:
             known = False
         if not known:
             return None
+    if any(step.sigma == 0 for step in spent.steps):
+        return None
     if spent.discrete or spent.lost:
         return Curve(lambda delta: _composed(spent, delta, []))
     merged = gaussians_in_one(spent.steps)

@@ -112,12 +112,20 @@ def _up(value: float) -> str:
     return f"{math.ceil(value * 1000 - 1e-9) / 1000:.3f}"
 
 
+def _epsilon(value: float | None) -> str:
+    """As in every table, but rounded up."""
+    if value is None or not math.isfinite(value):
+        return tables.epsilon_text(value)
+    places = 0 if value >= 1000 else 2 if value >= 1 or value <= 0 else 2 - math.floor(math.log10(value))
+    return tables.epsilon_text(math.ceil(value * 10.0**places - 1e-9) / 10.0**places)
+
+
 def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attacker | None) -> str:
     if epsilon is None or delta is None:
         return f"Nothing is proven of this run: no finite ε protects its clients. {_why(run)}".strip()
     seeded = " (simulated: against whoever does not know the seed)" if _seeded(run) else ""
     against = " or ".join(dict.fromkeys(_adversaries(run))) or "whoever sees the released models"
-    figure = f"ε = {tables.epsilon_text(epsilon)}, δ = {delta:g}"
+    figure = f"ε = {_epsilon(epsilon)}, δ = {delta:g}"
     if bound is None:
         return f"Each client is protected against {against}: {figure}{seeded}."
     but = f" but for {delta:g}" if bound.slack else ""
@@ -161,12 +169,12 @@ def _adversaries(run: Run) -> list[str]:
 def _guarantee(run: Run, bound: Attacker | None, slow: bool) -> tuple[tuple[str, Text], ...]:
     proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
     second = metrics.number(run.privacy.get("epsilon_at_1e-5"))
-    rows: list[tuple[str, Text]] = [("Proven ε", tables.epsilon_text(proven))]
+    rows: list[tuple[str, Text]] = [("Proven ε", _epsilon(proven))]
     if claimed is not None and claimed != proven:
-        rows.append(("Claimed by a formula", f"{tables.epsilon_text(claimed)}; it does not cover what ran"))
+        rows.append(("Claimed by a formula", f"{_epsilon(claimed)}; it does not cover what ran"))
     rows.append(("δ", _stated(run, "delta")))
     if second is not None:
-        rows.append(("ε at δ = 10⁻⁵", tables.epsilon_text(second)))
+        rows.append(("ε at δ = 10⁻⁵", _epsilon(second)))
     if bound is not None and bound.mu is not None:
         but = (
             f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives" if bound.slack else ""
@@ -188,7 +196,7 @@ def _actors(run: Run) -> tuple[tuple[str, Text], ...]:
     said = []
     for found in run.privacy.get("adversaries") or []:
         if isinstance(found, Mapping):
-            figure = tables.epsilon_text(metrics.number(found.get("epsilon")))
+            figure = _epsilon(metrics.number(found.get("epsilon")))
             said.append(f"{found.get('adversary')}: ε = {figure} ({found.get('relation')}); {found.get('description')}")
     return (
         ("Trust", f"{_stated(run, 'trust')}: {_stated(run, 'trust_model')}"),
@@ -242,7 +250,7 @@ def _composition(every: Sequence[Published], whole: Total | None) -> tuple[tuple
         alone = "this run alone; every other release on the same clients adds to it (fedflat card RUN --with OTHER)"
         return (("Counted", alone),)
     figure = (
-        f"ε = {tables.epsilon_text(whole.epsilon)} at δ = {whole.delta:g} ({whole.relation})"
+        f"ε = {_epsilon(whole.epsilon)} at δ = {whole.delta:g} ({whole.relation})"
         if math.isfinite(whole.epsilon) and not whole.unbounded else "no finite ε"
     )  # fmt: skip
     rows: list[tuple[str, Text]] = [
@@ -293,8 +301,8 @@ def markdown(found: Card) -> str:
 
 
 def _escaped(text: str) -> str:
-    for mark in "\\`*_[]<>|#":
-        text = text.replace(mark, {"<": "&lt;", ">": "&gt;"}.get(mark, f"\\{mark}"))
+    for mark in "&\\`*_[]<>|#":
+        text = text.replace(mark, {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.get(mark, f"\\{mark}"))
     return " ".join(text.split())
 
 

@@ -25,10 +25,12 @@ UNSAID = "not stated"
 
 def _date(text: str) -> str:
     """``text`` if it is a day as YYYY-MM-DD."""
-    if len(text) != 10:
-        raise ValueError("YYYY-MM-DD")
-    datetime.date.fromisoformat(text)
-    return text
+    try:
+        if datetime.date.fromisoformat(text).isoformat() == text:
+            return text
+    except ValueError:
+        pass
+    raise ValueError("a day as YYYY-MM-DD")
 
 
 Day = Annotated[str, AfterValidator(_date)]
@@ -204,8 +206,12 @@ def read_about(path: Path) -> About:
         raise wrong(f"--about: {where}", str(first["input"]), _allowed(first)) from error
 
 
+KINDS = {"string_type": "a text", "list_type": "a list of texts, as [A, B]", "too_short": "at least one text"}
+"""What is allowed where the kind of a value is wrong, by the validator's name for it."""
+
+
 def _allowed(problem: Any) -> str:
-    expected = problem.get("ctx", {}).get("expected")
+    expected = problem.get("ctx", {}).get("expected") or KINDS.get(problem["type"])
     return str(expected) if expected else str(problem["msg"]).removeprefix("Value error, ")
 
 

@@ -281,6 +281,8 @@ def test_no_copies(tmp_path: Path) -> None:
         ({99: np.zeros(3)}, "guard.cohort"),
         ({"a": np.zeros(3)}, "guard.cohort"),
         ({True: np.zeros(3)}, "guard.cohort"),
+        ({np.True_: np.zeros(3)}, "guard.cohort"),
+        ({1.0: np.zeros(3)}, "guard.cohort"),
         ({0: np.zeros((3, 1))}, "one flat vector"),
         ({0: np.zeros(3, dtype=np.int64)}, "one flat vector"),
         ({0: object()}, "one vector of numbers"),

@@ -168,6 +168,7 @@ def test_a_column_that_says_less_is_seen() -> None:
         ("min-separation", "tree", "noise", "independent"), ("cyclic-poisson", "toeplitz", "participations", 1),
         ("min-separation", "banded", "factor", "0" * 64), ("min-separation", "banded", "row_norm", 0.1),
         ("min-separation", "toeplitz", "column", [0.5, 0, 0, 0, 0]), ("min-separation", "tree", "rounds", 6),
+        ("min-separation", "tree", "factor", "0" * 64), ("min-separation", "tree", "row_norm", 0.1),
         ("cyclic-poisson", "banded", "separation", 0),
     ],
 )  # fmt: skip
@@ -181,6 +182,13 @@ def test_a_line_that_says_something_else_is_seen(
     assert verify(honest, plan.epsilon()).ok
     edited = [{**e, field: value} if e in honest[where] else e for e in honest]
     assert not verify(edited, plan.epsilon()).ok
+
+
+def test_the_tree_of_an_ended_run_is_checked_too() -> None:
+    plan = plan_of(noise="tree")
+    entries = lines(plan, 5)
+    assert verify(entries, plan.epsilon()).ok
+    assert not verify([line | {"factor": "0" * 64} for line in entries], plan.epsilon()).ok
 
 
 def test_statement_says_what_is_and_what_is_not() -> None:
@@ -252,6 +260,27 @@ def test_the_best_attacker_on_groups_is_a_sampled_gaussians() -> None:
     for entries in (lines(plan, 8), [line | {"other": 1} for line in lines(plan, 12)]):
         stated = attacker(entries, plan.epsilon(), 1e-3)
         assert stated is not None and stated.how == STATED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"column": None}, {"column": []}, {"column": ["x"]}, {"clip": 0.0}, {"separation": "x"}, {"chance": 0.0},
+     {"chance": "x"}, {"std": 0.0}],
+)  # fmt: skip
+def test_lines_that_nobody_wrote_give_no_attacker_of_their_own(change: dict[str, Any]) -> None:
+    """An edited ledger with its chain made anew, which verify refuses: the stated pair, or no finite total."""
+    plan = plan_of(noise="banded")
+    edited = [line | change for line in lines(plan, 12)]
+    found = attacker(edited, plan.epsilon(), 1e-3)
+    assert found is not None and found.how == STATED
+    assert total([Published("x", plan.epsilon(), 1e-3, edited)]).epsilon >= plan.epsilon()
+
+
+@pytest.mark.parametrize(("stated", "delta"), [(-1.0, 1e-3), (3.0, 0.0), (3.0, 1.5)])
+def test_no_gaussian_has_such_a_pair(stated: float, delta: float) -> None:
+    plan = plan_of(noise="banded")
+    found = total([Published("x", stated, delta, lines(plan, 12))])
+    assert (found.epsilon, found.delta) == (stated, delta)
 
 
 def test_distance_of_an_epsilon() -> None:

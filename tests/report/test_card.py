@@ -22,12 +22,13 @@ from fedflat.core.checks import InputError
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.ledger import read
 from fedflat.privacy.together import Published, total
-from fedflat.report.card import brief, card, html, markdown
+from fedflat.report.card import _epsilon, brief, card, html, markdown
 from fedflat.report.entry import TRUST, registry_entry
 from fedflat.report.figures import figures_of_run
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
 from fedflat.report.registry import About, Model, as_yaml, checked, read_about
+from fedflat.report.tables import NO_EPSILON
 from fedflat.simulation.export import export
 
 NAME = "<img src=x onerror=alert(1)> & *many*"
@@ -63,8 +64,8 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
     found = card(run)
     bound = attacker(lines, run.privacy["proven_epsilon"], 0.005)
     assert bound is not None and bound.mu is not None
-    mu = math.ceil(1000 * bound.mu) / 1000
-    for told in (f"ε = {run.privacy['proven_epsilon']:.2f}", "δ = 0.005", f"μ = {mu:.3f}", "simulated"):
+    mu, proven = math.ceil(1000 * bound.mu) / 1000, math.ceil(100 * run.privacy["proven_epsilon"]) / 100
+    for told in (f"ε = {proven:.2f}", "δ = 0.005", f"μ = {mu:.3f}", "simulated"):
         assert told in found.sentence
     share = float(found.sentence.split("at most ")[1].split(" %")[0])
     assert 0 <= share - 100 * bound.true_positives < 0.1 * share
@@ -78,6 +79,15 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
     assert [title for title, _ in found.sections][-1] == "Contact"
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(8.004, "8.01"), (8.0, "8.00"), (7.99919, "8.00"), (0.12341, "0.124"), (0.00999901, "0.01"), (1e-7, "1e-07"),
+     (1234.2, "1,235"), (999.999, "1,000"), (0.0, "0"), (None, NO_EPSILON)],
+)  # fmt: skip
+def test_a_bound_is_never_rounded_down(value: float | None, shown: str) -> None:
+    assert _epsilon(value) == shown
+
+
 def test_runs_published_together(folder: Path) -> None:
     one, two = (read_run(folder / name) for name in ("one", "two"))
     found = card(one, [two])
@@ -87,7 +97,7 @@ def test_runs_published_together(folder: Path) -> None:
             for r in (one, two)
         ]
     )
-    assert f"ε = {whole.epsilon:.2f} at δ = 0.005" in found.text("Composition", "All together")
+    assert f"ε = {math.ceil(100 * whole.epsilon) / 100:.2f} at δ = 0.005" in found.text("Composition", "All together")
     assert found.text("Composition", "Counted") == "one two"
     assert "true positives" in found.text("Composition", "Best attacker on all")
     again = card(one, [one])
@@ -141,7 +151,7 @@ def test_names_are_text_and_the_page_is_one_file(folder: Path) -> None:
     page, plain = html(found), markdown(found)
     for bad in ("<img src=x", "<script", "http://", "https://"):
         assert bad not in page.replace("&lt;", "")
-    assert "&lt;img src=x" in page and "<script>" not in plain and r"\*many\*" in plain
+    assert "&lt;img src=x" in page and "<script>" not in plain and r"&amp; \*many\*" in plain
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page and "default-src 'none'" in page
 
 
@@ -225,7 +235,9 @@ def test_an_entry_that_the_schema_refuses_is_refused(folder: Path, path: tuple[s
     [
         ("contcat: x", "Did you mean contact"), ("- a", "holds no names"), ("{", "YAML file"),
         ("sector: Magic", "Energy"),
-        ("curators: []", "curators"), ("publication_date: soon", "publication_date"), ("name: [1]", "name"),
+        ("curators: []", "at least one text"), ("publication_date: soon", "a day as YYYY"), ("name: [1]", "a text"),
+        ("curators: Example", "a list of texts"), ("authors: [1]", r"authors\.0: found 1; allowed: a text"),
+        ('publication_date: "2026-02-30"', "a day as YYYY"), ("publication_date: 2026-W01-1", "a day as YYYY"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_about(tmp_path: Path, content: str, said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib import metadata, resources
 
 from fedflat.core.checks import wrong
@@ -21,3 +22,17 @@ def check_flower() -> None:
         raise wrong("flwr", "none installed", f"{minor}.*: pip install 'fedflat[federation]'") from None
     if ".".join(found.split(".")[:2]) != minor:
         raise wrong("flwr", found, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
+
+
+def draw_apart() -> None:
+    """Let Flower draw its waits from a generator that nobody else has.
+
+    Each task's process sends signs of life from a thread, with waits from Python's global generator; and local training
+    during which that generator moves is refused, since its draws could tell clients of each other.
+    """
+    from flwr.supercore import heartbeat
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.supercore.retry import retry_invoker
+
+    for module in (heartbeat, inflatable_utils, retry_invoker):
+        module.random = random.SystemRandom()
