@@ -1,4 +1,4 @@
-"""Five SuperNodes that take turns, as real processes: the server is killed (SIGKILL) in a round, and goes on."""
+"""Three SuperNodes that take turns, as real processes: the server is killed (SIGKILL) in a round, and goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedflat.federation.server.session import _name
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.verify import verify_run
 
-NODES, ROUNDS, APART = 5, 6, 4
+NODES, ROUNDS, APART = 3, 4, 3
 TURNS: dict[str, Any] = {
     "rounds": ROUNDS,
     "data": {"clients": NODES},
@@ -41,13 +41,13 @@ def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
     write_project(small(**TURNS), fed, port=free_port())
     with Federation(fed, PATIENCE) as federation:
         federation.start()
-        first = federation.run(config="wait-for-nodes=5")
+        first = federation.run(config=f"wait-for-nodes={NODES}")
         wait_for(run / "checkpoints" / "round-000002.safetensors", PATIENCE)
         for process in programs("flwr-serverapp", federation.project.absolute()):
             os.kill(process, signal.SIGKILL)
         before = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         federation.end(first)
-        second = federation.run(config="wait-for-nodes=5")
+        second = federation.run(config=f"wait-for-nodes={NODES}")
         assert federation.wait(second, PATIENCE) == "finished:completed", logs(federation)
     operator = tmp_path / "state-home" / "fedflat" / "operator"
     asked = [json.loads(line) for line in (operator / f"{_name(run)}.check-ins.jsonl").read_text().splitlines()]

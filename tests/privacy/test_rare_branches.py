@@ -140,3 +140,11 @@ def test_correlated_noise_counts_nobody_and_leaves_out_what_a_mask_does() -> Non
     exact = CorrelatedGridNoise(lambda bound: bound, factor=factor)
     drawn = exact._steps(bytes(32), here, 6, exact.grid(1.0, 6))
     assert (drawn[1::2] == 0).all() and (drawn[::2] != 0).all()
+
+
+@pytest.mark.parametrize("target", [0.3, 1.0, 2.0, 4.0, 8.0, 10.0])
+@pytest.mark.parametrize("rounds", [1, 24, 25, 40])
+def test_a_calibrated_run_has_all_its_rounds(target: float, rounds: int) -> None:
+    """ε of the σ that is returned is what was compared: one unit in the last place more, and the last round was lost."""
+    plan = build_plan(clients=500, cohort=500, rounds=rounds, epsilon=target, delta=0.002)
+    assert target * (1 - 1e-3) < plan.epsilon() <= target and plan.rounds_within_budget() == rounds

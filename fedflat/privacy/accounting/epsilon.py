@@ -178,7 +178,14 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
         InputError: ``target`` is not in (0, 10²⁰], or not reached for any σ ≤ 10⁷.
     """
     in_range("privacy.epsilon", target, 0, MOST_EPSILON, open_low=True)
-    low, high = _bracket(epsilon_of, target, start)
+
+    def log_at(x: float) -> float:
+        """ln ε at σ = eˣ, the σ that is returned; above ln(target) wherever ε is, also by less than ln resolves."""
+        found = epsilon_of(math.exp(x))
+        least = math.nextafter(math.log(target), math.inf) if found > target else -math.inf
+        return max(math.log(found) if found > 0 else -math.inf, least)
+
+    low, high = _bracket(log_at, target, math.log(start))
     aim = math.log(target) + math.log1p(-TOLERANCE / 2)
     (x0, y0), (x1, y1) = low, high
     step = 0
@@ -187,7 +194,7 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
         smooth = math.isfinite(y0) and math.isfinite(y1) and step % 4 != 3
         share = (y0 - aim) / (y0 - y1) if smooth else 0.5
         x = x0 + (x1 - x0) * min(max(share, 1e-4), 1 - 1e-4)
-        y = _log(epsilon_of(math.exp(x)))
+        y = log_at(x)
         if y <= math.log(target):
             x1, y1 = x, y
         else:
@@ -195,16 +202,11 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
     return math.exp(x1)
 
 
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
-
-
 def _bracket(
-    epsilon_of: Callable[[float], float], target: float, start: float
+    log_at: Callable[[float], float], target: float, x: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Two points (log σ, log ε): one above the target, one at or under it."""
-    found = _log(epsilon_of(start))
-    x, goal = math.log(start), math.log(target)
+    """Two points (log σ, log ε), one above the target, one at or under it; the search starts at ``x``."""
+    found, goal = log_at(x), math.log(target)
     enough = found <= goal
     stride = 0.02
     while True:
@@ -213,7 +215,7 @@ def _bracket(
         other = x - max(stride, min(reach, 1.0)) if enough else x + max(stride, min(reach, 1.0))
         if other > math.log(1e7):
             raise wrong("privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
-        value = _log(epsilon_of(math.exp(other)))
+        value = log_at(other)
         if (value <= goal) != enough:
             return ((other, value), (x, found)) if enough else ((x, found), (other, value))
         x, found, stride = other, value, stride * 2
