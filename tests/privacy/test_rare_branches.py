@@ -145,6 +145,6 @@ def test_correlated_noise_counts_nobody_and_leaves_out_what_a_mask_does() -> Non
 @pytest.mark.parametrize("target", [0.3, 1.0, 2.0, 4.0, 8.0, 10.0])
 @pytest.mark.parametrize("rounds", [1, 24, 25, 40])
 def test_a_calibrated_run_has_all_its_rounds(target: float, rounds: int) -> None:
-    """ε of the σ that is returned is what was compared: one unit in the last place more, and the last round was lost."""
+    """ε of the σ that is returned was compared: one unit in the last place more, and the last round is lost."""
     plan = build_plan(clients=500, cohort=500, rounds=rounds, epsilon=target, delta=0.002)
     assert target * (1 - 1e-3) < plan.epsilon() <= target and plan.rounds_within_budget() == rounds
