@@ -170,8 +170,8 @@ def test_copies_are_not_used_where_they_would_differ():
 
 def test_adaptive_clip_is_audited_run_by_run():
     sections = {"privacy": {"clip": {"kind": "adaptive", "initial": 1.0, "count_noise": 3.0}}}
-    found = audit_method("dp-fedavg", sections=sections, runs=80)
-    assert found.runs == 80
+    found = audit_method("dp-fedavg", sections=sections, runs=200)
+    assert found.runs == 200
     assert "of its own" in found.assumptions[-1]
     assert found.lower_bound <= found.proven
     assert found.violations == ()
