@@ -29,6 +29,7 @@ NEUTRAL = {
     "beta": 1.0,
     "smoothing": 0.0,
     "mu": 0.0,
+    "strength": 0.0,
     "gamma": 0.0,
     "kappa": 1.0,
     "beta1": 0.0,

@@ -58,6 +58,7 @@ def run(method: str, options: dict[str, Any], backend: str, clip: float = 1e9) -
 def difference(found: Tensor, method: str) -> float:
     """Distance to plain FedAvg, relative to how far FedAvg went."""
     frozen = {"2.weight", "2.bias"} if ALGORITHMS[method]().head is not None else set()
+    frozen |= {"2.bias"} if method == "dp-fedavg-la" else set()  # held, at any strength
     twin = plain_fedavg(module(), ALGORITHMS[method]().momentum, frozen)
     first = weights(module()).double()
     return float(torch.linalg.vector_norm(found.double() - twin) / torch.linalg.vector_norm(twin - first))
@@ -75,7 +76,7 @@ def test_neutral_switches_give_fedavg(method: str, backend: str) -> None:
 
 # a value far from neutral; a switch that is not tested so might not be connected at all
 FAR = {"rho": 0.5, "lam": 5.0, "sparsity": 0.7, "keep": 0.4, "beta": 0.3, "smoothing": 1.0, "head_lr": 0.5}
-FAR |= {"mu": 5.0, "gamma": 0.7, "kappa": 0.5, "beta1": 0.9, "floor": 1e-4}
+FAR |= {"mu": 5.0, "strength": 2.0, "gamma": 0.7, "kappa": 0.5, "beta1": 0.9, "floor": 1e-4}
 CASES = [(method, key) for method in PLAIN for key in neutral(method)]
 
 
