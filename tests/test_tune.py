@@ -512,3 +512,12 @@ def test_no_trial_ends_with_status_1(
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     said = command("tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2", "--law", "poisson")
     assert said.status == 1 and "no trial was drawn" in said.err
+
+
+def test_no_score_is_taken_on_rows_of_natural_clients(tmp_path: Path) -> None:
+    rows = ["who,a,label", *(f"{i % 5},{i},{i % 2}" for i in range(40))]
+    (tmp_path / "people.csv").write_text("\n".join(rows))
+    of = {"dataset": str(tmp_path / "people.csv"), "target": "label", "validation_fraction": 0.5, "inputs": ["a"]}
+    assert len(load_validation({**of, "partition": {"kind": "iid"}})[1]) == 4
+    with pytest.raises(InputError, match="rows of its natural clients, and no public ones"):
+        load_validation({**of, "partition": {"kind": "natural", "by": "who"}})

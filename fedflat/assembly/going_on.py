@@ -7,6 +7,7 @@ composition, from both ledgers (``privacy.together``); ``privacy.epsilon`` of th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.together import Published, Total, total
+from fedflat.privacy.statement import rounds_charged
+from fedflat.privacy.together import Published, Total, curve, total
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT
 
@@ -31,20 +33,38 @@ def earlier(recipe: Recipe) -> list[Published]:
     """The runs that a recipe goes on from, the nearest first, each as its folder states it.
 
     Raises:
-        InputError: ``after`` is no folder of a run that ended, or no ε is proven of one.
+        InputError: ``after`` is no folder of a run that ended, goes on since its statement was written, has no proven
+            ε, or comes after itself.
     """
     found: list[Published] = []
     folder = recipe.after
     while folder is not None:
         path = Path(folder)
-        if not (path / STATEMENT).is_file() or not (path / LEDGER).is_file():
-            raise wrong("after", folder, "the folder of a run that ended")
-        stated = json.loads((path / STATEMENT).read_bytes())
-        if stated.get("proven_epsilon") is None:
-            raise wrong("after", f"{folder}, of which no ε is proven", "a run with a proven ε")
-        found.append(Published(path.name, stated["proven_epsilon"], stated["delta"], read(path / LEDGER), path))
-        folder = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8")).get("after")
+        if any(run.folder is not None and path.samefile(run.folder) for run in found):
+            raise wrong("after", f"{folder}, which goes on from itself", "a run that began before this one")
+        run, folder = _stated(path)
+        found.append(run)
     return found
+
+
+def _stated(path: Path) -> tuple[Published, str | None]:
+    """One run as its folder states it, and the folder of the one before it."""
+    allowed = "the folder of a run that ended"
+    if not all((path / name).is_file() for name in (STATEMENT, LEDGER, RECIPE)):
+        raise wrong("after", path, allowed)
+    entries = read(path / LEDGER)
+    try:
+        stated, recipe = json.loads((path / STATEMENT).read_bytes()), yaml.safe_load((path / RECIPE).read_bytes())
+        epsilon, delta, charged = stated["proven_epsilon"], float(stated["delta"]), stated["rounds_charged"]
+        known, before = rounds_charged(stated["rounds"], entries), recipe.get("after")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise wrong("after", f"{path} with a damaged {STATEMENT} or {RECIPE}", allowed) from error
+    if epsilon is None:
+        raise wrong("after", f"{path}, of which no ε is proven", "a run with a proven ε")
+    if known != charged:
+        found = f"{path}, which charged {known} rounds and states {charged}"
+        raise wrong("after", found, allowed, hint="It went on since: let it end first, with --resume.")
+    return Published(path.name, epsilon, delta, entries, path), before
 
 
 def put_weights(folder: str, module: nn.Module) -> None:
@@ -80,14 +100,18 @@ def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
         }
     )
     plan, before = plan_at(alone), earlier(recipe)
-    if plan.mechanism is not None or plan.noise_cohort is not None or not plan.private:
+    own = plan.mechanism is not None or plan.noise_cohort is not None or plan.selection is not None
+    if own or not plan.private:
         raise wrong("after", "a plan with an account of its own", "a private method with independent Gaussian noise")
-    line, spent = plan.record(0, 1.0), together(before, []).epsilon
+    counts = ("count_std", "update_multiplier")  # an adaptive clip's count is in the event's multiplier
+    line = {name: value for name, value in plan.record(0, 1.0).items() if name not in counts}
+    spent, bound = together(before, []).epsilon, line["sensitivity"] / plan.params.factor
+    if curve([Published("this run", 0.0, plan.delta, [line])]) is None:
+        raise wrong("after", f"cohort.sampling {plan.sampler.name}", "a law that composes with other runs")
     hint = f"{', '.join(run.name for run in before)} cost{'s' if len(before) == 1 else ''} ε = {spent:.4g} already."
 
     def costs(multiplier: float) -> float:
-        event = plan.at(multiplier).event_multiplier
-        scaled = {**line, "noise_multiplier": event, "std": event * line["sensitivity"]}
+        scaled = {**line, "noise_multiplier": multiplier, "std": multiplier * bound}
         return together(before, [{**scaled, "round": turn} for turn in range(plan.rounds)]).epsilon
 
     low, high = 0.0, 1.0
@@ -100,7 +124,8 @@ def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
         low, high = (low, middle) if costs(middle) <= target else (middle, high)  # type: ignore[operator]
     found = plan.at(high)
     found.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
-    return replace(found, budget=None)
+    # What it costs by itself, so that a round that is charged twice takes the place of another, as in any run.
+    return replace(found, budget=min(found.epsilon(), recipe.privacy.budget or math.inf))
 
 
 def together(before: Sequence[Published], entries: Sequence[Mapping[str, Any]], epsilon: float = 0.0) -> Total:

@@ -83,14 +83,17 @@ def load_validation(spec: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 def _tables(options: Options, seed: int) -> tuple[Meaning, Table, Table | None, Table | None]:
     """Training rows, public test rows, and those of the test rows that are set apart."""
-    meaning, train, test = _digits() if options.dataset == "digits" else _read(options)
-    _refuse_unused(options, meaning, test is not None)
-    train, test = _public_test(train, test, options, seed)
+    meaning, train, own = _digits() if options.dataset == "digits" else _read(options)
+    _refuse_unused(options, meaning, own is not None)
+    train, test = _public_test(train, own, options, seed)
     share = in_range("data.validation_fraction", options.validation_fraction, 0.0, 1.0, open_high=True)
     if not share:
         return meaning, train, test, None
     if test is None:
         raise wrong("data.validation_fraction", share, f"0: {meaning.name} has no public test data to set apart")
+    if own is None and train.natural is not None:
+        allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
+        raise wrong("data.validation_fraction", share, allowed, hint="Give it a test split of other people's data.")
     order = stream(seed, "validation split").permutation(len(test.targets))
     count = round(share * len(order))
     rest, apart = (test.take(np.sort(rows).astype(np.int64)) for rows in (order[count:], order[:count]))

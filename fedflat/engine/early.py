@@ -72,3 +72,14 @@ def charge_rest(ledger: Ledger, plan: Plan, rounds: range, bound: float) -> None
     for round in rounds:
         for line in () if round in recorded else plan.records(round, bound):
             ledger.charge_open(line, NOT_RUN)
+
+
+def interrupted(plan: Plan, charged: int, planned: int) -> list[str]:
+    """What must be said of a run with fewer rounds than planned: that nothing shows who ended it, and by what."""
+    stated = isinstance(plan.mechanism, ScheduledPlan) or plan.selection is not None  # the planned run's ε already
+    if not 0 < charged < planned or not plan.private or plan.protocol != "sound" or stated:
+        return []
+    return [
+        f"ε is that of {charged} rounds, of {planned} planned: it holds unless what was released decided when to stop "
+        f"(then ε = {plan.epsilon(planned):.4g}, of all that were planned)."
+    ]

@@ -65,7 +65,8 @@ def run(
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
     on_round: called after each round with its released record and the state it left (``state.model()`` is the released
     module, ``state.private`` the private record); True ends the run, which then costs what its whole plan costs.
-    on_start: called with the job before the first round. should_stop: asked before each round.
+    on_start: called with the job before the first round. should_stop: asked before each round; for interruptions, which
+    no release decides: the ε stated is that of the rounds taken.
     Raises InputError for anything wrong in what was given, before any work is done, and RunError for what fails later.
 
     >>> import torch

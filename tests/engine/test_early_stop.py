@@ -111,3 +111,12 @@ def test_a_method_without_privacy_has_nothing_to_charge() -> None:
     made = recipe()
     made |= {"algorithm": "fedavg", "privacy": {}}
     assert fedflat.run(made, **given(), on_round=end_after(2)).privacy["proven_epsilon"] is None
+
+
+def test_an_interruption_says_under_what_condition_its_epsilon_holds() -> None:
+    asked = iter((False, False, True))
+    cut = fedflat.run(recipe(), **given(), should_stop=lambda: next(asked)).privacy
+    (said,) = [reason for reason in cut["reasons"] if "unless what was released decided" in reason]
+    assert cut["proven_epsilon"] < whole_plan() and f"ε = {whole_plan():.4g}" in said and "2 rounds, of 6" in said
+    for ended in (fedflat.run(recipe(), **given()), fedflat.run(recipe(), **given(), on_round=end_after(2))):
+        assert not any("decided when to stop" in reason for reason in ended.privacy["reasons"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from torch import nn
 
 import fedflat
-from fedflat.privacy.ledger import read
+from fedflat.assembly import going_on
+from fedflat.assembly.going_on import earlier
+from fedflat.privacy.ledger import CHAIN, Ledger, read
 from fedflat.privacy.together import Published, total
 from fedflat.privacy.verify import verify_run
 
@@ -106,3 +110,76 @@ def test_the_given_module_is_not_changed(first: Path) -> None:
 
 def test_recipes_without_it_are_what_they_were() -> None:
     assert "after" not in fedflat.Recipe.of(recipe()).dump()
+
+
+def test_an_adaptive_clip_s_count_is_counted(first: Path, tmp_path: Path) -> None:
+    made = on(first, 40.0, cohort={"size": 8, "sampling": "full"})
+    clip = {"kind": "adaptive", "initial": 0.5, "count_noise": 20.0}
+    made["privacy"] = {**made["privacy"], "clip": clip}  # type: ignore[dict-item]
+    fedflat.run(made, **given(), out=tmp_path / "second")
+    assert 39.9 < together(first, tmp_path / "second") <= 40
+
+
+def test_noise_is_made_for_replaced_clients_where_they_are_the_neighbours(first: Path, tmp_path: Path) -> None:
+    made = on(first, 40.0)
+    made["privacy"] = {**made["privacy"], "trust": "local"}  # type: ignore[dict-item]
+    fedflat.run(made, **given(), out=tmp_path / "second")
+    assert 39.9 < together(first, tmp_path / "second") <= 40
+
+
+def test_a_round_charged_twice_takes_the_place_of_another(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(going_on, "STEPS", 3)  # more noise than is needed
+    target, out = 2 * together(first), tmp_path / "second"
+    asked = iter((False, False, True))
+    fedflat.run(on(first, target), **given(), out=out, should_stop=lambda: next(asked))
+    with Ledger.open(out / "ledger.jsonl") as ledger:
+        ledger.charge_open({k: v for k, v in ledger.entries[-1].items() if k not in CHAIN}, "drawn again")
+    result = fedflat.run(on(first, target), **given(), out=out, resume=True)
+    assert "it would exceed the budget" in result.stopped and together(first, out) <= target
+    own = on(first, target)
+    own["privacy"] = {**own["privacy"], "budget": result.privacy["proven_epsilon"] / 2}  # type: ignore[dict-item]
+    assert "it would exceed the budget" in fedflat.run(own, **given()).stopped
+
+
+@pytest.mark.parametrize("file", ["privacy.json", "recipe.yaml"])
+def test_a_damaged_record_of_the_first_is_a_line(first: Path, tmp_path: Path, file: str) -> None:
+    shutil.copytree(first, tmp_path / "first")
+    (tmp_path / "first" / file).write_text("{")
+    with pytest.raises(fedflat.InputError, match=r"with a damaged privacy\.json or recipe\.yaml"):
+        earlier(fedflat.Recipe.of(on(tmp_path / "first", 30.0)))
+    (tmp_path / "first" / file).unlink()
+    with pytest.raises(fedflat.InputError, match="allowed: the folder of a run that ended"):
+        earlier(fedflat.Recipe.of(on(tmp_path / "first", 30.0)))
+
+
+def test_one_without_a_proof_or_that_went_on_since_or_after_itself_is_a_line(first: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    shutil.copytree(first, folder)
+    made, path = fedflat.Recipe.of(on(folder, 30.0)), folder / "privacy.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "proven_epsilon": None}))
+    with pytest.raises(fedflat.InputError, match="of which no ε is proven"):
+        earlier(made)
+    path.write_text(json.dumps({**said, "rounds": 2, "rounds_charged": 2}))
+    with pytest.raises(fedflat.InputError, match="charged 4 rounds and states 2"):
+        earlier(made)
+    path.write_text(json.dumps(said))
+    (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + f"after: {folder}\n")
+    with pytest.raises(fedflat.InputError, match="goes on from itself"):
+        earlier(made)
+
+
+@pytest.mark.parametrize("selection", [{"mean": 3.0}, {"mean": 3.0, "eta": 1.0}])
+def test_a_selection_is_no_law_that_composes(first: Path, selection: dict[str, float]) -> None:
+    made = on(first, 30.0)
+    made["privacy"] = {**made["privacy"], "accountant": "rdp", "selection": selection}  # type: ignore[dict-item]
+    with pytest.raises(fedflat.InputError, match="a private method with independent Gaussian noise"):
+        fedflat.run(made, **given())
+
+
+def test_a_law_that_totals_only_add_is_refused(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(going_on, "curve", lambda runs: None)
+    with pytest.raises(fedflat.InputError, match="a law that composes with other runs"):
+        fedflat.run(on(first, 30.0), **given())

@@ -165,6 +165,13 @@ def test_the_number_drawn_follows_the_law(trials: Trials) -> None:
         assert drawn[number] / 4000 == pytest.approx(chance, abs=4 * math.sqrt(chance / 4000))
 
 
+def test_a_large_poisson_number_is_still_drawn() -> None:
+    """Where e^−μ is 0 in float64 K came out as μ, always."""
+    trials, generator = Trials(1500, None), stream(4, "large draws")
+    drawn = [trials.draw(generator) for _ in range(60)]
+    assert len(set(drawn)) > 30 and np.mean(drawn) == pytest.approx(1500, abs=25) and 20 < np.std(drawn) < 60
+
+
 def test_a_draw_at_the_very_end_of_the_law_ends() -> None:
     class Last:
         def random(self) -> float:

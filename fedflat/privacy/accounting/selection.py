@@ -67,10 +67,10 @@ class Trials:
     def chances(self) -> Iterator[tuple[int, float]]:
         """K and its probability, from the smallest K on, without end."""
         if self.eta is None:
-            number, chance = 0, math.exp(-self.mean)
-            while True:
-                yield number, chance
-                number, chance = number + 1, chance * self.mean / (number + 1)
+            number, log = 0, math.log(self.mean)
+            while True:  # each by its logarithm: e^−μ is 0 in float64 from μ = 746 on
+                yield number, math.exp(number * log - self.mean - math.lgamma(number + 1))
+                number += 1
         gamma = self.gamma
         number, chance = 1, (1 - gamma) * _ratio(self.eta, -math.log(gamma))
         while True:
