@@ -1,4 +1,4 @@
-"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Exit status 0 done, 1 failed, 2 bad input, 130 Ctrl-C."""
+"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input, 130 Ctrl-C."""
 
 from __future__ import annotations
 
