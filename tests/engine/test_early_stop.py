@@ -111,3 +111,9 @@ def test_a_method_without_privacy_has_nothing_to_charge() -> None:
     made = recipe()
     made |= {"algorithm": "fedavg", "privacy": {}}
     assert fedflat.run(made, **given(), on_round=end_after(2)).privacy["proven_epsilon"] is None
+
+
+def test_what_cannot_be_called_is_told_before_anything_is_trained() -> None:
+    for name in ("on_round", "on_start", "should_stop"):
+        with pytest.raises(fedflat.InputError, match=f"{name}: found 3; allowed: a function, or None"):
+            fedflat.run("no such recipe", **{name: 3})  # type: ignore[arg-type]
