@@ -108,6 +108,13 @@ def test_bad_yaml_is_one_line(fedflat: Any, text: str) -> None:
     assert said.status == 2 and said.err.count("\n") == 1 and "bad.yaml" in said.err
 
 
+@pytest.mark.parametrize("key", ["rounds", "privacy.epsilon", "local.lr", "data.clients", "privacy.clip"])
+def test_true_is_not_the_number_one(fedflat: Any, recipe: str, key: str) -> None:
+    said = fedflat("run", recipe, "-o", f"{key}=true")
+    assert said.status == 2 and said.err.count("\n") == 1
+    assert f"{key}: found True; allowed: a number, not true or false." in said.err
+
+
 def test_a_folder_that_holds_a_run_is_kept(fedflat: Any, recipe: str) -> None:
     assert fedflat("run", recipe, "--out", "here").status == 0
     before = {path: path.read_bytes() for path in Path("here").iterdir() if path.is_file()}
@@ -134,7 +141,7 @@ def test_resume_goes_on_from_the_folders_own_recipe(fedflat: Any, recipe: str, m
 
         patch.setattr(Progress, "round", stop)
         said = fedflat("run", recipe, "--out", "parts")
-    assert "fedflat run --resume parts" in said.out
+    assert said.status == 130 and "fedflat run --resume parts" in said.out
     assert len(Path("parts/metrics.jsonl").read_text().splitlines()) == 1
     said = fedflat("run", "--resume", "parts")
     assert said.status == 0 and said.err.startswith("note: The noise drowns") and said.err.count("\n") == 1

@@ -114,11 +114,11 @@ def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
         scaled = {**line, "noise_multiplier": multiplier, "std": multiplier * bound}
         return together(before, [{**scaled, "round": turn} for turn in range(plan.rounds)]).epsilon
 
+    if costs(MOST) > target:  # type: ignore[operator]  # first, since each cost takes a while
+        raise wrong("privacy.epsilon", target, "more than the runs before cost", hint=hint)
     low, high = 0.0, 1.0
     while costs(high) > target:  # type: ignore[operator]
         low, high = high, 2 * high
-        if high > MOST:
-            raise wrong("privacy.epsilon", target, "more than the runs before cost", hint=hint)
     for _ in range(STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if costs(middle) <= target else (middle, high)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Exit status 0 done, 1 failed, 2 bad input."""
+"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input, 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def main() -> None:
     except RunError as error:
         _complain(str(error), 1)
     except KeyboardInterrupt:
-        _complain("stopped by Ctrl-C", 1)
+        _complain("stopped by Ctrl-C", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

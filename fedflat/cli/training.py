@@ -92,6 +92,8 @@ def run(
             should_stop=lambda: bool(asked),
         )
     _finish(result, folder, as_json, profile)
+    if asked and result.stopped:
+        raise typer.Exit(130)
 
 
 def _aloud(note: str) -> None:

@@ -8,7 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from fedflat.core.checks import InputError, nearest, wrong
 
@@ -19,11 +29,20 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, no unknown keys, no silent conversions of text to numbers."""
+    """A part of a recipe: frozen, no unknown keys, and true is not the number 1."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false, which are numbers to Python, where a number is asked."""
+        asked = str(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and re.search("int|float", asked) and "bool" not in asked:
+            raise PydanticCustomError("truth", "Input should be a number, not true or false")
+        return value
 
 
 def _named(value: Any) -> Any:

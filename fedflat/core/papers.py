@@ -3,6 +3,12 @@
 Their full titles are in docs/bibliography.md.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fedflat.core.checks import nearest, wrong
+
 CITED = {
     "000": "Shi et al. 2023a",
     "001": "Zhang et al. 2024",
@@ -21,3 +27,13 @@ def number_of(paper: str) -> str:
     plain = "".join(paper.lower().split())
     cited = {"".join(name.lower().split()): number for number, name in CITED.items()}
     return cited.get(plain, plain.zfill(3) if plain.isdigit() else paper)
+
+
+def paper_of(paper: str, have: Iterable[str]) -> str:
+    """``number_of`` a paper that is among ``have``; else InputError, with how those are cited."""
+    number, known = number_of(paper), list(dict.fromkeys(have))
+    if number not in known:
+        names = {one: CITED.get(one, one) for one in known}
+        allowed = ", ".join(f"{one} ({name})" for one, name in names.items())
+        raise wrong("reproduce PAPER", paper, allowed, hint=nearest(paper, names.values()))
+    return number

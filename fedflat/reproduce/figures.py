@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.config.recipe import Recipe, override
-from fedflat.core.checks import nearest, one_of, wrong
-from fedflat.core.papers import number_of
+from fedflat.core.checks import nearest, wrong
+from fedflat.core.papers import paper_of
 from fedflat.reproduce.rows import planned
 from fedflat.reproduce.scales import scaled
 from fedflat.reproduce.tables import Cell, Table, load
@@ -134,8 +134,7 @@ def find_figure(paper: str, name: str) -> PaperFigure:
     Raises InputError for a paper or figure that is not here, with those that are.
     """
     have = [each.split(" ", 1) for each in figure_names()]
-    number = number_of(paper)
-    one_of("reproduce PAPER", number, list(dict.fromkeys(p for p, _ in have)))
+    number = paper_of(paper, (p for p, _ in have))
     of_paper = [figure for p, figure in have if p == number]
     small = name.strip().lower()
     digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", small)

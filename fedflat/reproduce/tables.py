@@ -13,7 +13,7 @@ from typing import Any
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.recipe import Recipe, override
 from fedflat.core.checks import nearest, one_of, wrong
-from fedflat.core.papers import number_of
+from fedflat.core.papers import paper_of
 
 FOLDER = Path(__file__).parent
 ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "v": "5", "vi": "6"}
@@ -140,8 +140,7 @@ def find(paper: str, table: str) -> Table:
     Raises InputError for a paper or table that is not here, with those that are.
     """
     have = [name.split(" ", 1) for name in names()]
-    number = number_of(paper)
-    one_of("reproduce PAPER", number, list(dict.fromkeys(p for p, _ in have)))
+    number = paper_of(paper, (p for p, _ in have))
     of_paper = [t for p, t in have if p == number]
     short = re.sub(r"^(table|tab)?[\s._-]*", "", table.strip().lower())
     asked = f"table-{ROMAN.get(short, short)}"

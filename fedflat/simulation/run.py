@@ -77,6 +77,9 @@ def run(
     >>> len(result.history), result.privacy["adversaries"][0]["adversary"]
     (2, 'recipients')
     """
+    for name, given in (("on_round", on_round), ("on_start", on_start), ("should_stop", should_stop)):
+        if given is not None and not callable(given):
+            raise wrong(name, given, "a function, or None")
     parsed = as_given(_asked(recipe, algorithm, task, out if resume else None), model, clients, data, algorithm, loss)
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None

@@ -120,3 +120,9 @@ def test_an_interruption_says_under_what_condition_its_epsilon_holds() -> None:
     assert cut["proven_epsilon"] < whole_plan() and f"ε = {whole_plan():.4g}" in said and "2 rounds, of 6" in said
     for ended in (fedflat.run(recipe(), **given()), fedflat.run(recipe(), **given(), on_round=end_after(2))):
         assert not any("decided when to stop" in reason for reason in ended.privacy["reasons"])
+
+
+def test_what_cannot_be_called_is_told_before_anything_is_trained() -> None:
+    for name in ("on_round", "on_start", "should_stop"):
+        with pytest.raises(fedflat.InputError, match=f"{name}: found 3; allowed: a function, or None"):
+            fedflat.run("no such recipe", **{name: 3})  # type: ignore[arg-type]

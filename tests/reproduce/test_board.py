@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fedflat.cli.main import _assemble, app
 from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError
 from fedflat.reproduce import board
 from fedflat.reproduce.board_runs import REPORTED, TUNING, Cell, Examples, measure
 
@@ -77,7 +78,33 @@ def test_the_command_shows_writes_and_refuses(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"leaderboard.md", "leaderboard.html", "images"}
     for wrong in (
         ["--with", "mine"],
+        ["--epsilon", "3"],
         ["--with", "a.py:b", "--data", "mnis"],
         ["--out", str(tmp_path / "new" / "leaderboard.md")],
     ):
         assert runner.invoke(app, ["leaderboard", *wrong]).exception is not None
+
+
+@pytest.mark.parametrize(
+    "given", [["--with", "a.py:b"], ["--with", "a.py:b", "--epsilon", "-1"], ["--out", "/dev/null"]]
+)
+def test_a_mistake_is_told_before_anything_is_measured(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object) -> None:
+        raise AssertionError("features before the mistake")
+
+    monkeypatch.setattr("fedflat.reproduce.board_runs.examples", late)
+    _assemble()
+    found = CliRunner().invoke(app, ["leaderboard", "--with", "fedflat.algorithms:dp_fedavg", *given])
+    assert isinstance(found.exception, InputError), found.exception
+
+
+def test_json_is_all_that_standard_output_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(cell: Cell, known: Examples, told: Any) -> dict[str, Any]:
+        told("tried")
+        return {**board.load()["rows"][0], "method": dict(cell.method)}
+
+    monkeypatch.setattr("fedflat.reproduce.board_runs.examples", lambda data: small())
+    monkeypatch.setattr("fedflat.reproduce.board_runs.measure", measured)
+    _assemble()
+    found = CliRunner().invoke(app, ["leaderboard", "--json", "--with", "fedflat.algorithms:dp_fedavg"])
+    assert len(json.loads(found.stdout)["rows"]) == 1 + len(board.load()["rows"]) and "tried" in found.stderr

@@ -225,3 +225,11 @@ def test_the_command_lists_and_refuses_in_one_line(capsys: pytest.CaptureFixture
     assert "000 figure-4" in shown and "004 by-alpha" in shown and "002 table-5" in shown
     with pytest.raises(InputError, match="--dry-run: found a figure; allowed: a table"):
         reproduce("000", "figure-4", dry_run=True)
+
+
+@pytest.mark.parametrize("look", [find_figure, find])
+def test_a_paper_that_is_not_here_is_told_those_that_are(look: Any) -> None:
+    with pytest.raises(InputError, match=r"found Shi; allowed: 000 \(Shi et al\. 2023a\), 001"):
+        look("Shi", "1")
+    with pytest.raises(InputError, match="Did you mean Liu et al"):
+        look("Liu et al. 2024", "1")

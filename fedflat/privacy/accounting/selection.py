@@ -125,7 +125,12 @@ def law(value: str | float) -> float | None:
     try:
         return float(value)
     except ValueError:
-        raise wrong("law", value, f"{', '.join(LAWS)}, or a number η > -1", hint=nearest(str(value), LAWS)) from None
+        raise wrong(
+            "law",
+            value,
+            f"{', '.join(LAWS)}, or a number η from {SHAPES[0]} to {SHAPES[1]:g}",
+            hint=nearest(str(value), LAWS),
+        ) from None
 
 
 def _deltas(at: Floats, one: Floats, epsilons: Floats) -> Floats:
