@@ -172,6 +172,9 @@ def test_the_servers_log_as_json(tmp_path: Path) -> None:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
+    (drowned,) = [line for line in lines if line["level"] == "warning"]
+    assert "The noise drowns the signal" in drowned["message"]
+    lines.remove(drowned)
     assert [line["event"] for line in lines] == ["start", "ready", "round", "round", "complete"]
     assert [line["round"] for line in lines if line["event"] == "round"] == [0, 1]
     assert all(line["level"] == "info" and line["time"].endswith("+00:00") for line in lines)
