@@ -19,7 +19,7 @@ run: $(VENV)/run.stamp
 	$(BIN)/fedflat compare $(addprefix quick-start-,$(METHODS)) --seeds 3 --out runs/quick-start
 
 # Counting branches slows every test of a process, so only these count them; they reach every branch that has to be.
-COUNTED := tests/privacy tests/pieces tests/core tests/engine/test_noise_laws.py \
+COUNTED := tests/privacy tests/pieces tests/core tests/engine/test_noise_laws.py tests/methods/test_class_statistics.py \
   $(patsubst %,tests/contracts/test_contract_%.py,correlated guard pieces state)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 

@@ -17,14 +17,15 @@ from fedflat.core.rounding import MOST
 from fedflat.core.types import Aggregate, Broadcast
 from fedflat.methods.ae_dpfl.plan import VotesPlan
 from fedflat.methods.correlated import CorrelatedGridNoise, CorrelatedNoise
+from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.ddgauss.plan import DDGaussPlan
 from fedflat.privacy.accounting.budget import needed_table
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
-from fedflat.privacy.accounting.steps import Step, alone
+from fedflat.privacy.accounting.steps import Step, alone, alone_by_delta
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.statement import checksum, is_whole, statement
+from fedflat.privacy.statement import checksum, is_whole, not_covered, statement
 from fedflat.privacy.verify import verify_run
 
 
@@ -148,3 +149,23 @@ def test_a_calibrated_run_has_all_its_rounds(target: float, rounds: int) -> None
     """ε of the σ that is returned was compared: one unit in the last place more, and the last round is lost."""
     plan = build_plan(clients=500, cohort=500, rounds=rounds, epsilon=target, delta=0.002)
     assert target * (1 - 1e-3) < plan.epsilon() <= target and plan.rounds_within_budget() == rounds
+
+
+def test_ddgauss_towards_a_server_that_draws_a_client_always() -> None:
+    setting: dict[str, Any] = {"clients": 100, "cohort": 50, "sampling": "poisson", "rounds": 5, "delta": 1e-3}
+    one = DDGaussPlan(clip=1.0, dimension=8)
+    plan = build_plan(noise_multiplier=1.0, trust="distributed", min_cohort=10, mechanism=one, **setting)
+    assert one.unsampled(plan, 5).epsilon > max(guarantee.epsilon for guarantee in one.guarantees(plan, 5)[:1])
+    said = not_covered(plan, {}, "seed")
+    assert any("breaks secure aggregation" in line for line in said)
+    assert not any("Whether a client answers at all" in line for line in said)  # topped up
+
+
+def test_a_rounded_message_is_hardly_longer_than_the_clip() -> None:
+    mechanism = DistributedDiscreteGaussian(dimension=100, clip=1.0, noise_multiplier=1.0, min_cohort=8, messages=10)
+    assert 1.0 <= SharedDiscreteNoise(mechanism, seed=0).longest <= 1.5
+
+
+def test_one_law_as_a_function_of_delta() -> None:
+    for step in (Step("gaussian", 1.0, 4.0), Step("known", 0.2, 4.0), Step("poisson", 0.2, 4.0)):
+        assert alone_by_delta(step, 3)(1e-3) == pytest.approx(alone(step, 3, 1e-3), rel=1e-3)
