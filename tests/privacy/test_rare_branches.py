@@ -25,6 +25,7 @@ from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.accounting.steps import Step, alone, alone_by_delta
 from fedflat.privacy.plan import build_plan
+from fedflat.privacy.schedules import contradictions
 from fedflat.privacy.statement import checksum, is_whole, not_covered, statement
 from fedflat.privacy.verify import verify_run
 
@@ -169,3 +170,13 @@ def test_a_rounded_message_is_hardly_longer_than_the_clip() -> None:
 def test_one_law_as_a_function_of_delta() -> None:
     for step in (Step("gaussian", 1.0, 4.0), Step("known", 0.2, 4.0), Step("poisson", 0.2, 4.0)):
         assert alone_by_delta(step, 3)(1e-3) == pytest.approx(alone(step, 3, 1e-3), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["banded", "tree"])
+def test_a_schedule_that_ended_early_contradicts_nothing(kind: str) -> None:
+    plan = build_plan(
+        clients=12, cohort=3, rounds=6, sampling="min-separation", noise=kind, noise_multiplier=1.0, delta=1e-3
+    )
+    lines = [{**plan.record(t, 1.0), "round": t} for t in range(6)]
+    assert contradictions(lines[:4]) == contradictions(lines) == []
+    assert contradictions([{**line, "factor": "0" * 64} for line in lines])
