@@ -18,6 +18,8 @@ from torch import nn
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.params import put
+from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import rounds_charged
@@ -26,7 +28,6 @@ from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT
 
 MOST = 1e4  # multipliers above are no way to reach a total: what is left of it is too little
-STEPS = 24  # halvings of the multiplier's range: the total is met within a part in a million
 
 
 def earlier(recipe: Recipe) -> list[Published]:
@@ -76,14 +77,7 @@ def put_weights(folder: str, module: nn.Module) -> None:
     newest = checkpoint.newest(Path(folder) / "checkpoints")
     if newest is None:
         raise wrong("after", f"{folder} without a sound checkpoint", "the folder of a run that ended")
-    weights = checkpoint.named(newest)
-    own = dict(module.named_parameters())
-    for name, value in weights.items():
-        here = own.get(name)
-        if here is None or here.shape != value.shape:
-            shown = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
-            raise wrong(f"after: model: {name}", shown, f"shape {tuple(value.shape)}, as in {folder}")
-        here.data = value.clone()
+    put(module, checkpoint.named(newest), "after: model", folder)
 
 
 def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
@@ -92,7 +86,7 @@ def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
     Raises:
         InputError: the runs before cost as much already; or a mechanism with an account of its own.
     """
-    target = recipe.privacy.epsilon
+    target = float(recipe.privacy.epsilon or 0.0)
     alone = recipe.model_copy(
         update={
             "after": None,
@@ -112,17 +106,12 @@ def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
 
     def costs(multiplier: float) -> float:
         scaled = {**line, "noise_multiplier": multiplier, "std": multiplier * bound}
-        return together(before, [{**scaled, "round": turn} for turn in range(plan.rounds)]).epsilon
+        found = together(before, [{**scaled, "round": turn} for turn in range(plan.rounds)]).epsilon
+        return math.inf if found is None else found
 
-    if costs(MOST) > target:  # type: ignore[operator]  # first, since each cost takes a while
+    if costs(MOST) > target:  # first, since each cost takes a while
         raise wrong("privacy.epsilon", target, "more than the runs before cost", hint=hint)
-    low, high = 0.0, 1.0
-    while costs(high) > target:  # type: ignore[operator]
-        low, high = high, 2 * high
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if costs(middle) <= target else (middle, high)  # type: ignore[operator]
-    found = plan.at(high)
+    found = plan.at(calibrate(costs, target))
     found.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
     # What it costs by itself, so that a round that is charged twice takes the place of another, as in any run.
     return replace(found, budget=min(found.epsilon(), recipe.privacy.budget or math.inf))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -123,3 +123,17 @@ def load(module: nn.Module, layout: Layout, vector: Tensor) -> None:
         for name, shape, where in zip(layout.names, layout.shapes, layout.tensors()):
             if where.stop <= vector.numel():
                 parameters[name].copy_(vector[where].reshape(shape))
+
+
+def put(module: nn.Module, weights: Mapping[str, Tensor], where: str, whose: str) -> None:
+    """Set the module's parameters to copies of ``weights``, by name.
+
+    Raises InputError, naming ``where`` and ``whose`` weights they are, for a parameter that it lacks or has otherwise.
+    """
+    own = dict(module.named_parameters())
+    for name, value in weights.items():
+        here = own.get(name)
+        if here is None or here.shape != value.shape:
+            found = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
+            raise wrong(f"{where}: {name}", found, f"shape {tuple(value.shape)}, as in {whose}")
+        here.data = value.clone()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import data_of, options_for
 from fedflat.config.recipe import GIVEN, Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.params import put
 from fedflat.models import build
 from fedflat.models.representation import FILE
 from fedflat.models.representation import NAME as REPRESENTATION
@@ -95,13 +96,7 @@ def _module(
     folder: Path,
 ) -> nn.Module:
     module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, seeded, folder)
-    parameters = dict(module.named_parameters())
-    for name, value in weights.items():
-        here = parameters.get(name)
-        if here is None or here.shape != value.shape:
-            found = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
-            raise wrong(f"load: model: {name}", found, f"shape {tuple(value.shape)}, as in the run")
-        here.data = value.clone()
+    put(module, weights, "load: model", "the run")
     return module.eval()
 
 

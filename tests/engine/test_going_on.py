@@ -127,10 +127,7 @@ def test_noise_is_made_for_replaced_clients_where_they_are_the_neighbours(first:
     assert 39.9 < together(first, tmp_path / "second") <= 40
 
 
-def test_a_round_charged_twice_takes_the_place_of_another(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(going_on, "STEPS", 3)  # more noise than is needed
+def test_a_round_charged_twice_takes_the_place_of_another(first: Path, tmp_path: Path) -> None:
     target, out = 2 * together(first), tmp_path / "second"
     asked = iter((False, False, True))
     fedflat.run(on(first, target), **given(), out=out, should_stop=lambda: next(asked))
