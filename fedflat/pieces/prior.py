@@ -37,12 +37,12 @@ class LabelPrior:
         bias = view.tensors[-1]
         classes = bias.stop - bias.start
         shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
-        shift = self.strength * torch.log(shares)
+        around = (bias.start, view.start.shape[-1] - bias.stop)
+        shift = torch.nn.functional.pad(self.strength * torch.log(shares), around)
+        kept = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
 
         def adjusted(w: Tensor) -> Tensor:
-            around = (bias.start, w.shape[-1] - bias.stop)
-            kept = 1 - torch.nn.functional.pad(torch.ones_like(shift[..., :1].expand_as(shift)), around)
-            return gradient(w + torch.nn.functional.pad(shift, around)) * kept
+            return gradient(w + shift) * kept
 
         return adjusted
 
