@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,12 +55,13 @@ def leaderboard(
     if as_json:
         print(json.dumps(found, ensure_ascii=False, indent=2))
         return
-    heads = ["", *(f"ε={value}" for value in board.EPSILONS), "ceiling"]
-    _print(heads, [[text.replace("not measured", "–") for text in row] for row in board.summary(found)])
+    heads = ["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"]
+    _print(heads, board.summary(found, short=True))
     if own is not None:
         print()
-        _print(board.HEADS, [board.cells(found["rows"][-1])])
-    print("Test accuracy in per cent, mean ± sd over seeds; –: not measured. All rows: --out DIR, or --json.")
+        _print(("", ""), zip(board.HEADS, board.cells(found["rows"][-1])))
+    print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
+    print("All rows: --out DIR, or --json.")
 
 
 def _measured(own: str, data: str, alpha: float, epsilon: float) -> dict[str, Any]:
@@ -91,9 +93,10 @@ def _written(found: dict[str, Any], out: Path) -> None:
         raise wrong("--out", f"{out}, which cannot be written ({error.strerror})", "a folder to write") from error
 
 
-def _print(heads: Any, rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    for row in [heads, *rows]:
+def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    every = [row for row in (heads, *rows) if any(row)]
+    widths = [max(map(len, column)) for column in zip(*every)]
+    for row in every:
         print("  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip())
 
 

@@ -24,4 +24,5 @@ def print_plates(
 
     written = write_plates(figures, folder, landscapes)
     if not quiet:
-        print(f"{len(written) // len(KINDS)} figures as SVG, PNG and PDF: {folder}")
+        count = len(written) // len(KINDS)
+        print(f"{count} figure{'s' if count != 1 else ''} as SVG, PNG and PDF: {folder}")

@@ -21,6 +21,8 @@ KINDS = ("svg", "png", "pdf")
 PALETTE = ("#0072b2", "#d55e00", "#00896a", "#a8488f", "#a97d00", "#4aa3dc", "#6b5b4d")
 """The style sheet's colours on white paper."""
 STYLES = ("-", (0, (7, 4)), (0, (1.5, 3)), (0, (9, 4, 1.5, 4)))
+MARKED = 10
+"""Points of a line that are marked each; a line of one would not be seen."""
 SIZE = (5.2, 3.4)
 """Inches."""
 
@@ -35,7 +37,9 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
     found: list[Path] = []
     for figure in figures:
         sheet = Sheet(figsize=SIZE, layout="constrained")
-        _draw(sheet, figure)
+        draw_on(sheet.subplots(), figure)
+        if len(sheet.axes[0].get_legend_handles_labels()[0]) > 1:
+            sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
         found += _save(sheet, folder, figure.key)
     for place, record in enumerate(landscapes):
         drawn = [group for group in record["groups"] if group["surface"]]
@@ -64,10 +68,10 @@ def _save(sheet: Sheet, folder: Path, stem: str) -> list[Path]:
     return found
 
 
-def _draw(sheet: Sheet, figure: Figure) -> None:
+def draw_on(axes: Axes, figure: Figure) -> None:
+    """A figure's lines, bars or points with their titles; whoever calls adds the legend."""
     from matplotlib.ticker import MaxNLocator
 
-    axes = sheet.subplots()
     scale = 100 if figure.percent else 1
     shown = [series for series in figure.series if series.y or series.low]
     for place, series in enumerate(shown):
@@ -87,8 +91,6 @@ def _draw(sheet: Sheet, figure: Figure) -> None:
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(shown) > 1 or figure.lines:
-        sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
 
 
 def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
@@ -99,7 +101,8 @@ def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> N
         axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0, label=None if series.y else series.label)
     if series.y:
         y = [scale * value for value in series.y]
-        axes.plot(x, y, color=colour, ls=STYLES[style % DASHES], label=series.label)
+        mark = "o" if len(y) <= MARKED else None
+        axes.plot(x, y, color=colour, ls=STYLES[style % DASHES], marker=mark, ms=3, label=series.label)
 
 
 def _intervals(series: Series, scale: float) -> list[list[float]] | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedflat.report.figures import Figure, Series
 from fedflat.report.html import cards
 from fedflat.report.pages import Section, Table, page
+from fedflat.report.plates import draw_on
+from fedflat.report.styles import styles
 
 FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)
@@ -35,10 +38,11 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     )
 
 
-def spread_of(row: Row) -> str:
-    """Mean ± standard deviation over the seeds."""
-    sd = f" ± {statistics.stdev(row['accuracy']):.2f}" if len(row["accuracy"]) > 1 else ""
-    return f"{_mean(row):.2f}{sd}"
+def spread_of(row: Row, digits: int = 2) -> str:
+    """Mean ± standard deviation over the seeds; without spaces in one digit."""
+    between = " ± " if digits > 1 else "±"
+    sd = f"{between}{statistics.stdev(row['accuracy']):.{digits}f}" if len(row["accuracy"]) > 1 else ""
+    return f"{_mean(row):.{digits}f}{sd}"
 
 
 def command(row: Row) -> str:
@@ -78,17 +82,17 @@ def best(rows: Iterable[Row]) -> dict[tuple[str, float, float], Row]:
     return found
 
 
-def summary(found: Mapping[str, Any]) -> list[list[str]]:
-    """For each task its best accuracy at every ε, and the ceiling; what nobody measured says so."""
+def summary(found: Mapping[str, Any], short: bool = False) -> list[list[str]]:
+    """Each task's best accuracy at every ε, and its ceiling; what nobody measured says so. short: for 80 columns."""
     top = best(found["rows"])
     table = []
     for data, alpha in TASKS:
-        texts = [top.get((data, alpha, epsilon)) for epsilon in EPSILONS]
+        rows = [top.get((data, alpha, epsilon)) for epsilon in EPSILONS]
         ceiling = found["ceilings"].get(data)
-        shown = ["not measured" if row is None else spread_of(row) for row in texts]
-        table.append(
-            [f"{NAMES[data]}, Dirichlet {alpha:g}", *shown, "not measured" if ceiling is None else f"{ceiling:.2f}"]
-        )
+        digits, unknown = (1, "–") if short else (2, "not measured")
+        shown = [unknown if row is None else spread_of(row, digits) for row in rows]
+        name = f"{NAMES[data]}, {alpha:g}" if short else f"{NAMES[data]}, Dirichlet {alpha:g}"
+        table.append([name, *shown, unknown if ceiling is None else f"{ceiling:.{digits}f}"])
     return table
 
 
@@ -128,12 +132,14 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
         for row in ordered(found["rows"]):
             if (row["data"], row["alpha"]) == (data, alpha):
                 lines.setdefault(method_name(row), []).append(row)
-        series = [_series(name, own, place) for place, (name, own) in enumerate(lines.items())]
+        drawn = styles([str(own[0]["method"]["name"]) for own in lines.values()])
+        series = [_series(name, own, style) for (name, own), style in zip(lines.items(), drawn)]
         ceiling = found["ceilings"].get(data)
-        level = () if ceiling is None else (("ceiling", ceiling / 100),)
+        level = () if ceiling is None else (("ceiling, no privacy", ceiling / 100),)
         title = f"{NAMES[data]}, Dirichlet {alpha:g}"
         if series:
-            made.append(Figure(f"{data}-{alpha:g}", title, tuple(series), "%", percent=True, lines=level, x_title="ε"))
+            shown = Figure(f"{data}-{alpha:g}", title, tuple(series), "%", percent=True, lines=level)
+            made.append(replace(shown, x_title="ε", y_title="Test accuracy"))
     return made
 
 
@@ -145,18 +151,12 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     every = figures(found)
     with rc_context({"svg.hashsalt": "leaderboard", "svg.fonttype": "none"}):
         sheet = Sheet(figsize=(9, 2.6 * -(-len(every) // 2)), layout="constrained")
-        axes = sheet.subplots(-(-len(every) // 2), 2, squeeze=False)
-        for place in axes.flat[len(every) :]:
-            place.axis("off")
-        for place, one in zip(axes.flat, every):
-            for line in one.series:
-                place.plot(line.x["round"], [100 * y for y in line.y], marker="o", markersize=3, label=line.label)
-            for name, level in one.lines:
-                place.axhline(100 * level, linestyle="--", color="grey", label=f"{name}, no privacy")
-            place.set_title(one.title, fontsize=10)
-            place.set_xlabel("ε")
-            place.set_ylabel("test accuracy, %")
-            place.legend(fontsize=7)
+        places = sheet.subplots(-(-len(every) // 2), 2, squeeze=False).flat
+        for axes, one in zip(places, every):
+            draw_on(axes, one)
+            axes.legend(fontsize="x-small", frameon=False)
+        for axes in places:
+            axes.axis("off")
         path.parent.mkdir(parents=True, exist_ok=True)
         sheet.savefig(path, metadata={"Date": None})
     return path

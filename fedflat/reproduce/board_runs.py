@@ -52,14 +52,10 @@ class Cell:
 
     def recipe(self, seed: int, setting: Mapping[str, Any]) -> Recipe:
         """The packaged recipe with the cell's data, ε and method, and one setting."""
-        changes = {
-            "seed": seed, "data.partition.alpha": self.alpha, "privacy.epsilon": self.epsilon, "algorithm": self.method,
-        }  # fmt: skip
-        plain = Recipe.load(f"{self.data}-representation").dump()
-        for key, value in {**changes, **setting}.items():
-            _put(plain, key.split("."), value)
-        plain["evaluation"]["every"] = plain["rounds"]
-        return Recipe.of(plain)
+        changes = {"seed": seed, "data.partition.alpha": self.alpha, "privacy.epsilon": self.epsilon, **setting}
+        named = Recipe.load(f"{self.data}-representation").dump() | {"algorithm": dict(self.method)}
+        made = Recipe.of(named, [f"{key}={value}" for key, value in changes.items()])
+        return Recipe.of(made, [f"evaluation.every={made.rounds}"])
 
 
 @dataclass(frozen=True)
@@ -136,12 +132,6 @@ def _accuracy(cell: Cell, known: Examples, seed: int, setting: Mapping[str, Any]
     federation = known.federation(cell.alpha, int(recipe.data.clients or 0), seed, tuning)
     result = run(recipe, model=copy.deepcopy(known.head), data=federation)
     return round(100 * result.history[-1]["test_accuracy"], 2), float(result.privacy["proven_epsilon"])
-
-
-def _put(plain: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    for key in keys[:-1]:
-        plain = plain[key]
-    plain[keys[-1]] = value
 
 
 __all__ = ["REPORTED", "TUNING", "Cell", "Examples", "examples", "measure", "report"]

@@ -16,6 +16,7 @@ from fedflat.report.groups import Group, spread
 from fedflat.report.metrics import Run, column
 from fedflat.report.overlays import figures_of_groups
 from fedflat.report.progress import RunEvent
+from fedflat.report.styles import styles
 from fedflat.reproduce import numbers
 from fedflat.reproduce.figures import Line, Panel, PaperFigure
 from fedflat.reproduce.rows import finished, lacking
@@ -100,7 +101,8 @@ def folder_of(folder: Path, panel: Panel) -> Path:
 
 def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
     """A measure by round: means over seeds with bands of one standard deviation."""
-    made = {each.key: each for each in figures_of_groups([Group(line.label, tuple(runs)) for line, runs in ran])}
+    groups = [Group(line.label, tuple(runs), style) for (line, runs), style in zip(ran, _styles(ran))]
+    made = {each.key: each for each in figures_of_groups(groups)}
     kept = [made[key] for key in panel.shows if key in made]
     return [replace(each, overlay=False, y_title=each.title) for each in kept]
 
@@ -108,15 +110,20 @@ def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
 def _spread(panel: Panel, ran: Ran) -> list[Figure]:
     """Update norms by round: the mean over clients, with a band of one standard deviation over clients."""
     series = []
-    for place, (line, runs) in enumerate(ran):
+    for (line, runs), style in zip(ran, _styles(ran)):
         means, sds = (_by_round(runs, key) for key in ("update_norm_mean", "update_norm_sd"))
         turns = [turn for turn in means if turn in sds]
         turns = [turns[at] for at in thin(len(turns))]
         y, sd = tuple(means[turn] for turn in turns), [sds[turn] for turn in turns]
         low, high = (tuple(a + sign * b for a, b in zip(y, sd)) for sign in (-1, 1))
-        series.append(Series(line.label, {"round": tuple(map(float, turns))}, y, low, high, place))
+        series.append(Series(line.label, {"round": tuple(map(float, turns))}, y, low, high, style))
     note = "Mean over the cohort with one standard deviation over clients, before the clip; means over seeds."
     return [replace(NORMS, note=note, series=tuple(series), y_title="Update norm")]
+
+
+def _styles(ran: Ran) -> list[int]:
+    """The lines' colours and dashes: their methods' own, as on every page."""
+    return styles([runs[0].algorithm for _, runs in ran])
 
 
 def _by_round(runs: Sequence[Run], key: str) -> dict[int, float]:
@@ -135,11 +142,11 @@ def _norms(panel: Panel, ran: Ran) -> list[Figure]:
     ends = [pair[1] for _, rows in points for row in rows for pair in row]
     edges = np.linspace(min(ends), max(ends), BINS + 1)
     series = []
-    for place, (line, rows) in enumerate(points):
+    for (line, rows), style in zip(points, _styles(ran)):
         curves = [np.interp(edges, [v for _, v in row], [p for p, _ in row], left=0.0, right=1.0) for row in rows]
         shares = np.diff(np.mean(curves, axis=0))
         x = {"round": tuple(float(each) for each in (edges[1:] + edges[:-1]) / 2)}
-        series.append(Series(line.label, x, tuple(float(each) for each in shares), style=place))
+        series.append(Series(line.label, x, tuple(float(each) for each in shares), style=style))
     clip = panel.lines[0].cell.recipe.privacy.clip if panel.lines[0].cell.recipe else ""
     note = f"Share of updates in each of {BINS} intervals of the norm before the clip (C = {clip}), all rounds."
     return [
@@ -171,10 +178,11 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
         if (point := _point(line, runs)) is not None and line.x is not None:
             made.setdefault(line.label, []).append((line.x, *point))
     series = []
-    for place, (label, points) in enumerate(made.items()):
+    drawn = dict(zip([line.label for line, _ in ran], _styles(ran)))
+    for label, points in made.items():
         x, y, low, high = zip(*sorted(points))
         several = any(a != b for a, b in zip(low, high))
-        series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), place))
+        series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), drawn[label]))
     personal = any(line.cell.personal for line, _ in ran)
     cell = panel.lines[0].cell
     note = f"{'Personal' if personal else 'Test'} accuracy of the {cell.base} round; mean over seeds, 95 % t interval."

@@ -16,6 +16,7 @@ from fedflat.report import plates, svg
 from fedflat.report.html import PRIVATE
 from fedflat.report.metrics import Run
 from fedflat.report.plates import KINDS, write_plates
+from fedflat.report.styles import styles
 from fedflat.reproduce import SCALES, measured, train
 from fedflat.reproduce.drawn import DRAWS, Drawn, draw
 from fedflat.reproduce.figures import Line, Panel, figure_names, find_figure, is_figure
@@ -99,6 +100,15 @@ def test_runs_are_shared_with_the_table() -> None:
     panel = find_figure("000", "figure-2").panels[-1]
     cells = {cell.method: cell for cell in find("000", "1").only([panel.title]).cells}
     assert [line.cell for line in panel.lines] == list(cells.values())
+
+
+@pytest.mark.parametrize("name", ["figure-2", "figure-3"])
+def test_a_line_has_its_method_s_colour(name: str) -> None:
+    """As on every page; one colour for all lines once came of a merge."""
+    panel = find_figure("000", name).panels[0]
+    methods = [line.cell.recipe.algorithm.name for line in panel.lines if line.cell.recipe is not None]
+    assert [series.style for series in drawn(panel).series] == styles(methods)
+    assert len(set(styles(methods))) == len(methods) > 1
 
 
 def test_points_have_the_t_interval_of_their_seeds() -> None:
