@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import yaml
 from rich.cells import cell_len
 
 from fedflat.cli import main as cli
+from fedflat.cli.main import _full
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -290,3 +292,10 @@ def test_explain_breaks_no_name_of_a_method(fedflat: Any) -> None:
 def test_reproduce_says_what_is_missing(fedflat: Any) -> None:
     said = fedflat("reproduce", "000")
     assert said.status == 2 and "found 000 without a table" in said.err and said.err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_wherever_it_was_met() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "run/report.html")
+    assert str(_full(full)).startswith("run/report.html: cannot be written (No space left on device)")
+    assert "a file: cannot be written" in str(_full(ValueError("I/O error: File too large (os error 27)")))
+    assert _full(OSError(errno.ENOENT, "none", "x")) is _full(ValueError("28")) is None

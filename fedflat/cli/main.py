@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
+import re
 import sys
 import unicodedata
 from functools import cache
@@ -110,7 +112,20 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
+        if (full := _full(error)) is not None:
+            _complain(full, 1)
         _usage(error)
+
+
+def _full(error: Exception) -> str | None:
+    """One line for a disk or a quota that is full, wherever it was met; None for anything else."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # as libraries in Rust say it
+        number = int(found[1])
+    if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return None
+    path = getattr(error, "filename", None) or "a file"
+    return f"{path}: cannot be written ({os.strerror(number)}); what was written before is kept"
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:

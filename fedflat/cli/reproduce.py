@@ -90,11 +90,13 @@ def reproduce(
     from fedflat.reproduce import SCALES, dry, find
     from fedflat.reproduce.figures import find_figure, is_figure
 
+    if keep is not None and (measured or dry_run):
+        raise wrong("--keep", "nothing that runs", "no --measured and no --dry-run with it")
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
     if is_figure(table):
-        for option, given in (("--method", method), ("--dry-run", dry_run), ("--protocol", protocol != "sound")):
-            if given:
-                raise wrong(option, "a figure", "a table")
+        tables = {"--method": method, "--dry-run": dry_run, "--protocol": protocol != "sound", "--json": as_json}
+        for option in (option for option, given in tables.items() if given):
+            raise wrong(option, "a figure", "a table")
         _figure(find_figure(paper, table).only(column or ()), size, override, seeds, out, processes, measured, keep)
         return
     chosen = find(paper, table).only(column or (), method or ())
@@ -105,7 +107,7 @@ def reproduce(
         found = dry(chosen, size, protocol, override or ())
     else:
         found = _train(chosen, size, protocol, override, seeds, out, processes, as_json)
-    if keep is not None and not dry_run:
+    if keep is not None:
         from fedflat.reproduce.measured import keep as keep_record
 
         keep_record(keep, _command(), found, override or (), found.seconds)
