@@ -36,6 +36,15 @@ class Spread:
     sd: float | None
     count: int
 
+    @property
+    def half(self) -> float | None:
+        """Half the width of the mean's 95 % t interval; None for a single value."""
+        if self.sd is None:
+            return None
+        from scipy import stats
+
+        return float(stats.t.ppf(0.975, self.count - 1)) * self.sd / math.sqrt(self.count)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -149,11 +158,9 @@ def paired_difference(first: Group, other: Group, measure: Callable[[Run], float
     found = spread(gaps)
     if found is None:
         return None
-    if found.sd is None:
+    half = found.half
+    if half is None:
         return Difference(found.mean, None, None, 1)
-    from scipy import stats
-
-    half = float(stats.t.ppf(0.975, found.count - 1)) * found.sd / math.sqrt(found.count)
     return Difference(found.mean, found.mean - half, found.mean + half, found.count)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from fedflat.report import metrics
@@ -42,11 +41,9 @@ def _private(run: metrics.Run) -> bool:
 
 def _interval(final: Spread) -> str:
     """The 95 % t interval of the mean over seeds, in per cent."""
-    if final.sd is None:
+    half = final.half
+    if half is None:
         return ", one seed, so without an interval"
-    from scipy import stats
-
-    half = float(stats.t.ppf(0.975, final.count - 1)) * final.sd / math.sqrt(final.count)
     low, high = max(0.0, final.mean - half), min(1.0, final.mean + half)
     return f" (95 % interval over {final.count} seeds: {100 * low:.2f} to {100 * high:.2f})"
 

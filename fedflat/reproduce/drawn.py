@@ -196,13 +196,11 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
 
 def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
     """Mean accuracy and the ends of its 95 % t interval (the mean itself for one seed)."""
-    from scipy.stats import t
-
     cell = replace(line.cell, measure=line.cell.base)
     found = spread(None if value is None else value / 100 for value in (numbers.measured(cell, run) for run in runs))
     if found is None:
         return None
-    half = float(t.ppf(0.975, found.count - 1)) * found.sd / math.sqrt(found.count) if found.sd is not None else 0.0
+    half = found.half or 0.0
     return found.mean, max(0.0, found.mean - half), min(1.0, found.mean + half)
 
 
