@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,9 +40,10 @@ class Section(BaseModel):
     @classmethod
     def _no_truth(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false, which are numbers to Python, where a number is asked."""
-        asked = str(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, bool) and re.search("int|float", asked) and "bool" not in asked:
-            raise PydanticCustomError("truth", "Input should be a number, not true or false")
+        if isinstance(value, bool):
+            asked = str(cls.model_fields[str(info.field_name)].annotation)
+            if re.search("int|float", asked) and "bool" not in asked:
+                raise PydanticCustomError("truth", "Input should be a number, not true or false")
         return value
 
 
@@ -529,6 +531,7 @@ def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]
     return merged
 
 
+@cache
 def _loader() -> Any:
     """YAML 1.2's floats: ``1e-5`` is a number."""
     import yaml

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,7 @@ def find(paper: str, table: str) -> Table:
     return load(f"{number}-{asked}")
 
 
+@cache
 def load(stem: str) -> Table:
     """The table in the file ``stem``.yaml.
 
