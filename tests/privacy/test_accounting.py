@@ -12,6 +12,7 @@ import pytest
 from dp_accounting import NeighboringRelation as Relation
 from dp_accounting import pld, rdp
 from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from scipy import stats
 
 import fedflat.privacy.accounting.epsilon as accounting
@@ -19,7 +20,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.privacy.accounting import curves
 from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.curves import RDP_ORDERS
+from fedflat.privacy.accounting.curves import RDP_ORDERS, grid_step
 from fedflat.privacy.accounting.epsilon import (
     ACCOUNTANTS,
     PROVEN,
@@ -39,6 +40,7 @@ from fedflat.privacy.accounting.epsilon import (
 )
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds
+from fedflat.privacy.accounting.sampled import deltas, sampled_gaussian
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, guarantees, headline
 
 PAPER = {"clients": 500, "cohort": 50, "delta": 1 / 500}
@@ -155,6 +157,33 @@ def test_private_names_of_the_library_are_still_there() -> None:
 )
 def test_pld_agrees_with_the_library_composing_from_scratch(event, rounds: int, delta: float) -> None:
     assert compose_epsilon(event, rounds, delta) == pytest.approx(naive(event, rounds, delta), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("q", "sigma"), [(0.1, 0.95), (0.5, 2.0), (0.01, 0.7), (1e-4, 0.5), (0.999, 5.0), (0.2, 0.05), (0.1, 30.0)]
+)
+def test_all_points_of_a_grid_at_once_are_the_librarys(q: float, sigma: float) -> None:
+    """Each δ to the last bits, and with them the distribution; cuts half a sensitivity away would be noticed."""
+    step = grid_step(q, sigma) * 20
+    theirs = privacy_loss_distribution.from_gaussian_mechanism(
+        sigma, sampling_prob=q, value_discretization_interval=step
+    )
+    kinds = (AdjacencyType.REMOVE, AdjacencyType.ADD)
+    for kind, ours, one in zip(kinds, sampled_gaussian(q, sigma, step), (theirs._pmf_remove, theirs._pmf_add)):
+        loss = GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=kind)
+        far = 1 / sigma**2 + 10 / sigma
+        epsilons = np.unique([*np.linspace(-far, far, 1001), 0.0, math.log1p(-q), -math.log1p(-q)])
+        found, exact = deltas(loss, epsilons), loss.get_delta_for_epsilon(epsilons)
+        assert np.abs(found - exact).max() <= 1e-15
+        mine, given = ours.to_dense_pmf(), one.to_dense_pmf()
+        assert mine._lower_loss == given._lower_loss
+        assert mine._infinity_mass == pytest.approx(given._infinity_mass, rel=1e-9)
+        assert np.abs(mine._probs - given._probs).max() <= 1e-15 / step
+        sign = 1 if kind == AdjacencyType.REMOVE else -1
+        middle = (sign * epsilons > math.log1p(-q) + 1e-6) & (exact > 1e-6)
+        moved = np.array([loss.inverse_privacy_loss(e) for e in epsilons[middle]]) + 0.5
+        less = loss.mu_upper_cdf(moved) - np.exp(epsilons[middle] + loss.mu_lower_log_cdf(moved))
+        assert not middle.any() or np.abs(less - exact[middle]).max() > 1e-15
 
 
 def test_composition_is_the_librarys_to_nine_digits() -> None:

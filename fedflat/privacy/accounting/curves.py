@@ -23,6 +23,7 @@ from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.privacy.accounting.composition import LossDistribution
 from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import loss_moments, upper_epsilon
+from fedflat.privacy.accounting.sampled import sampled_gaussian
 
 PROVEN = ("pld", "rdp", "fft")
 """pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition."""
@@ -188,14 +189,19 @@ def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -
     """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    if kind != "truncated":
-        found = pld.from_gaussian_mechanism(multiplier, value_discretization_interval=step, sampling_prob=q)
+    masses: tuple[Any, ...]
+    if kind != "truncated" and q < 1:
+        masses = sampled_gaussian(q, multiplier, step)
     else:
-        found = pld.from_truncated_subsampled_gaussian_mechanism(
-            event.dataset_size, q, event.truncated_batch_size, multiplier, value_discretization_interval=step
+        found = (
+            pld.from_gaussian_mechanism(multiplier, value_discretization_interval=step)
+            if kind != "truncated"
+            else pld.from_truncated_subsampled_gaussian_mechanism(
+                event.dataset_size, q, event.truncated_batch_size, multiplier, value_discretization_interval=step
+            )
         )
-    # The library offers no public view of the distribution; a test notices if these names change.
-    masses = [found._pmf_remove] if found._symmetric else [found._pmf_remove, found._pmf_add]
+        # The library offers no public view of the distribution; a test notices if these names change.
+        masses = (found._pmf_remove,) if found._symmetric else (found._pmf_remove, found._pmf_add)
     dense = [mass.to_dense_pmf() for mass in masses]
     return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
 
