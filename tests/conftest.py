@@ -1,4 +1,5 @@
-"""For every test: one torch thread (the tests' tensors are small; more threads only wait for each other)."""
+"""For every test: one torch thread (the tests' tensors are small; more threads only wait for each other), and where a
+back end asks for more, threads that sleep while they wait: several tests share the cores."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is loaded
+
 import torch
 
 from fedflat.cli import main as cli
