@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class Layout:
     shapes: tuple[torch.Size, ...]
     shared: int
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Number of entries of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)
