@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.offered import Offered
 from fedflat.core.rng import digest, stream
 
 Ids = NDArray[np.int64]
@@ -25,7 +26,7 @@ NEVER = -(1 << 40)
 
 
 @runtime_checkable
-class Scheduled(Protocol):
+class Scheduled(Protocol, metaclass=Offered):
     """A cohort law that follows the round's number."""
 
     @property

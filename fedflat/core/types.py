@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core.offered import Offered
 from fedflat.core.rng import NO_GENERATOR
 
 Relation = Literal["add-remove", "replace-one"]
@@ -166,7 +167,7 @@ class ServerStep(Protocol):
 
 
 @runtime_checkable
-class Broadcasting(Protocol):
+class Broadcasting(Protocol, metaclass=Offered):
     """A server step, or server optimiser, some of whose slots every client receives at the start of a round.
 
     broadcast: their names. Until a slot is there, clients receive zeros.
@@ -192,7 +193,7 @@ class Clip(Protocol):
 
 
 @runtime_checkable
-class NormClip(Clip, Protocol):
+class NormClip(Clip, Protocol, metaclass=Offered):
     """A clip that asks nothing of a message but its norm, so that messages need not be written out."""
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
@@ -200,7 +201,7 @@ class NormClip(Clip, Protocol):
 
 
 @runtime_checkable
-class MovingClip(Clip, Protocol):
+class MovingClip(Clip, Protocol, metaclass=Offered):
     """A clip whose threshold follows a noised count of the messages below it."""
 
     def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
@@ -208,7 +209,7 @@ class MovingClip(Clip, Protocol):
 
 
 @runtime_checkable
-class Sampler(Protocol):
+class Sampler(Protocol, metaclass=Offered):
     """How a cohort is chosen. Public facts are fields; the draw itself is secret.
 
     clients, size: M and m, the public divisor. q: m/M. maximum: the cap of a truncated law, None for any other.
@@ -232,7 +233,7 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class PublicSampler(Sampler, Protocol):
+class PublicSampler(Sampler, Protocol, metaclass=Offered):
     """A law whose cohorts anyone can recompute (published procedures: docs/specification.md, item 5)."""
 
     def public_generator(self, round: int) -> np.random.Generator:
@@ -420,7 +421,7 @@ class Mechanism(Protocol):
 
 
 @runtime_checkable
-class Correlated(Protocol):
+class Correlated(Protocol, metaclass=Offered):
     """A mechanism whose rounds share noise."""
 
     def row_norm(self, round: int) -> float:
@@ -428,7 +429,7 @@ class Correlated(Protocol):
 
 
 @runtime_checkable
-class ScaledMechanism(Mechanism, Protocol):
+class ScaledMechanism(Mechanism, Protocol, metaclass=Offered):
     """A mechanism whose noise can be drawn before the cohort is known: ``noise`` is ``scaled`` of ``unit``."""
 
     def unit(self, key: bytes, round: int, size: int) -> Tensor:
@@ -439,7 +440,7 @@ class ScaledMechanism(Mechanism, Protocol):
 
 
 @runtime_checkable
-class SharedNoise(Mechanism, Protocol):
+class SharedNoise(Mechanism, Protocol, metaclass=Offered):
     """A mechanism whose noise is more where more clients bring it (trust distributed, local)."""
 
     def total_std(self, bound: float, participants: float) -> float:
@@ -459,7 +460,7 @@ class Encoder(Protocol):
 
 
 @runtime_checkable
-class GridMechanism(Mechanism, Protocol):
+class GridMechanism(Mechanism, Protocol, metaclass=Offered):
     """A mechanism on whole numbers (secure grid noise, ddgauss): it encodes messages and releases their sum itself."""
 
     def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Encoder:
@@ -470,7 +471,7 @@ class GridMechanism(Mechanism, Protocol):
 
 
 @runtime_checkable
-class SummingMechanism(Mechanism, Protocol):
+class SummingMechanism(Mechanism, Protocol, metaclass=Offered):
     """A mechanism that brings a round's sum of its own: votes, published procedures, sums that clients have noised."""
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Any:
@@ -478,7 +479,7 @@ class SummingMechanism(Mechanism, Protocol):
 
 
 @runtime_checkable
-class PartedSum(Protocol):
+class PartedSum(Protocol, metaclass=Offered):
     """A round's sum that may be filled in parts, elsewhere; in any other, messages are added one after the other."""
 
     def part(self, device: torch.device | str = "cpu") -> Any:
@@ -489,7 +490,7 @@ class PartedSum(Protocol):
 
 
 @runtime_checkable
-class RoundedBound(Mechanism, Protocol):
+class RoundedBound(Mechanism, Protocol, metaclass=Offered):
     """A mechanism whose messages, rounded to its grid, may be a little longer than the clip's bound."""
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
+from fedflat.core.offered import Offered
 from fedflat.core.rounding import MOST, ROUNDING
 from fedflat.core.types import Sampler
 from fedflat.privacy import tuning
@@ -55,7 +56,7 @@ class Accounted(Protocol):
 
 
 @runtime_checkable
-class Drawn(Protocol):
+class Drawn(Protocol, metaclass=Offered):
     """A mechanism whose rounds are made of several cohort draws, each an event of its own (ae-dpfl)."""
 
     def draws(self, plan: Plan, round: int) -> range:
@@ -69,7 +70,7 @@ class Drawn(Protocol):
 
 
 @runtime_checkable
-class Rounded(Protocol):
+class Rounded(Protocol, metaclass=Offered):
     """A mechanism whose sums round otherwise than a float64 sum does."""
 
     @property
@@ -78,7 +79,7 @@ class Rounded(Protocol):
 
 
 @runtime_checkable
-class Claiming(Protocol):
+class Claiming(Protocol, metaclass=Offered):
     """A published procedure, whose paper's ε is shown beside the proven one."""
 
     def claimed(self, plan: Plan, rounds: int) -> float:
@@ -86,7 +87,7 @@ class Claiming(Protocol):
 
 
 @runtime_checkable
-class Unsampled(Protocol):
+class Unsampled(Protocol, metaclass=Offered):
     """A mechanism whose account of sampled rounds says nothing at q = 1."""
 
     def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
@@ -94,7 +95,7 @@ class Unsampled(Protocol):
 
 
 @runtime_checkable
-class ToppedUp(Protocol):
+class ToppedUp(Protocol, metaclass=Offered):
     """A mechanism whose sums are filled up with noise shares."""
 
     @property
