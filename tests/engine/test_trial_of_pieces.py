@@ -239,3 +239,18 @@ def test_what_a_methods_author_needs_is_at_hand() -> None:
     views = ("LocalView", "UpdateView", "ServerView", "MaskView", "MeanView")
     for name in (*views, "GradientRule", "Transform", "ServerStep", "Optimizer"):
         assert name in dir(fedflat) and getattr(fedflat, name) is not None
+
+
+def test_packaged_pieces_are_tried_once_and_a_users_own_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    real = trial_of_pieces._try_all
+    monkeypatch.setattr(trial_of_pieces, "_TRIED", {})
+    monkeypatch.setattr(
+        trial_of_pieces, "_try_all", lambda method, form: counted.append(method.name) or real(method, form)
+    )
+    layout = layout_of(NETWORK, None)
+    own = Algorithm("own", transforms=(lambda update, view: update,))
+    for rho in (0.05, 0.05, 0.1):
+        try_pieces(ALGORITHMS["dp-fedsam"](rho=rho), layout)
+        try_pieces(own, layout)
+    assert counted == ["dp-fedsam", "own", "own", "dp-fedsam", "own"]
