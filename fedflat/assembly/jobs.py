@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly import going_on
+from fedflat.assembly import going_on, start
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.start import with_start
 from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
 from fedflat.backends.choose import backend_for
@@ -129,6 +128,7 @@ def _ingredients(
     loss: CustomLoss | None,
 ) -> _Ingredients:
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
+    start.check(recipe, method)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
@@ -231,7 +231,7 @@ def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layou
         weighted=weighted(recipe, method),
         average=average_of(recipe, method),
     )
-    return published.parts_of(parts) if as_published else with_start(recipe, parts), threshold
+    return published.parts_of(parts) if as_published else start.with_start(recipe, parts), threshold
 
 
 def _resident(

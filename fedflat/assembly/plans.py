@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedflat.algorithms import ALGORITHMS, Factory
-from fedflat.assembly import going_on, start
+from fedflat.assembly import going_on
 from fedflat.config.recipe import GIVEN, ClipSection, Recipe, ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
@@ -67,7 +67,6 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:
     """The privacy plan of a recipe with M = ``clients``; ``dimension`` d, where the model is known, is for ddgauss."""
-    start.check(recipe, method)
     if recipe.after is not None and recipe.privacy.epsilon is not None:
         return going_on.calibrated(recipe, lambda alone: plan_of(alone, method, clients, dimension))
     noising.check(recipe, method)

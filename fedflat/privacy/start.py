@@ -7,6 +7,7 @@ participation is the squared μ of the one Gaussian that all rounds amount to.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,7 @@ def check(plan: Plan, adaptive: bool) -> None:
 def spent(plan: Plan, count: int) -> dict[float, int]:
     """Event multiplier -> how many of ``count`` ≥ 1 charged rounds: round 0 as often as it was charged, then others."""
     first = min(plan.begun, count)
-    found = {plan.at_round(0).event_multiplier: first, plan.event_multiplier: count - first}
-    return {sigma: rounds for sigma, rounds in found.items() if rounds}
+    return Counter({plan.at_round(0).event_multiplier: first}) + Counter({plan.event_multiplier: count - first})
 
 
 def begun(entries: Iterable[Mapping[str, Any]]) -> int:

@@ -15,7 +15,7 @@ from fedflat.backends.features import with_features
 from fedflat.core.checks import InputError
 from fedflat.data.clients import from_pairs
 from fedflat.models import build
-from fedflat.models.representation.scattering import FLATTEST, Scattering, ScatteringOptions
+from fedflat.models.representation.scattering import Scattering, ScatteringOptions
 
 pytest.importorskip("kymatio")
 
@@ -57,14 +57,11 @@ def test_it_is_the_library_s_transform(shape: tuple[int, int, int], scales: int,
     assert not torch.allclose(body(x), wanted.roll(1, 1), atol=1e-3)
 
 
-def test_cells_and_logarithms() -> None:
+def test_means_over_a_grid_of_cells() -> None:
     x = images(3, (1, 16, 16))
-    fine, coarse, logs = (
-        Scattering((1, 16, 16), ScatteringOptions(1, 4, **more)) for more in ({}, {"cells": 2}, {"log": True})
-    )
+    fine, coarse = (Scattering((1, 16, 16), ScatteringOptions(1, 4, cells=cells)) for cells in (None, 2))
     means = fine(x).unflatten(2, (2, 4, 2, 4)).mean((3, 5)).flatten(2)
     torch.testing.assert_close(coarse(x), means)
-    torch.testing.assert_close(logs(x), (fine(x).abs() + FLATTEST).log())
 
 
 def test_an_image_has_the_same_bits_whoever_is_there() -> None:
@@ -113,7 +110,6 @@ def test_a_run_keeps_it_and_is_loaded(tmp_path: Path, own_cache: Path) -> None:
         ({"order": 3}, "model.body.order: found 3"),
         ({"cells": 0}, "model.body.cells: found 0"),
         ({"cells": 5}, "at least 10 × 10"),
-        ({"log": 1}, "model.body.log: found 1; allowed: true or false"),
         ({"scale": 2}, "Did you mean scales"),
         ({"filters": 3}, "model.body.filters: found filters; allowed: for scattering"),
     ],

@@ -21,29 +21,24 @@ from fedflat.models.representation.patches import pooling
 
 # Not kymatio.torch: it imports the 3-D transform too, which asks for a function that SciPy has no more.
 BANK = "kymatio.scattering2d.filter_bank"
-FLATTEST = 1e-3
-"""Added to a path's mean before the logarithm, in units of standardised images."""
 
 
 @dataclass(frozen=True)
 class ScatteringOptions:
     """scales: J; means are over about 2^J pixels. angles: L. order: 1 or 2 moduli. cells: the side of the grid that the
-    means are averaged over further, None: it is not. log: their logarithm.
+    means are averaged over further; None: it is not.
     """
 
     scales: int = 2
     angles: int = 8
     order: int = 2
     cells: int | None = None
-    log: bool = False
 
     def __post_init__(self) -> None:
         for name in ("scales", "angles", "order"):
             whole(f"model.body.{name}", getattr(self, name), 1, 2 if name == "order" else None)
         if self.cells is not None:
             whole("model.body.cells", self.cells, 1)
-        if not isinstance(self.log, bool):
-            raise wrong("model.body.log", self.log, "true or false")
 
 
 class Scattering(nn.Module):
@@ -53,7 +48,7 @@ class Scattering(nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], options: ScatteringOptions) -> None:
         super().__init__()
-        self.scales, self.order, self.log = options.scales, options.order, options.log
+        self.scales, self.order = options.scales, options.order
         step, sides = 2**options.scales, shape[1:]
         if min(sides) < max(step + 1, step * (options.cells or 1)):
             least = max(step + 1, step * (options.cells or 1))
@@ -85,8 +80,7 @@ class Scattering(nn.Module):
                 second = _modulus(first[:, :, None], getattr(self, f"wave{k}_{j}"), 2 ** (k - j))
                 found.append(self._means(second.flatten(1, 2), k))
         paths = torch.cat(found, 1).flatten(0, 1)
-        means = paths if self.pool is None else paths @ self.pool
-        return (means.abs() + FLATTEST).log() if self.log else means
+        return paths if self.pool is None else paths @ self.pool
 
     def _means(self, known: Tensor, level: int) -> Tensor:
         """Means of what has the spectrum ``known`` (c, paths, …) at a level: (c, paths, positions)."""
