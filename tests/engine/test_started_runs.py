@@ -1,4 +1,4 @@
-"""``start: class-statistics``: round 0 is one clipped release of class sums, and the run's method goes on from there."""
+"""``start: class-statistics``: round 0 is one clipped release of class sums, from which the run's method goes on."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.verify import verify_run
 
 SIZES = (7, 3, 12, 1, 5)
+NOISED = {"clip": 0.3, "noise_multiplier": 1.0}
+TURNS = {"size": 1, "sampling": "min-separation"}
+EACH = {"kind": "per-tensor", "values": 0.1}
 START = {"kind": "class-statistics", "clip": 2.0, "share": 0.3, "lr": 0.5}
 
 
@@ -59,7 +62,9 @@ def module(hidden: int = 0) -> nn.Module:
     return nn.Sequential(*below, nn.Linear(hidden or 40, 3))
 
 
-def first_round(given: dict[str, Any], without: int | None = None, change: Callable[[Parts], Parts] = lambda p: p) -> Tensor:
+def first_round(
+    given: dict[str, Any], without: int | None = None, change: Callable[[Parts], Parts] = lambda p: p
+) -> Tensor:
     """The weights after round 0."""
     job = prepare(Recipe.of(given), module(), federation(without))
     job.parts = change(job.parts)
@@ -177,14 +182,24 @@ def test_a_resumed_run_is_the_run_bit_for_bit(ended: int, tmp_path: Path) -> Non
     for a, b in zip(whole.model.parameters(), again.model.parameters()):
         assert torch.equal(a, b)
     assert again.privacy["proven_epsilon"] == whole.privacy["proven_epsilon"]
-    assert [line["round"] for line in Ledger.open(tmp_path / "run" / "ledger.jsonl", exclusive=False).entries] == [0, 1, 2, 3]
+    assert [line["round"] for line in Ledger.open(tmp_path / "run" / "ledger.jsonl", exclusive=False).entries] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
-@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedpgn-ls", "dp-scaffold", "fed-normec", "fed-smp-topk", "dp-fedadam", "dp-fedavg-la"])
+@pytest.mark.parametrize(
+    "method", ["dp-fedsam", "dp-fedpgn-ls", "dp-scaffold", "fed-normec", "fed-smp-topk", "dp-fedadam", "dp-fedavg-la"]
+)
 def test_any_method_that_averages_updates_goes_on_from_it(method: str) -> None:
     given = recipe(algorithm=method, server={"average": "tail"})
     result = fedflat.run(given, model=module(), clients=federation())
-    assert result.privacy["proven_epsilon"] == fedflat.run(recipe(), model=module(), clients=federation()).privacy["proven_epsilon"]
+    assert (
+        result.privacy["proven_epsilon"]
+        == fedflat.run(recipe(), model=module(), clients=federation()).privacy["proven_epsilon"]
+    )
     first = fedflat.run(quiet(algorithm=method, rounds=2), model=module(), clients=federation()).history[0]
     plain = fedflat.run(quiet(rounds=2), model=module(), clients=federation()).history[0]
     assert first["clip"] == plain["clip"] == 2.0
@@ -192,7 +207,11 @@ def test_any_method_that_averages_updates_goes_on_from_it(method: str) -> None:
 
 def test_its_clip_is_the_recipe_s_where_it_names_none() -> None:
     for clip in (0.3, {"kind": "constant", "value": 0.3}):
-        job = prepare(Recipe.of(recipe(start="class-statistics", privacy={"clip": clip, "noise_multiplier": 1.0})), module(), federation())
+        job = prepare(
+            Recipe.of(recipe(start="class-statistics", privacy={"clip": clip, "noise_multiplier": 1.0})),
+            module(),
+            federation(),
+        )
         assert job.parts.first is not None and job.parts.first.threshold == 0.3
     assert Recipe.of(recipe()).dump()["start"]["share"] == 0.3
     assert "start" not in Recipe.of(recipe() | {"start": None}).dump()
@@ -212,9 +231,9 @@ def test_its_clip_is_the_recipe_s_where_it_names_none() -> None:
         ({"after": "x"}, "start: found class-statistics; allowed: nothing with after"),
         ({"task": "regression"}, "task: found regression; allowed: classification with start"),
         ({"loss": "torch.nn.functional:cross_entropy"}, "task: found a loss of one's own; allowed: classification"),
-        ({"privacy": {"clip": 0.3, "noise_multiplier": 1.0, "protocol": "published"}}, "published; allowed: sound with start"),
-        ({"privacy": {"clip": 0.3, "noise_multiplier": 1.0, "noise": "banded"}, "cohort": {"size": 1, "sampling": "min-separation"}}, "start: found correlated noise"),
-        ({"privacy": {"clip": {"kind": "per-tensor", "values": 0.1}, "noise_multiplier": 1.0}, "start": "class-statistics"}, r"start\.clip: found nothing"),
+        ({"privacy": {**NOISED, "protocol": "published"}}, "published; allowed: sound with start"),
+        ({"privacy": {**NOISED, "noise": "banded"}, "cohort": TURNS}, "start: found correlated noise"),
+        ({"privacy": {**NOISED, "clip": EACH}, "start": "class-statistics"}, r"start\.clip: found nothing"),
     ],
 )  # fmt: skip
 def test_what_cannot_begin_so_is_refused_in_one_sentence(changes: dict[str, Any], told: str) -> None:

@@ -65,7 +65,9 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
         return None
     rounds = rounds_charged(outcome.state.round, outcome.entries)
     spent = multipliers(plan, outcome.entries, rounds) if rounds else {}
-    return steps_epsilon({Step("known", plan.sampler.q, s / plan.params.factor): n for s, n in spent.items()}, plan.delta)
+    return steps_epsilon(
+        {Step("known", plan.sampler.q, s / plan.params.factor): n for s, n in spent.items()}, plan.delta
+    )
 
 
 def cohort_chosen_epsilon(job: Job, outcome: Outcome) -> float | None:

@@ -1,4 +1,4 @@
-"""Wavelet scattering: wavelets at several scales and angles, modulus, wavelets again, local means (Bruna and Mallat 2013).
+"""Wavelet scattering: wavelets of several scales and angles, modulus, wavelets, local means (Bruna and Mallat 2013).
 
 The filters are kymatio's (Andreux et al. 2020; the extra ``scattering``). Its own transform goes path by path through
 a block of images; here it is one image and all angles at once, so that no image's bits follow from another's.
@@ -52,7 +52,9 @@ class Scattering(nn.Module):
         step, sides = 2**options.scales, shape[1:]
         if min(sides) < max(step + 1, step * (options.cells or 1)):
             least = max(step + 1, step * (options.cells or 1))
-            raise wrong("model.body", f"images of {sides[0]} × {sides[1]}", f"at least {least} × {least}, or fewer scales")
+            raise wrong(
+                "model.body", f"images of {sides[0]} × {sides[1]}", f"at least {least} × {least}, or fewer scales"
+            )
         padded = [(side // step + 2) * step for side in sides]
         self.around = [more for side, to in zip(sides, padded) for more in ((to - side) // 2, (to - side + 1) // 2)]
         self.around = self.around[2:] + self.around[:2]
