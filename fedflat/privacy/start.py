@@ -50,4 +50,4 @@ def spent(plan: Plan, count: int) -> dict[float, int]:
 
 def begun(entries: Iterable[Mapping[str, Any]]) -> int:
     """How often a ledger's lines charge round 0; 1 before the first line."""
-    return max(1, sum(entry["round"] == 0 for entry in entries))
+    return max(1, sum(int(entry["round"]) == 0 for entry in entries))

@@ -87,12 +87,14 @@ class Scattering(nn.Module):
     def _means(self, known: Tensor, level: int) -> Tensor:
         """Means of what has the spectrum ``known`` (c, paths, …) at a level: (c, paths, positions)."""
         smooth = _thinned(known * getattr(self, f"mean{level}"), 2 ** (self.scales - level))
-        return torch.fft.ifft2(smooth).real[..., 1:-1, 1:-1].flatten(-2)
+        found: Tensor = torch.fft.ifft2(smooth).real[..., 1:-1, 1:-1].flatten(-2)
+        return found
 
 
 def _modulus(known: Tensor, waves: Tensor, step: int) -> Tensor:
     """The spectrum of |x ∗ ψ| for every wavelet, at every ``step``-th pixel."""
-    return torch.fft.fft2(torch.fft.ifft2(_thinned(known * waves, step)).abs())
+    found: Tensor = torch.fft.fft2(torch.fft.ifft2(_thinned(known * waves, step)).abs())
+    return found
 
 
 def _thinned(spectrum: Tensor, step: int) -> Tensor:
@@ -104,7 +106,8 @@ def _thinned(spectrum: Tensor, step: int) -> Tensor:
 
 def _filters(levels: Sequence[Any], thinned: int) -> Tensor:
     """Filters in Fourier space (n, rows, columns), after which every 2^thinned-th pixel is kept."""
-    return torch.stack([torch.from_numpy(level) for level in levels]).float() / 4**thinned
+    found: Tensor = torch.stack([torch.from_numpy(level) for level in levels]).float() / 4**thinned
+    return found
 
 
 def _bank(padded: list[int], options: ScatteringOptions) -> Any:
