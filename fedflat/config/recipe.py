@@ -288,7 +288,7 @@ class PrivacySection(Section):
 class StartSection(Section):
     """What round 0 is instead of the method's; its share of the budget is fixed before the run."""
 
-    kind: Literal["class-statistics"]
+    kind: Literal["class-statistics"] = "class-statistics"
     """class-statistics: one clipped release of sums of features by class, which the last layer starts from."""
     clip: Positive | None = None
     """C of that round: the L2 norm that no client's class sums exceed. None: privacy.clip. Example: 10"""
