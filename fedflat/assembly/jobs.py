@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly import going_on
+from fedflat.assembly import going_on, start
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
@@ -128,6 +128,7 @@ def _ingredients(
     loss: CustomLoss | None,
 ) -> _Ingredients:
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
+    start.check(recipe, method)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
@@ -143,7 +144,7 @@ def _ingredients(
     module, random = module_of(recipe, model, data, objective)
     if recipe.after is not None:
         going_on.put_weights(recipe.after, module)
-    if method.zero_head:
+    if method.zero_head or recipe.start is not None:
         zero(module, last_linear(module))
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
@@ -196,6 +197,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         ),
         identity=what,
         made_for={} if recipe.model.name == GIVEN else _shapes(made.data),
+        first_backend=None if parts.first is None else _one_by_one(parts.first, problem, data, recipe.seed),
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))
@@ -229,7 +231,7 @@ def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layou
         weighted=weighted(recipe, method),
         average=average_of(recipe, method),
     )
-    return published.parts_of(parts) if as_published else parts, threshold
+    return published.parts_of(parts) if as_published else start.with_start(recipe, parts), threshold
 
 
 def _resident(
@@ -247,6 +249,10 @@ def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: Federat
         return backend_for(
             engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed, engine.compile
         )
+
+
+def _one_by_one(parts: Parts, problem: ModuleProblem, data: FederatedData, seed: int) -> Backend:
+    return Sequential(parts.algorithm, problem, parts.local, data, seed)
 
 
 def _public_update(job: Job, public: FederatedData) -> Callable[[RoundState], torch.Tensor]:

@@ -100,6 +100,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
         selection=selection_of(recipe),
+        share=recipe.start.share if recipe.start else None,
     )
     plan = noising.settle(plan)
     if votes is not None:

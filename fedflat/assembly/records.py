@@ -60,6 +60,8 @@ def settled(recipe: Recipe, parts: Parts, clients: int, module: nn.Module | None
     dump, plan, local = recipe.dump(), parts.plan, parts.local
     dump["server"] = server_of(recipe, parts.algorithm).model_dump(mode="json")
     dump["data"]["clients"] = clients
+    if parts.first is not None:
+        dump["start"]["clip"] = parts.first.threshold
     if isinstance(module, Representation):
         dump["model"]["sha256"] = module.sha256
     dump["privacy"]["trust"] = plan.trust

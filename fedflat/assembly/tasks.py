@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fedflat.assembly.measures import named
 from fedflat.assembly.plans import NOT_HELD
 from fedflat.config.recipe import GIVEN, Recipe
-from fedflat.core.checks import wrong
+from fedflat.core.checks import one_of, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
-from fedflat.core.loss import IGNORE, CustomLoss, Objective
+from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import FederatedData, first_above
 from fedflat.engine.evaluate import Metric, measured
@@ -24,12 +24,17 @@ from fedflat.engine.evaluate import Metric, measured
 TRIED = 4
 """Made-up examples that a loss is tried on."""
 RESERVED = ("loss", "accuracy")
+SQUARED = "squared"
+"""The ``loss`` of a recipe that is a squared loss for classes."""
 
 
 def objective_of(recipe: Recipe, loss: CustomLoss | None) -> Objective:
     """The loss of a recipe: its task's, one by import path, or a function given in Python."""
     if loss is None and recipe.loss == GIVEN:
         raise wrong("loss", f"{GIVEN}: the run's folder does not hold the function", NOT_HELD)
+    if loss is None and recipe.loss == SQUARED:
+        one_of(f"task with loss: {SQUARED}", recipe.task, ["classification"])
+        return Objective(recipe.task, squared_by_class)
     own = imported("loss", recipe.loss) if loss is None and recipe.loss is not None else loss
     if own is not None and not callable(own):
         raise wrong("loss", type(own).__name__, "a function (outputs, targets) -> loss of each example (b,)")

@@ -47,7 +47,10 @@ def text(found: Any) -> list[str]:
     law = f"about {facts['cohort']:g} of {facts['clients']} clients a round ({facts['sampling']})"
     rows = [("", f"{head}, {law}")]
     if plan_.private:
-        rows.append(("noise", f"σ = {plan_.noise_multiplier:.4g} times the clip on the sum; trust {plan_.trust}"))
+        begun = "" if plan_.first == 1 else f" (round 0: {plan_.at_round(0).noise_multiplier:.4g})"
+        rows.append(
+            ("noise", f"σ = {plan_.noise_multiplier:.4g}{begun} times the clip on the sum; trust {plan_.trust}")
+        )
     if found.epsilons and not found.why_not:
         listed = ", ".join(f"{_short(value)} after {turn}" for turn, value in found.epsilons)
         rows.append(("ε", f"{listed} (δ = {facts['delta']:g})"))

@@ -285,6 +285,19 @@ class PrivacySection(Section):
     settings were fixed beforehand."""
 
 
+class StartSection(Section):
+    """What round 0 is instead of the method's; its share of the budget is fixed before the run."""
+
+    kind: Literal["class-statistics"] = "class-statistics"
+    """class-statistics: one clipped release of sums of features by class, which the last layer starts from."""
+    clip: Positive | None = None
+    """C of that round: the L2 norm that no client's class sums exceed. None: privacy.clip. Example: 10"""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Its share of the budget: of the sum of 1/σ² over all rounds. Example: 0.2"""
+    lr: Positive = 1.0
+    """The last layer is this many times the noisy mean of the class sums. Example: 10"""
+
+
 class ServerSection(Section):
     """What the server does with the noisy mean."""
 
@@ -372,10 +385,14 @@ class Recipe(Section):
     """What is learnt, which decides the loss and what targets must be: class numbers (cross-entropy), a 0 or 1 for each
     label (binary cross-entropy), numbers (squared error), or the next token at each place. Example: regression"""
     loss: str | None = None
-    """A loss of one's own, my_file.py:my_loss: (outputs, targets) -> loss of each example. None: the task's."""
+    """squared: for classification, on one-hot targets less 1/K. Or a loss of one's own, my_file.py:my_loss: (outputs,
+    targets) -> loss of each example. None: the task's. Example: squared"""
     algorithm: Annotated[NamedSection, BeforeValidator(_named)]
     """A name of fedflat list algorithms with its options, or my_file.py:my_method. Example: {name: dp-fedsam, rho:
     0.05}"""
+    start: Annotated[StartSection | None, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = None
+    """Begin with one release of class sums, and go on from there. None: every round is the method's. Example:
+    class-statistics"""
     local: LocalSection = LocalSection()
     """Local training, the same public numbers for every client."""
     cohort: CohortSection
@@ -419,8 +436,9 @@ class Recipe(Section):
         return recipe
 
     def dump(self) -> dict[str, Any]:
-        """A plain dict with every default resolved; ``after`` only where it is set."""
-        return self.model_dump(mode="json", exclude={"after"} if self.after is None else None)
+        """A plain dict with every default resolved; ``after`` and ``start`` only where they are set."""
+        unset = {name for name in ("after", "start") if getattr(self, name) is None}
+        return self.model_dump(mode="json", exclude=unset)
 
     def _check(self, where: str) -> None:
         local, clip = self.local, self.privacy.clip

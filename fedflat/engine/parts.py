@@ -19,6 +19,7 @@ class Parts:
     optimizer: what is public of a round's noise -> the server optimiser of that round.
     weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
     average: what is released of the iterates; None: the last one.
+    first: what round 0 is made of instead, if of something else. threshold: of such a round, its own C.
     """
 
     algorithm: Algorithm
@@ -30,6 +31,12 @@ class Parts:
     layout: Layout
     weighted: bool = False
     average: Average | None = None
+    first: Parts | None = None
+    threshold: float | None = None
+
+    def of(self, round: int) -> Parts:
+        """What a round is made of."""
+        return self.first if self.first is not None and round == 0 else self
 
     def first_state(self, shared: Tensor, threshold: float) -> RoundState:
         """The server before round 0."""

@@ -109,8 +109,10 @@ def _check_ledger(job: Job, ledger: Ledger) -> None:
         raise wrong(
             str(path.parent / OPENING), found, f"that of attempt {carried['attempt']}, as the ledger", hint=hint
         )
-    planned = job.parts.plan.record(0, job.threshold)
+    plan = job.parts.plan
+    alike = [plan.record(round, job.threshold) for round in range(1 if plan.first == 1 else 2)]
     for entry in ledger.entries:
+        planned = alike[min(entry["round"], len(alike) - 1)]
         for name in _PLANNED:
             if entry.get(name) != planned.get(name):
                 where = f"{path} line {entry['line']}: {name}"

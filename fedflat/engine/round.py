@@ -57,15 +57,15 @@ def broadcast_of(
     parts: Parts, state: RoundState, seed: int, public_update: Callable[[], Tensor] | None = None
 ) -> Broadcast:
     """What every client of the round receives; the common mask, if any, comes from public randomness only."""
-    mask = None
-    if parts.algorithm.mask is not None:
+    mask, now = None, parts.of(state.round)
+    if now.algorithm.mask is not None:
         initial = state.slots.get("initial", state.shared)
         view = MaskView(state.shared, initial, stream(seed, "common mask", state.round), public_update)
-        mask = parts.algorithm.mask(view)
+        mask = now.algorithm.mask(view)
     return Broadcast(
         round=state.round,
         shared=state.shared,
-        clip=state.clip,
+        clip=state.clip if now.threshold is None else now.threshold,
         rate=parts.local.rate(state.round),
         vectors={name: state.slots.get(name, torch.zeros_like(state.shared)) for name in parts.broadcast},
         mask=mask,
@@ -74,6 +74,7 @@ def broadcast_of(
 
 def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
     """What adds up the round's messages: the plain clipped sum, unless the mechanism brings its own."""
+    parts = parts.of(broadcast.round)
     tensors, size = parts.message_tensors, parts.message_length
     if isinstance(parts.mechanism, SummingMechanism):
         return parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
@@ -131,6 +132,7 @@ def finish_round(
     divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.
     unit: the mechanism's own N(0, I) of this round, where it was drawn while clients trained.
     """
+    parts = parts.of(state.round)
     plan, round = parts.plan, state.round
     bound = parts.clip.bound(broadcast.clip)
     if plan.private:
@@ -151,7 +153,7 @@ def finish_round(
         slots.update(changed)
     shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
-    clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
+    clip = state.clip if parts.threshold is not None else _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.min_cohort is not None:
         shown["aborted"] = False

@@ -85,8 +85,9 @@ class Job:
 
     identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
     file outside the folder. tell: is given each note at once. made_for: the shapes the module was built for. metrics:
-    the user's own, on public test data. check_ins: chooses the cohort from who is there, in a deployment. A run without
-    a folder is drawn with ``key`` as it is, so a test that needs a key of its own sets it.
+    the user's own, on public test data. check_ins: chooses the cohort from who is there, in a deployment.
+    first_backend: of round 0, where that is made of something else (``Parts.first``). A run without a folder is drawn
+    with ``key`` as it is, so a test that needs a key of its own sets it.
     """
 
     parts: Parts
@@ -110,6 +111,7 @@ class Job:
     made_for: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     check_ins: Callable[[RoundState], np.ndarray] | None = None
+    first_backend: Backend | None = None
 
     @cached_property
     def last_round(self) -> int:
@@ -254,7 +256,8 @@ def _one_round(
         cohort, state = within_cap(parts, state, chosen)
         early += len(chosen) - len(cohort)
         clock("cohort and broadcast")
-        job.backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
+        backend = job.first_backend if job.first_backend is not None and state.round == 0 else job.backend
+        backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
         clock("local training, clip and sum")
     aggregate = accumulator.result()
     saved()  # before the next round is charged, the last one's checkpoint is there
@@ -345,7 +348,8 @@ def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
 def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
     """N(0, I) ``(d,)`` of the round, drawn while clients train: its stream depends on the key and the round only, its
     std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
-    mechanism, size = job.parts.mechanism, job.parts.message_length
+    parts = job.parts.of(round)
+    mechanism, size = parts.mechanism, parts.message_length
     if not isinstance(mechanism, ScaledMechanism) or not job.parts.plan.private or size < LARGE:
         return None
     return ahead(lambda: mechanism.unit(job.key, round, size))

@@ -150,6 +150,9 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
         raise wrong(
             "privacy.noise_cohort", privacy.noise_cohort, "nothing", hint="A deployment has the clients it has."
         )
+    if recipe.start is not None and (method.vectors > 1 or method.client_state):
+        hint = "Its messages, or what clients keep, are others in round 0. Simulate it: fedflat run."
+        raise wrong("start", f"{recipe.start.kind} with {method.name}", "nothing in a deployment", hint=hint)
     if method.kind == "votes":
         raise wrong(
             "algorithm.name", method.name, "a method whose message is an update", hint="Simulate it: fedflat run."

@@ -27,6 +27,8 @@ from fedflat.privacy.accounting.epsilon import (
 )
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.ledger import extra_rounds
+from fedflat.privacy.start import begun, ratio, spent
+from fedflat.privacy.start import check as check_start
 from fedflat.privacy.trust import AccountingParams, Guarantee, guarantees, guarantees_of
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
@@ -125,6 +127,7 @@ class Plan:
         mechanism: a mechanism with its own account; None for the Gaussian sum.
         warnings: one sentence each, for the user.
         selection: what this run was selected by among several, if it was: every ε is then the selection's.
+        first: σ of round 0 over that of the others. begun: how often round 0 is charged.
     """
 
     sampler: Sampler
@@ -144,6 +147,8 @@ class Plan:
     mechanism: Accounted | None = None
     warnings: tuple[str, ...] = ()
     selection: tuning.Selection | None = None
+    first: float = 1.0
+    begun: int = 1
     _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Some that were asked for: a round asks twice, for its ledger line and for what it shows."""
 
@@ -235,6 +240,9 @@ class Plan:
         if found is None and self.selection is not None:
             found = (tuning.guarantee(self, count),)
             self._known[count] = found
+        if found is None and self.first != 1 and count:
+            found = guarantees_of(self.params, spent(self, count))
+            self._known[count] = found
         if found is None:
             found = (
                 self.mechanism.guarantees(self, count)
@@ -253,6 +261,8 @@ class Plan:
         only: all are taken to have the least noise, which bounds them.
         """
         rounds, least = sum(multipliers.values()), min(multipliers, default=self.event_multiplier)
+        if self.first != 1 and self.private:
+            return guarantees_of(self.params, multipliers)
         if set(multipliers) <= {self.event_multiplier} or not self.private:
             return self.guarantees(rounds)
         if self.mechanism or self.selection or len(multipliers) == 1:
@@ -264,6 +274,12 @@ class Plan:
         if multiplier == self.event_multiplier:
             return self
         return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
+
+    def at_round(self, round: int) -> Plan:
+        """The plan with the noise of one round, as if all were like it."""
+        if round or self.first == 1:
+            return self
+        return replace(self, noise_multiplier=self.noise_multiplier * self.first, first=1.0)
 
     def calibrated(self, epsilon: float) -> Plan:
         """The same with the least noise for a target ε; with noise_cohort, of the simulated system.
@@ -333,6 +349,8 @@ class Plan:
         Args:
             round: from 0. clip: the norm bound C of this round's messages.
         """
+        if self.at_round(round) is not self:
+            return self.at_round(round).record(round, clip)
         found: dict[str, Any] = {
             "round": whole("round", round),
             "mechanism": self.mechanism.name if self.mechanism else "gaussian",
@@ -366,7 +384,10 @@ class Plan:
         return found | (self.mechanism.by_round(self, round) if isinstance(self.mechanism, ScheduledPlan) else {})
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> Plan:
-        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger)."""
+        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger), and
+        where round 0 has its own, how often it was charged."""
+        if self.first != 1:
+            return replace(self, begun=begun(entries))
         if not isinstance(self.mechanism, ScheduledPlan):
             return self
         return replace(self, mechanism=self.mechanism.standing(entries, key, start))
@@ -404,6 +425,7 @@ def build_plan(
     bands: int | None = None,
     momentum: float = 0.0,
     selection: tuning.Selection | None = None,
+    share: float | None = None,
     **accounting: Any,
 ) -> Plan:
     """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
@@ -411,7 +433,8 @@ def build_plan(
     Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by
     default. A target ε with ``noise_cohort`` is that of the simulated system. noise, bands: kind and bands of
     ``privacy.noise``; momentum: the server's, for which correlated noise is made. selection: as in :class:`Plan`; a
-    target ε is then the selection's.
+    target ε is then the selection's. share: of the budget for round 0, as in :mod:`fedflat.privacy.start`; None: all
+    rounds are alike.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
@@ -421,8 +444,9 @@ def build_plan(
     chosen = 1.0 if noise_multiplier is None else noise_multiplier
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
-        if selection is not None:
-            raise wrong("privacy.selection", "a method without privacy", "a private method")
+        if selection is not None or share is not None:
+            where = "privacy.selection" if share is None else "start"
+            raise wrong(where, "a method without privacy", "a private method")
         return _without_privacy(
             params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
         )
@@ -438,8 +462,10 @@ def build_plan(
     plan = Plan(
         params.sampler, rounds, chosen, params.delta, params.accountant, params.trust, protocol, epsilon,
         params.min_cohort, params.max_participations, params.colluders, noise_cohort, mechanism=mechanism,
-        selection=selection,
+        selection=selection, first=1.0 if share is None else ratio(share, rounds),
     )  # fmt: skip
+    if share is not None:
+        check_start(plan, adaptive)
     if selection is not None:
         tuning.check(plan)
     if plan.rounding:

@@ -67,6 +67,10 @@ MECHANISMS: dict[str, str] = {
     "ddgauss": "Discrete Gaussian shares on clipped, rotated and rounded updates, summed modulo 2^bits.",
     "ae-dpfl": "Gaussian noise on the cohort's votes for public examples; the student is trained on their arg-max.",
 }
+START = (
+    " Round 0 is one release of class sums with a clip of its own, {clip:g}; its share of the budget, the sum of 1/σ² "
+    "over the planned rounds, was fixed at {share:g}."
+)
 KEEPS = (
     "; clients keep heads or states between rounds, and amplification still holds because one client's coin tells "
     "nothing about another's"
@@ -293,7 +297,8 @@ def _mechanism(plan: PlanLike, facts: Mapping[str, Any], spent: Mapping[float, i
     clip = f"; clip {facts['clip']}" if "clip" in facts else ""
     allowed = f"·(1 + {plan.rounding:.3g}), which allows for rounding" if plan.rounding else ""
     sigma = " to ".join(f"{value:g}" for value in dict.fromkeys((min(spent), max(spent))))
-    return f"{text} (noise multiplier σ = {sigma} = noise std / clip{allowed}{clip})"
+    begun = START.format(**facts["start"]) if facts.get("start") else ""
+    return f"{text} (noise multiplier σ = {sigma} = noise std / clip{allowed}{clip}){begun}"
 
 
 def _second(plan: Any, spent: Mapping[float, int]) -> float | None:

@@ -90,14 +90,15 @@ class Client:
 
     def check(self, ask: Request) -> None:
         """What a client must not take the server's word for."""
-        plan, clip = self.job.parts.plan, self.job.parts.clip
+        plan, now = self.job.parts.plan, self.job.parts.of(ask.broadcast.round)
         if ask.client != self.number:
             raise Refused(f"the server asks client {ask.client}, this is client {self.number}")
         if ask.pin != self.task.pin:
             raise Refused("the server runs another recipe, task or roster")
         if ask.broadcast.round >= plan.rounds:
             raise Refused(f"the server asks for round {ask.broadcast.round} of {plan.rounds}")
-        if not isinstance(clip, MovingClip) and ask.broadcast.clip != self.job.threshold:
+        agreed = self.job.threshold if now.threshold is None else now.threshold
+        if not isinstance(now.clip, MovingClip) and ask.broadcast.clip != agreed:
             raise Refused("the server asks for another clip than the recipe's")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if plan.trust != "local":
@@ -112,7 +113,7 @@ class Client:
         for.
         """
         job = self.job
-        parts, rows = job.parts, job.data.parts[self.number]
+        parts, rows = job.parts.of(broadcast.round), job.data.parts[self.number]
         before = self.store.head(job.first[parts.layout.dimension :], broadcast.round)
         if self.held is not None:
             self._note_accuracy(broadcast)
@@ -144,7 +145,7 @@ class Client:
 
         What stays goes to ``kept``; a state is moved by the message as clipped here.
         """
-        parts, key = self.job.parts, fresh_key()  # never stored: nobody can draw this noise again
+        parts, key = self.job.parts.of(broadcast.round), fresh_key()  # never stored: nobody can draw this noise again
         noised = parts.plan.trust == "local" and parts.plan.private
         plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
         own = accumulator_of(parts, broadcast, key) if noised else plain

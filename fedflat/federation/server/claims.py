@@ -54,8 +54,8 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
 
     None where the plan's own figure holds towards them already (local, distributed), or nothing is proven.
     """
-    from fedflat.privacy.accounting.gaussian import schedule_epsilon
-    from fedflat.privacy.statement import rounds_charged
+    from fedflat.privacy.accounting.steps import Step, steps_epsilon
+    from fedflat.privacy.statement import multipliers, rounds_charged
 
     plan = job.parts.plan
     own = plan.standing(outcome.entries).mechanism
@@ -64,8 +64,10 @@ def cohort_known_epsilon(job: Job, outcome: Outcome) -> float | None:
     if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
         return None
     rounds = rounds_charged(outcome.state.round, outcome.entries)
-    multiplier = plan.event_multiplier / plan.params.factor
-    return schedule_epsilon(rounds, plan.sampler.q, multiplier, plan.delta) if rounds else 0.0
+    spent = multipliers(plan, outcome.entries, rounds) if rounds else {}
+    return steps_epsilon(
+        {Step("known", plan.sampler.q, s / plan.params.factor): n for s, n in spent.items()}, plan.delta
+    )
 
 
 def cohort_chosen_epsilon(job: Job, outcome: Outcome) -> float | None:

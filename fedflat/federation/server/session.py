@@ -115,7 +115,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
             counts = Refusals(_operator_file(folder.run))
-            job.backend = _backend(grid, task, job, settings, counts)
+            job.backend, job.first_backend = _backend(grid, task, job, settings, counts), None
             job.check_ins = _check_ins(grid, task, job, counts.path, folder.run, outcome)
             _tell_start(job, outcome)
             for note in drowned(task.recipe, job):

@@ -25,9 +25,10 @@ from fedflat.core.threads import using_threads
 from fedflat.models.representation.leaves import dead_leaves
 from fedflat.models.representation.patches import Patches, PatchOptions
 from fedflat.models.representation.projection import Projection, ProjectionOptions, fitted_maps
+from fedflat.models.representation.scattering import Scattering, ScatteringOptions
 
 FORMAT = "fedflat-body-1"
-KINDS = ("patches",)
+KINDS = ("patches", "scattering")
 Shape = tuple[int, int, int]
 
 
@@ -162,7 +163,9 @@ def _fill(body: PublicBody, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _maps(options: BodyOptions, shape: Shape) -> nn.Module:
-    return Patches(shape, options.maps)
+    made: nn.Module = _MAPS[options.kind](shape, options.maps)
+    return made
 
 
-_OPTIONS: dict[str, Any] = {"patches": PatchOptions}
+_OPTIONS: dict[str, Any] = {"patches": PatchOptions, "scattering": ScatteringOptions}
+_MAPS: dict[str, Any] = {"patches": Patches, "scattering": Scattering}

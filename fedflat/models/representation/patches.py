@@ -60,8 +60,7 @@ class Patches(nn.Module):
         self.register_buffer("filters", torch.zeros(options.filters, channels * options.size**2))
         self.register_buffer("shift", torch.zeros(options.filters, 1))
         rows, columns = ((side - options.size) // options.stride + 1 for side in (height, width))
-        pool = torch.einsum("ra,cb->rcab", _cells(rows, options.cells), _cells(columns, options.cells))
-        self.register_buffer("pool", pool.reshape(rows * columns, options.cells**2))
+        self.register_buffer("pool", pooling(rows, columns, options.cells))
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.stack([self._maps(image) for image in images.unsqueeze(1)])
@@ -102,6 +101,12 @@ def normalised(patches: Tensor) -> Tensor:
     return centred * (centred.square().mean(1, keepdim=True) + FLOOR).rsqrt()
 
 
+def pooling(rows: int, columns: int, cells: int) -> Tensor:
+    """Means over a grid of ``cells`` × ``cells`` nearly equal cells: ``(rows·columns, cells²)``."""
+    pool = torch.einsum("ra,cb->rcab", _cells(rows, cells), _cells(columns, cells))
+    return pool.reshape(rows * columns, cells**2)
+
+
 def _cells(places: int, cells: int) -> Tensor:
     """Means over ``cells`` stretches of ``places``, nearly equal ones: ``(places, cells)``."""
     cell = torch.arange(places) * cells // places
@@ -109,4 +114,4 @@ def _cells(places: int, cells: int) -> Tensor:
     return member / member.sum(0)
 
 
-__all__ = ["PatchOptions", "Patches", "dead_leaves", "normalised"]
+__all__ = ["PatchOptions", "Patches", "dead_leaves", "normalised", "pooling"]
