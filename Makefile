@@ -64,7 +64,7 @@ $(VENV)/run.stamp: $(VENV)/own.stamp
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/own.stamp
-	$(LOCKED) 'fedflat[dev,language,federation,scale,onnx,scattering]'
+	$(LOCKED) 'fedflat[dev,language,federation,scale,onnx]'
 	touch $@ $(VENV)/run.stamp
 
 # For deploy/Containerfile.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from fedflat.core.checks import InputError
 from fedflat.data.clients import from_pairs
 from fedflat.models import build
 from fedflat.models.representation.scattering import Scattering, ScatteringOptions
-
-pytest.importorskip("kymatio")
 
 SMALL = {"kind": "scattering", "scales": 1, "angles": 4, "dimension": 20, "images": 100}
 SHAPE = (1, 8, 8)
@@ -117,9 +114,3 @@ def test_a_run_keeps_it_and_is_loaded(tmp_path: Path, own_cache: Path) -> None:
 def test_mistakes_are_one_sentence(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         made(body={**SMALL, **changes})
-
-
-def test_without_the_library_it_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kymatio.scattering2d.filter_bank", None)
-    with pytest.raises(InputError, match=r'scattering needs the package kymatio; install "fedflat\[scattering\]"'):
-        made()

@@ -1,6 +1,6 @@
 """Wavelet scattering: wavelets of several scales and angles, modulus, wavelets, local means (Bruna and Mallat 2013).
 
-The filters are kymatio's (Andreux et al. 2020; the extra ``scattering``). Its own transform goes path by path through
+The filters are kymatio's (Andreux et al. 2020). Its own transform goes path by path through
 a block of images; here it is one image and all angles at once, so that no image's bits follow from another's.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import InputError, whole, wrong
+from fedflat.core.checks import whole, wrong
 from fedflat.models.representation.patches import pooling
 
 # Not kymatio.torch: it imports the 3-D transform too, which asks for a function that SciPy has no more.
@@ -111,9 +111,4 @@ def _filters(levels: Sequence[Any], thinned: int) -> Tensor:
 
 
 def _bank(padded: list[int], options: ScatteringOptions) -> Any:
-    try:
-        made = importlib.import_module(BANK).filter_bank
-    except ImportError as error:
-        hint = f'install "fedflat[scattering]" ({error})'
-        raise InputError(f"model.body.kind: scattering needs the package kymatio; {hint}.") from error
-    return made(*padded, options.scales, options.angles)
+    return importlib.import_module(BANK).filter_bank(*padded, options.scales, options.angles)
