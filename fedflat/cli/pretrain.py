@@ -15,8 +15,8 @@ from fedflat.cli.training import Json
 def pretrain(
     out: Annotated[Path, typer.Option(help="The file to write. Its card lies beside it.")] = Path("body.safetensors"),
     seed: Annotated[int, typer.Option(help="Of the random process and of all draws.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 2000,
-    images: Annotated[int, typer.Option(help="Synthetic images to choose from.")] = 20_000,
+    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000,
+    images: Annotated[int, typer.Option(help="Synthetic images to choose from.")] = 10_000,
     batch: Annotated[int, typer.Option(help="Images a step, two views each.")] = 256,
     side: Annotated[int, typer.Option(help="A view's height and width in pixels.")] = 32,
     precision: Annotated[str, typer.Option(help="fp32, or bf16: faster where the processor has it.")] = "fp32",
@@ -27,7 +27,7 @@ def pretrain(
     No photograph and nobody's data are met. After Ctrl-C or a failure the
     same command goes on.
 
-    Example: fedflat pretrain --steps 2000 --out network.safetensors
+    Example: fedflat pretrain --steps 1000 --out network.safetensors
     """
     from fedflat.models.representation.pretraining import Pretraining
     from fedflat.models.representation.pretraining import pretrain as train

@@ -79,7 +79,7 @@ class PublicBody(nn.Module):
 
     prior = "random process"
 
-    def __init__(self, maps: Patches | Network, flip: bool = False) -> None:
+    def __init__(self, maps: nn.Module, flip: bool = False) -> None:
         super().__init__()
         self.maps, self.projection, self.flip = maps, Projection(), flip
 
@@ -144,7 +144,8 @@ def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Ten
     """Fill the body from its seed, and keep it in the cache if that can be written."""
     with torch.no_grad(), using_threads(torch.get_num_threads()):
         images = dead_leaves(options.projection.images, shape, options.seed)
-        body.maps.fit(images, options.seed)
+        if isinstance(body.maps, Patches | Network):
+            body.maps.fit(images, options.seed)
         views = [fitted_maps(body.maps, view) for view in body.views(images)]
         body.projection.fit(views, options.projection)
     tensors = dict(body.state_dict())
@@ -166,8 +167,10 @@ def _fill(body: PublicBody, tensors: Mapping[str, Tensor]) -> None:
         owner._buffers[name.rpartition(".")[2]] = value.clone()
 
 
-def _maps(options: BodyOptions, shape: Shape) -> Patches | Network:
-    return Patches(shape, options.maps) if options.kind == "patches" else Network(shape, options.maps)
+def _maps(options: BodyOptions, shape: Shape) -> nn.Module:
+    made: nn.Module = _MAPS[options.kind](shape, options.maps)
+    return made
 
 
 _OPTIONS: dict[str, Any] = {"patches": PatchOptions, "contrastive": ContrastiveOptions}
+_MAPS: dict[str, Any] = {"patches": Patches, "contrastive": Network}

@@ -30,7 +30,7 @@ WIDTH = 256
 """Of the projection that the loss sees, and that is thrown away afterwards."""
 RATE, DECAY, WARM = 2e-3, 1e-4, 100
 """Of AdamW: the largest rate, the weights' decay, and the steps that lead to that rate; then half a cosine."""
-SMALLEST, JITTER, GREY = 0.2, 0.8, 0.2
+SMALLEST, JITTER, GREY = 0.2, 0.5, 0.2
 """Views: the least share of the area, the strength of changes of colour, how often all colour is taken out."""
 KEPT = 100
 """Steps between two states on disk, from which a training that was stopped goes on."""
@@ -41,8 +41,8 @@ class Pretraining:
     """What a network is a function of. side: of a view in pixels; images are half as large again."""
 
     seed: int = 0
-    steps: int = 2000
-    images: int = 20_000
+    steps: int = 1000
+    images: int = 10_000
     batch: int = 256
     side: int = 32
     precision: str = "fp32"
