@@ -54,7 +54,7 @@ class ContrastiveOptions:
 
 
 class Network(nn.Module):
-    """Images (b, c, h, w), c of 1 or 3 -> maps (b, 384, cells²). Buffers only; grey is taken for three equal colours."""
+    """Images (b, c, h, w), c of 1 or 3 -> maps (b, 384, cells²). Buffers only; grey is three equal colours."""
 
     def __init__(self, shape: tuple[int, int, int], options: ContrastiveOptions) -> None:
         super().__init__()
