@@ -1,7 +1,7 @@
 """``fedflat pretrain``: a network that tells images of a random process apart, whatever their crop and colour.
 
 Of each dead-leaves image two views are made, and each view is to find the other among all views of the batch by its
-direction alone (InfoNCE: van den Oord et al. 2018, Chen et al. 2020). No label and no photograph is met.
+direction alone (InfoNCE: Oord et al. 2018, Chen et al. 2020). No label and no photograph is met.
 """
 
 from __future__ import annotations
