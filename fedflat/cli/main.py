@@ -68,6 +68,7 @@ def _assemble() -> None:
         landscape,
         leaderboard,
         planning,
+        pretrain,
         privacy,
         reproduce,
         training,
@@ -78,6 +79,7 @@ def _assemble() -> None:
     training.add_to(app)
     planning.add_to(app)
     tune.add_to(app)
+    pretrain.add_to(app)
     privacy.add_to(app)
     audit.add_to(app)
     deploy.add_to(app)

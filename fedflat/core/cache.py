@@ -41,6 +41,14 @@ def read_tensors(path: Path) -> dict[str, Tensor] | None:
     return found if sound else None
 
 
+def read_about(path: Path) -> dict[str, str]:
+    """What a sound file of tensors says of itself."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
     """Write beside and rename: another process never sees half a file. Raises OSError."""
     from safetensors.torch import save_file

@@ -110,10 +110,10 @@ class Progress:
     seconds; nothing when ``quiet``.
     """
 
-    def __init__(self, recipe: Any, quiet: bool = False) -> None:
+    def __init__(self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan") -> None:
         self._recipe = recipe
         self._facts = _Facts(rounds=recipe.rounds, last_round=recipe.rounds)
-        self._title = f"{recipe.name}: preparing data and privacy plan"
+        self._title = f"{recipe.name}: {what}"
         self._screen = _Screen(quiet, self._draw)
 
     def __enter__(self) -> Progress:

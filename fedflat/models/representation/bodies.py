@@ -1,7 +1,8 @@
 """Frozen bodies by kind: what makes one from its options, and how it is kept and found again.
 
-A body is a function of its options, its shape and its own seed. Linear algebra differs in last bits from machine to
-machine, and principal directions by more: so what was used is kept (cache, run folder, export), and has a digest.
+A body is a function of its options, its shape and its own seed, and of a network's file, which has a digest. Linear
+algebra differs in last bits from machine to machine, and principal directions by more: so what was used is kept
+(cache, run folder, export), and has a digest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,19 @@ from torch import Tensor, nn
 from fedflat.core.cache import cache_folder, digest_of, read_tensors, write_tensors
 from fedflat.core.checks import nearest, one_of, whole, wrong
 from fedflat.core.threads import using_threads
+from fedflat.models.representation.contrastive import ContrastiveOptions, Network
 from fedflat.models.representation.leaves import dead_leaves
 from fedflat.models.representation.patches import Patches, PatchOptions
 from fedflat.models.representation.projection import Projection, ProjectionOptions, fitted_maps
 from fedflat.models.representation.scattering import Scattering, ScatteringOptions
 
 FORMAT = "fedflat-body-1"
-KINDS = ("patches", "scattering")
+KINDS: dict[str, tuple[Any, Any]] = {
+    "patches": (PatchOptions, Patches),
+    "scattering": (ScatteringOptions, Scattering),
+    "contrastive": (ContrastiveOptions, Network),
+}
+"""Each kind of body: its options, and what makes an image's maps."""
 Shape = tuple[int, int, int]
 
 
@@ -45,8 +52,8 @@ class BodyOptions:
     def of(cls, given: str | Mapping[str, Any]) -> BodyOptions:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
         found = named("model.body", given)
-        kind, seed = one_of("model.body.kind", found.pop("kind", KINDS[0]), KINDS), found.pop("seed", 0)
-        maps, shared = _OPTIONS[kind], ProjectionOptions
+        kind, seed = one_of("model.body.kind", found.pop("kind", "patches"), KINDS), found.pop("seed", 0)
+        maps, shared = KINDS[kind][0], ProjectionOptions
         names = [field.name for of in (maps, shared) for field in dataclasses.fields(of)]
         for key in found:
             if key not in names:
@@ -58,7 +65,9 @@ class BodyOptions:
 
     def text(self, shape: Shape) -> str:
         """All of it in one line."""
-        return json.dumps([FORMAT, list(shape), dataclasses.asdict(self)], sort_keys=True)
+        facts = dataclasses.asdict(self)
+        facts["maps"].pop("network", None)  # where it lies is nothing to its digest
+        return json.dumps([FORMAT, list(shape), facts], sort_keys=True)
 
 
 def named(where: str, given: Any) -> dict[str, Any]:
@@ -100,6 +109,8 @@ def body_of(
     tensors = _given(path, sha256)
     if tensors is not None:
         body.prior = "unknown"
+    if tensors is None and isinstance(options.maps, ContrastiveOptions):
+        options, body.prior = replace(options, maps=options.maps.known()), options.maps.prior
     tensors = tensors or read_tensors(_kept(options, shape)) or _made(body, options, shape)
     found = digest_of(tensors)
     if sha256 not in (None, found):
@@ -139,7 +150,7 @@ def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Ten
     """Fill the body from its seed, and keep it in the cache if that can be written."""
     with torch.no_grad(), using_threads(torch.get_num_threads()):
         images = dead_leaves(options.projection.images, shape, options.seed)
-        if isinstance(body.maps, Patches):
+        if isinstance(body.maps, Patches | Network):
             body.maps.fit(images, options.seed)
         views = [fitted_maps(body.maps, view) for view in body.views(images)]
         body.projection.fit(views, options.projection)
@@ -163,9 +174,5 @@ def _fill(body: PublicBody, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _maps(options: BodyOptions, shape: Shape) -> nn.Module:
-    made: nn.Module = _MAPS[options.kind](shape, options.maps)
+    made: nn.Module = KINDS[options.kind][1](shape, options.maps)
     return made
-
-
-_OPTIONS: dict[str, Any] = {"patches": PatchOptions, "scattering": ScatteringOptions}
-_MAPS: dict[str, Any] = {"patches": Patches, "scattering": Scattering}

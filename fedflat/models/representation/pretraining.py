@@ -1,0 +1,172 @@
+"""``fedflat pretrain``: a network that tells images of a random process apart, whatever their crop and colour.
+
+Of each dead-leaves image two views are made, and each view is to find the other among all views of the batch by its
+direction alone (InfoNCE: Oord et al. 2018, Chen et al. 2020). No label and no photograph is met.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedflat.core.cache import digest_of, read_tensors, write_tensors
+from fedflat.core.checks import one_of, whole
+from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.waiting import told
+from fedflat.models.representation.contrastive import COLOURS, LAYERS, ContrastiveOptions, Network
+from fedflat.models.representation.leaves import dead_leaves
+
+TEMPERATURE = 0.2
+WIDTH = 256
+"""Of the projection that the loss sees, and that is thrown away afterwards."""
+RATE, DECAY, WARM = 2e-3, 1e-4, 100
+"""Of AdamW: the largest rate, the weights' decay, and the steps that lead to that rate; then half a cosine."""
+SMALLEST, JITTER, GREY = 0.2, 0.5, 0.2
+"""Views: the least share of the area, the strength of changes of colour, how often all colour is taken out."""
+KEPT = 100
+"""Steps between two states on disk, from which a training that was stopped goes on."""
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """What a network is a function of. side: of a view in pixels; images are half as large again."""
+
+    seed: int = 0
+    steps: int = 1000
+    images: int = 10_000
+    batch: int = 256
+    side: int = 32
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        whole("--seed", self.seed)
+        whole("--steps", self.steps, 1)
+        whole("--batch", self.batch, 2)
+        whole("--side", self.side, 8)
+        whole("--images", self.images, self.batch)
+        one_of("--precision", self.precision, ("fp32", "bf16"))
+
+    @property
+    def command(self) -> str:
+        """What makes it again."""
+        return "fedflat pretrain " + " ".join(f"--{key} {value}" for key, value in asdict(self).items())
+
+
+def pretrain(options: Pretraining, out: Path) -> dict[str, object]:
+    """Train, write the network to ``out`` and its card beside it, and return the card.
+
+    Draws come from streams named by seed and step; a training that was stopped goes on from what lies beside ``out``.
+    """
+    network, state = Network((COLOURS, options.side, options.side), ContrastiveOptions()), out.with_suffix(".state")
+    with seeded_torch(options.seed, "pretraining: start"):
+        for name, value in network.named_buffers():
+            if name.startswith("filters"):
+                nn.init.kaiming_normal_(value)
+        head = nn.Sequential(nn.Linear(LAYERS[-1][0], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH // 2))
+    weights = [*(value.requires_grad_() for value in network.buffers()), *head.parameters()]
+    optimizer = torch.optim.AdamW(weights, weight_decay=DECAY)
+    first, minutes = _resumed(options, state, weights, optimizer)
+    began, losses = time.monotonic() - 60 * minutes, []
+    images = dead_leaves(options.images, (COLOURS, options.side * 3 // 2, options.side * 3 // 2), options.seed)
+    for step in range(first, options.steps):
+        told("training without labels", step - first, options.steps - first)
+        optimizer.param_groups[0]["lr"] = _rate(step, options.steps)
+        losses.append(_step(network, head, images, options, step, optimizer))
+        if (step + 1) % KEPT == 0:
+            _keep(options, state, weights, optimizer, step + 1, (time.monotonic() - began) / 60)
+    tensors = {name: value.detach() for name, value in network.named_buffers()}
+    card = {
+        "command": options.command, "sha256": digest_of(tensors), "prior": "random process",
+        "minutes": round((time.monotonic() - began) / 60, 1), "loss": round(float(np.mean(losses[-KEPT:] or [0])), 4),
+        "torch": torch.__version__,
+    }  # fmt: skip
+    write_tensors(out, tensors, {"made_by": "fedflat pretrain", "command": options.command})
+    out.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
+    state.unlink(missing_ok=True)
+    return card
+
+
+def _step(
+    network: Network, head: nn.Module, images: Tensor, options: Pretraining, step: int, optimizer: torch.optim.Optimizer
+) -> float:
+    draw = stream(options.seed, "pretraining", step)
+    chosen = images[torch.from_numpy(draw.choice(len(images), options.batch, replace=False))]
+    views = torch.cat([view_of(chosen, options.side, draw) for _ in range(2)])
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
+        last = network.layers(views)[-1]
+    loss = info_nce(head(last.float().mean((2, 3))))
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return float(loss.detach())
+
+
+def info_nce(found: Tensor) -> Tensor:
+    """The loss of embeddings (2n, d): row i and row i + n are of one image."""
+    rows = F.normalize(found)
+    likeness = (rows @ rows.T / TEMPERATURE).fill_diagonal_(-math.inf)
+    return F.cross_entropy(likeness, torch.arange(len(rows)).roll(len(rows) // 2))
+
+
+def view_of(images: Tensor, side: int, draw: np.random.Generator) -> Tensor:
+    """One view of each image (n, c, h, w): a random crop ``(n, c, side, side)``, mirrored or not, in other colours."""
+    n, channels = images.shape[:2]
+
+    def some(low: float, high: float, *shape: int) -> Tensor:
+        return torch.from_numpy(draw.uniform(low, high, (n, *shape)).astype(np.float32))
+
+    size, shape = some(SMALLEST, 1).sqrt(), some(-0.2, 0.2).exp()
+    wide, high = (size * shape).clamp_max(1), (size / shape).clamp_max(1)
+    x, y, none, mirror = some(-1, 1) * (1 - wide), some(-1, 1) * (1 - high), torch.zeros(n), some(-1, 1).sign()
+    where = torch.stack([torch.stack([wide * mirror, none, x], 1), torch.stack([none, high, y], 1)], 1)
+    grid = F.affine_grid(where, [n, channels, side, side], align_corners=False)
+    found = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+    mean = found.mean((1, 2, 3), keepdim=True)
+    found = (found - mean) * (1 + some(-JITTER, JITTER, 1, 1, 1)) + mean + some(-JITTER, JITTER, 1, 1, 1)
+    grey = found.mean(1, keepdim=True)
+    coloured = (1 + some(-JITTER, JITTER, 1, 1, 1)) * (some(0, 1, 1, 1, 1) >= GREY)
+    return grey + (found - grey) * coloured + some(-JITTER / 2, JITTER / 2, channels, 1, 1)
+
+
+def _rate(step: int, steps: int) -> float:
+    return RATE * min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def _keep(
+    options: Pretraining,
+    path: Path,
+    weights: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    minutes: float,
+) -> None:
+    moments = optimizer.state_dict()["state"]
+    tensors = {f"{i}": value.detach() for i, value in enumerate(weights)}
+    tensors |= {f"{i}.{name}": value for i, one in moments.items() for name, value in one.items()}
+    write_tensors(path, {**tensors, f"{options.command}": torch.tensor([float(step), minutes])})
+
+
+def _resumed(
+    options: Pretraining, path: Path, weights: list[Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[int, float]:
+    """The step to go on with, and the minutes spent; a state of other options counts for nothing."""
+    found: Mapping[str, Tensor] = read_tensors(path) or {}
+    if options.command not in found:
+        return 0, 0.0
+    with torch.no_grad():
+        for i, value in enumerate(weights):
+            value.copy_(found[f"{i}"])
+    names = ("step", "exp_avg", "exp_avg_sq")
+    state = {i: {name: found[f"{i}.{name}"] for name in names} for i in range(len(weights))}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    step, minutes = found[options.command].tolist()
+    return int(step), minutes

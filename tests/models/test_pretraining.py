@@ -1,0 +1,213 @@
+"""A network trained without labels on random images: a function of its seed, one image at a time, known by digest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import fedflat
+from fedflat.backends import features
+from fedflat.backends.features import with_features
+from fedflat.cli.main import _assemble, app
+from fedflat.core.cache import digest_of, read_tensors, write_tensors
+from fedflat.core.checks import InputError
+from fedflat.core.rng import stream
+from fedflat.data.clients import from_pairs
+from fedflat.models import build
+from fedflat.models.representation import pretraining
+from fedflat.models.representation.bodies import BodyOptions
+from fedflat.models.representation.pretraining import Pretraining, info_nce, pretrain, view_of
+from fedflat.simulation.export import export
+from fedflat.simulation.inspection import inspect_run
+
+TINY = Pretraining(steps=4, images=12, batch=6, side=8)
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDFLAT_CACHE", str(tmp_path_factory.mktemp("cache")))
+    features._LAST.clear()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network's file, hardly trained."""
+    file = tmp_path_factory.mktemp("network") / "network.safetensors"
+    pretrain(TINY, file)
+    return file
+
+
+def body(file: Path, **options: Any) -> dict[str, Any]:
+    return {"kind": "contrastive", "network": str(file), "dimension": 20, "images": 100, **options}
+
+
+def made(file: Path, shape: tuple[int, int, int] = SHAPE, **options: Any) -> Any:
+    return build("representation", shape, 3, 0, body=body(file, **options))
+
+
+def images(count: int, seed: int = 0, shape: tuple[int, int, int] = SHAPE) -> torch.Tensor:
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_network_is_a_function_of_its_seed_and_its_card_says_which(network: Path, tmp_path: Path) -> None:
+    again, other = tmp_path / "again.safetensors", tmp_path / "other.safetensors"
+    pretrain(TINY, again)
+    pretrain(Pretraining(**{**vars(TINY), "seed": 1}), other)
+    card = json.loads(again.with_suffix(".json").read_text())
+    tensors = read_tensors(again)
+    assert tensors is not None and card["sha256"] == digest_of(tensors) == digest_of(read_tensors(network) or {})
+    assert digest_of(read_tensors(other) or {}) != card["sha256"]
+    assert "--seed 0 --steps 4 --images 12 --batch 6 --side 8" in card["command"]
+    assert card["prior"] == "random process" and not again.with_suffix(".state").exists()
+
+
+def test_a_training_that_was_stopped_ends_as_one_that_was_not(
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, whole = tmp_path / "network.safetensors", pretraining._step
+    monkeypatch.setattr(pretraining, "KEPT", 2)
+
+    def killed(*args: Any) -> float:
+        if args[4] == 3:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(pretraining, "_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(TINY, file)
+    seen: list[int] = []
+    monkeypatch.setattr(pretraining, "_step", lambda *args: seen.append(args[4]) or whole(*args))
+    pretrain(TINY, file)
+    assert seen == [2, 3] and digest_of(read_tensors(file) or {}) == digest_of(read_tensors(network) or {})
+    with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(pretraining, "_step", killed)
+        pretrain(TINY, file)
+    monkeypatch.setattr(pretraining, "_step", lambda *args: seen.append(args[4]) or whole(*args))
+    pretrain(Pretraining(**{**vars(TINY), "seed": 1}), file)  # another training's state counts for nothing
+    assert seen == [2, 3, 0, 1, 2, 3]
+
+
+def test_training_lowers_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[float] = []
+    whole = pretraining._step
+    monkeypatch.setattr(pretraining, "_step", lambda *args: losses.append(whole(*args)) or losses[-1])
+    for name, value in (("WARM", 1), ("JITTER", 0.1), ("SMALLEST", 0.7)):
+        monkeypatch.setattr(pretraining, name, value)
+    pretrain(Pretraining(steps=30, images=20, batch=20, side=12), tmp_path / "network.safetensors")
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_the_loss_is_that_of_finding_the_other_view() -> None:
+    found = torch.nn.functional.normalize(images(6, shape=(1, 1, 5)).flatten(1))
+    expected = []
+    for i in range(6):
+        others = torch.tensor([float(found[i] @ found[j]) / pretraining.TEMPERATURE for j in range(6) if j != i])
+        mine = float(found[i] @ found[(i + 3) % 6]) / pretraining.TEMPERATURE
+        expected.append(torch.logsumexp(others, 0) - mine)
+    torch.testing.assert_close(info_nce(3 * found), torch.stack(expected).mean())
+
+
+def test_views_follow_their_stream_and_their_own_image() -> None:
+    x = images(5, shape=(3, 12, 12))
+    changed = torch.cat([x[:1], 5 * x[1:]])
+    first, again, other = (view_of(x, 8, stream(0, "views", i)) for i in (0, 0, 1))
+    assert first.shape == (5, 3, 8, 8) and torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(view_of(changed, 8, stream(0, "views", 0))[0], first[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 10, 9)])
+def test_features_have_length_one_and_no_image_another_s_bits(network: Path, shape: tuple[int, int, int]) -> None:
+    module, x = made(network, shape), images(9, shape=shape)
+    found = module.features(x)
+    assert found.shape == (9, 20) and module.frozen and module.prior == "random process"
+    torch.testing.assert_close(torch.linalg.vector_norm(found, dim=1), torch.ones(9))
+    assert torch.equal(module.features(x[:1])[0], found[0])
+    pairs = [(images(n, n, shape), torch.arange(n) % 3) for n in (5, 70, 9)]
+    together = with_features(from_pairs(pairs), module)
+    for i, pair in enumerate(pairs):
+        features._LAST.clear()
+        assert torch.equal(with_features(from_pairs([pair]), module).inputs, together.client(i)[0])
+
+
+def test_a_run_keeps_the_network_and_needs_its_file_no_more(network: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.safetensors"
+    file.write_bytes(network.read_bytes())
+    recipe = {
+        "rounds": 2,
+        "data": {"dataset": "digits", "clients": 20},
+        "model": {"name": "representation", "body": body(file)},
+        "algorithm": "dp-fedavg-la",
+        "local": {"steps": 1, "batch_size": 100, "lr": 1.0, "momentum": 0.0},
+        "cohort": {"size": 20},
+        "privacy": {"clip": 0.5, "epsilon": 8},
+    }
+    result = fedflat.run(recipe, out=tmp_path / "run")
+    assert result.privacy["prior"].startswith("random process")
+    export(tmp_path / "run", tmp_path / "out")
+    file.unlink()
+    for folder in ("run", "out"):
+        assert torch.equal(fedflat.load(tmp_path / folder).model(images(5)), result.model(images(5)))
+    assert [c.verdict for c in inspect_run(tmp_path / "run") if c.record == "body.safetensors"] == ["ok"]
+
+
+def test_a_file_is_known_by_its_digest(network: Path, tmp_path: Path) -> None:
+    digest = json.loads(network.with_suffix(".json").read_text())["sha256"]
+    first, moved = made(network), tmp_path / "moved.safetensors"
+    moved.write_bytes(network.read_bytes())
+    assert made(moved, sha256=digest).sha256 == first.sha256
+    assert made(network, cells=1).sha256 != first.sha256
+    with pytest.raises(InputError, match=r"model\.body\.sha256: found 00"):
+        made(network, sha256="0" * 64)
+    strange = tmp_path / "strange.safetensors"
+    write_tensors(strange, load_file(network))
+    assert made(strange).prior == "unknown"  # it does not say what it was made from
+    write_tensors(strange, {"a": torch.zeros(3)})
+    with pytest.raises(InputError, match=r"model\.body\.network: found a; allowed: a file that fedflat pretrain wrote"):
+        made(strange)
+    altered = load_file(network)
+    altered["gain0"] += 1
+    save_file(altered, strange, metadata={"sha256": digest})
+    for bad in (strange, tmp_path / "none.safetensors"):
+        with pytest.raises(InputError, match="a sound file that fedflat pretrain wrote"):
+            made(bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"network": 3}, "model.body.network: found 3"),
+        ({"cells": 0}, "model.body.cells"),
+        ({"cells": 3}, "at least 12 × 12"),
+        ({"filters": 3}, "model.body.filters"),
+    ],
+)
+def test_mistakes_are_one_sentence(network: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        made(network, **options)
+    with pytest.raises(InputError, match="1 or 3 channels"):
+        made(network, (2, 8, 8))
+
+
+def test_options_are_checked() -> None:
+    for name, value in (("steps", 0), ("images", 5), ("batch", 1), ("side", 4), ("precision", "fp8"), ("seed", -1)):
+        with pytest.raises(InputError, match=f"--{'images' if name == 'images' else name}"):
+            Pretraining(**{name: value})
+    assert BodyOptions.of({"kind": "contrastive", "network": "a"}).text(SHAPE) == BodyOptions.of(
+        {"kind": "contrastive", "network": "b"}
+    ).text(SHAPE)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    _assemble()
+    options = ["--steps", "2", "--images", "4", "--batch", "2", "--side", "8", "--out", str(tmp_path / "n.safetensors")]
+    said = CliRunner().invoke(app, ["pretrain", *options])
+    assert said.exit_code == 0 and "sha256" in said.output and "minutes" in said.output
+    told = json.loads(CliRunner().invoke(app, ["pretrain", *options, "--json"]).output)
+    assert told["sha256"] in said.output and told["command"].startswith("fedflat pretrain --seed 0 --steps 2")
