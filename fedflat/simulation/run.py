@@ -66,7 +66,7 @@ def run(
     on_round: called after each round with its released record and the state it left (``state.model()`` is the released
     module, ``state.private`` the private record); True ends the run, which then costs what its whole plan costs.
     on_start: called with the job before the first round. should_stop: asked before each round; for interruptions, which
-    no release decides: the ε stated is that of the rounds taken.
+    no release decides: the ε stated is that of the rounds taken. One that follows private values has no ε at all.
     Raises InputError for anything wrong in what was given, before any work is done, and RunError for what fails later.
 
     >>> import torch
