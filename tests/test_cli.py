@@ -251,6 +251,12 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "bad.yaml"), "bad.yaml line 2"),
         (("run", "--resume", "folder"), "--resume: found folder, which has no recipe.yaml"),
         (("run", "--resume", "nowhere"), "--resume: found nowhere, which is no folder"),
+        (("run", "--resume", "folder", "--out", "x"), "a recipe, -o or --out as well; allowed: --resume DIR alone"),
+        (
+            ("run", "tiny.yaml", "--epsilon", "4"),
+            "No such option '--epsilon'. A recipe's key is changed with -o privacy.",
+        ),
+        (("run", "tiny.yaml", "--out", "empty.yaml"), "--out: found empty.yaml, which is no folder"),
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
         (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),

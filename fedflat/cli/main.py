@@ -170,8 +170,9 @@ def _usage(error: Exception) -> None:
     if option:
         from fedflat.config.recipe import elsewhere
 
-        hint = elsewhere(option).replace("Did you mean ", " A recipe's key is changed with -o ").replace("?", "=VALUE.")
-        _complain(text + hint, 2)
+        if hint := elsewhere(option):
+            key = hint.removeprefix("Did you mean ").removesuffix("?")
+            text = f"{text.partition(' Did you mean ')[0]} A recipe's key is changed with -o {key}=VALUE."
     _complain(text, 2)
 
 

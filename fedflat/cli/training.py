@@ -54,8 +54,8 @@ def run(
     from fedflat.report.progress import Progress
     from fedflat.report.trackers import Trackers
 
-    if resume is not None and (recipe is not None or override):
-        raise wrong("--resume", "a recipe or -o as well", "--resume DIR alone: the run goes on as it was started")
+    if resume is not None and (recipe is not None or override or out is not None):
+        raise wrong("--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
     if resume is not None and not (resume / "recipe.yaml").is_file():
         found = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
         raise wrong("--resume", found, "the folder of a run that fedflat run wrote")

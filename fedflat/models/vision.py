@@ -59,12 +59,9 @@ def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int] = 64) -> nn.Module:
     """A multilayer perceptron; ``hidden`` is one width or a list of widths."""
-    return Dense([_elements(input_shape), *_widths(hidden), classes])
-
-
-def _widths(hidden: int | Sequence[int]) -> list[int]:
     given = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
-    return [whole("model.hidden", width, 1) for width in given]
+    widths = [whole("model.hidden", width, 1) for width in given]
+    return Dense([_elements(input_shape), *widths, classes])
 
 
 class Convolutions(nn.Module):
@@ -132,21 +129,7 @@ def _needed(left: int, pools: Sequence[bool], kernel: int) -> int:
     return left
 
 
-def _channels(given: Sequence[int], count: int) -> list[int]:
-    """The channels of each convolution: less noise where they are few."""
-    if not isinstance(given, (list, tuple)) or len(given) != count:
-        raise wrong("model.channels", given, f"a list of {count} whole numbers")
-    return [whole("model.channels", n, 1) for n in given]
-
-
-def cnn(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    channels: Sequence[int] = (32, 64),
-    hidden: int = 512,
-    padding: int = 0,
-) -> nn.Module:
+def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding: int = 0) -> nn.Module:
     """The EMNIST network of Shi et al. 2023a and b: 5 × 5 convolutions (32, 64), pooling after each, 512 units. L = 8.
 
     Shi et al. 2023b name the layers and not the padding. Unpadded by default, as in the code of Shi et al. 2023a;
@@ -154,7 +137,7 @@ def cnn(
     """
     widths = [whole("model.hidden", hidden, 1), classes]
     padding = whole("model.padding", padding, 0, 2)
-    return Convolutions("cnn", input_shape, _channels(channels, 2), [True, True], widths, kernel=5, padding=padding)
+    return Convolutions("cnn", input_shape, [32, 64], [True, True], widths, kernel=5, padding=padding)
 
 
 def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128, padding: int = 0) -> nn.Module:
@@ -168,27 +151,14 @@ def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128,
     return Convolutions("cnn-2-layers", input_shape, [32, 64], [False, True], widths, kernel=3, padding=padding)
 
 
-def cnn_3(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    channels: Sequence[int] = (64, 128, 256),
-    hidden: int | Sequence[int] = (256, 128),
-    padding: int = 0,
-) -> nn.Module:
+def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.Module:
     """The CIFAR-10 network of Zhang et al. 2024: 3 × 3 convolutions (64, 128, 256), pooling after each, 256, 128 units.
 
     The stated 667,402 parameters at 3 × 32 × 32 with 10 classes mean convolutions without padding.
     """
     padding = whole("model.padding", padding, 0, 1)
     return Convolutions(
-        "cnn-3",
-        input_shape,
-        _channels(channels, 3),
-        [True] * 3,
-        [*_widths(hidden), classes],
-        kernel=3,
-        padding=padding,
+        "cnn-3", input_shape, [64, 128, 256], [True] * 3, [256, 128, classes], kernel=3, padding=padding
     )
 
 

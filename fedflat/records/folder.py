@@ -28,6 +28,8 @@ METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "recipe.yaml",
     "privacy.json",
 )
+SEALED = "SHA256SUMS"
+"""The file of checksums of an exported folder."""
 OPENING, LOCK = "private/run.json", "ledger.lock"
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
 _LOST = "lost"
@@ -182,6 +184,12 @@ def _sealed(path: Path) -> dict[int, str]:
         [line.split() for line in path.read_bytes().decode("ascii", "replace").splitlines()] if path.exists() else []
     )
     return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdecimal()}
+
+
+def check_unsealed(path: Path) -> None:
+    """Raise InputError where ``path`` is an exported folder, to whose files nothing is added and none is changed."""
+    if (path / SEALED).exists():
+        raise wrong("--out", f"{path}, whose files are sealed", "another folder")
 
 
 def check_new(path: Path) -> None:
