@@ -69,7 +69,12 @@ class HoldBias:
 
 def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: Tensor) -> None:
     """Raise InputError for a method that holds the last bias on a module whose last shared tensor is another: what is
-    added to it must come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``."""
+    added to it must come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``.
+
+    >>> from fedflat.core.params import layout_of
+    >>> model = nn.Linear(2, 3)
+    >>> check_bias(Algorithm("held", server=(HoldBias(),)), model, layout_of(model), torch.zeros(1, 2))
+    """
     if not any(isinstance(step, HoldBias) for step in algorithm.server):
         return
     name = layout.names[layout.shared - 1]
