@@ -85,7 +85,7 @@ def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: 
         added = torch.arange(1.0, bias.numel() + 1).to(bias)
         moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
         if moved:
-            bias += added
+            bias.add_(added)
             rest = tried(inputs).double() - before - added
             moved = bool((rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
     if not moved:
