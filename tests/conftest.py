@@ -4,7 +4,6 @@ back end asks for more, threads that sleep while they wait: several tests share 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,12 +73,9 @@ class Said(NamedTuple):
 
 
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[Callable[..., Said]]:
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Said]:
     """``fedflat`` with these words, called in this process (a new one would load torch first), in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGINT)
 
     def call(*words: str) -> Said:
         capsys.readouterr()
@@ -89,5 +85,4 @@ def command(
         found = capsys.readouterr()
         return Said(int(end.value.code or 0), found.out, found.err)
 
-    yield call
-    signal.signal(signal.SIGINT, before)
+    return call

@@ -125,25 +125,24 @@ def test_a_folder_that_holds_a_run_is_kept(fedflat: Any, recipe: str) -> None:
     assert before == {path: path.read_bytes() for path in Path("here").iterdir() if path.is_file()}
 
 
-def test_resume_goes_on_from_the_folders_own_recipe(fedflat: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped after a round (as by Ctrl-C) and resumed: the same records and ledger as a run that was not stopped."""
-    from fedflat.cli import training
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_resume_goes_on_from_the_folders_own_recipe(
+    fedflat: Any, recipe: str, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Stopped after a round by a signal and resumed: the same records and ledger as a run that was not stopped."""
     assert fedflat("run", recipe, "--out", "whole").status == 0
-    asked: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_stop_after_round", lambda: asked)
         from fedflat.report.progress import Progress
 
         known = Progress.round
 
         def stop(self: Progress, released: Any, private: Any) -> None:
             known(self, released, private)
-            asked.append(signal.SIGINT)
+            signal.raise_signal(number)
 
         patch.setattr(Progress, "round", stop)
         said = fedflat("run", recipe, "--out", "parts")
-    assert said.status == 130 and "fedflat run --resume parts" in said.out
+    assert said.status == 128 + number and "fedflat run --resume parts" in said.out
     assert len(Path("parts/metrics.jsonl").read_text().splitlines()) == 1
     said = fedflat("run", "--resume", "parts")
     assert said.status == 0 and said.err.startswith("note: The noise drowns") and said.err.count("\n") == 1
@@ -252,6 +251,12 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "bad.yaml"), "bad.yaml line 2"),
         (("run", "--resume", "folder"), "--resume: found folder, which has no recipe.yaml"),
         (("run", "--resume", "nowhere"), "--resume: found nowhere, which is no folder"),
+        (("run", "--resume", "folder", "--out", "x"), "a recipe, -o or --out as well; allowed: --resume DIR alone"),
+        (
+            ("run", "tiny.yaml", "--epsilon", "4"),
+            "No such option '--epsilon'. A recipe's key is changed with -o privacy.",
+        ),
+        (("run", "tiny.yaml", "--out", "empty.yaml"), "--out: found empty.yaml, which is no folder"),
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
         (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),

@@ -271,14 +271,15 @@ def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
         assert same[0] == same[1]
 
 
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, number: int) -> None:
     recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
     recipe.write_text(yaml.safe_dump({**TINY, "rounds": 100_000, "privacy": {"noise_multiplier": 1e3}}))
     process = start(folder, recipe)
     wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 128 + number
     assert "Traceback" not in out + err and "Stopping after the running rounds" in err
     assert "4 of 4 runs unfinished; the same command goes on" in out
     assert not list(folder.glob("table.*"))

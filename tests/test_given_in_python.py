@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from fedflat import Algorithm, InputError, Recipe
 from fedflat.algorithms import ALGORITHMS
@@ -17,6 +18,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit import audit_run
 from fedflat.config.recipe import GIVEN
+from fedflat.data.clients import from_pairs
 from fedflat.privacy.statement import is_whole
 from fedflat.report.endings import PRIVATE, summary_rows
 from fedflat.simulation import run as simulation
@@ -186,3 +188,35 @@ def test_a_recipe_needs_no_method_beside_one_given_in_python() -> None:
     assert found.recipe.algorithm.name == "mine"
     with pytest.raises(InputError, match="algorithm"):
         simulation.run(nameless, nn.Linear(4, 3), [(x, y)] * 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": Mine}, r"model: found the class Mine; allowed: a torch.nn.Module. Net\(\) is one"),
+        ({"model": lambda: Mine()}, "model: found function; allowed: a torch.nn.Module"),
+        ({"model": "mlp"}, "model: found str; allowed: a torch.nn.Module. .* stands in the recipe"),
+        (
+            {"model": Mine().double()},
+            r"model: found RuntimeError .* Its weights are torch.float64, .* module.float\(\)",
+        ),
+        ({"clients": [(x > 0, y) for x, y in clients()]}, "model: found RuntimeError .* give measurements as float32"),
+        (
+            {"clients": [TensorDataset(*pair) for pair in clients()]},
+            r"clients\[0\]: found TensorDataset; .* torch data",
+        ),
+        ({"algorithm": "dp-fedsam"}, "algorithm: found dp-fedsam; .* A method's name stands in the recipe"),
+        ({"algorithm": 3}, "algorithm: found 3; allowed: an Algorithm, or a function that returns one"),
+    ],
+)
+def test_what_is_no_module_method_or_pair_is_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        simulation.run(RECIPE, **{"model": Mine(), "clients": clients(), **given})
+
+
+def test_a_path_of_pathlib_is_one_and_no_data_are_shown(tmp_path: Path) -> None:
+    first = simulation.run(RECIPE, Mine(), clients(), out=tmp_path / "first")
+    recipe = RECIPE | {"after": tmp_path / "first", "privacy": {"clip": 0.5, "epsilon": 500}}
+    assert simulation.run(recipe, Mine(), clients()).history and first.history
+    shown = repr(from_pairs(clients(), clients()[0]))
+    assert shown == "<5 clients, inputs (5,), 3 classes, 6 public test examples>"

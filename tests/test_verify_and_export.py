@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +209,14 @@ def test_a_run_without_private_is_no_export(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "SHA256SUMS").unlink()
     shutil.rmtree(run / "private")
     assert wrong(tmp_path / "out") == ["private/run.json"] and "private/run.json" in wrong(run)
+
+
+@pytest.mark.parametrize("word", ["report", "card"])
+def test_no_page_is_written_into_an_export(run: Path, tmp_path: Path, command: Any, word: str) -> None:
+    export(run, tmp_path / "out")
+    said = command(word, str(tmp_path / "out"))
+    assert said.status == 2 and "whose files are sealed; allowed: another folder" in said.err
+    assert wrong(tmp_path / "out") == []
 
 
 DEEP = b"[" * 100_000 + b"\n"

@@ -86,6 +86,10 @@ def module_of(
     from fedflat.models.registry import OURS
 
     if given is not None:
+        if not isinstance(given, nn.Module):
+            kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+            hint = "Net() is one, and Net is not; a model's name stands in the recipe."
+            raise wrong("model", kind, "a torch.nn.Module", hint=hint)
         module = copy.deepcopy(given)
     else:
         if recipe.model.name == GIVEN:

@@ -45,6 +45,7 @@ from fedflat.engine.train import Backend, Evaluation, Job
 from fedflat.methods import noise as noising
 from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
+from fedflat.pieces.prior import check_bias
 
 
 def prepare(
@@ -151,6 +152,7 @@ def _ingredients(
     own += (module,) if model is not None or ":" in recipe.model.name else ()
     own += (objective.own,) if objective.own is not None else ()
     layout = layout_of(module, method.head)
+    check_bias(method, module, layout, torch.zeros_like(data.inputs[:2]))
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, own)
 

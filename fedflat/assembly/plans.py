@@ -38,6 +38,9 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
     name, options = recipe.algorithm.name, recipe.algorithm.options
     source = options.pop("source", None) if options.get("source") == GIVEN else None
     if given is not None:
+        if not callable(given):
+            hint = "A method's name stands in the recipe." if isinstance(given, str) else ""
+            raise wrong("algorithm", given, "an Algorithm, or a function that returns one", hint=hint)
         factory = given
     elif source == GIVEN:
         raise wrong("algorithm.name", f"{name}, {GIVEN}: the run's folder does not hold the method", NOT_HELD)

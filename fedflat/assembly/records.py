@@ -19,7 +19,7 @@ from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.public import HELD_OUT
-from fedflat.engine.early import interrupted
+from fedflat.engine.early import SEEN, interrupted
 from fedflat.engine.parts import Parts
 from fedflat.engine.train import Job, Outcome
 from fedflat.methods import noise as noising
@@ -184,5 +184,6 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
         **asked,
     )
     found["reasons"] += interrupted(plan, found["rounds_charged"], job.last_round)
+    found["warnings"] += [SEEN] if outcome.seen else []
     found["warnings"] += going_on.warning(recipe, outcome.entries, found["proven_epsilon"])
     return found

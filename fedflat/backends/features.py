@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.cache import cache_folder, read_tensors, write_tensors
+from fedflat.core.cache import cache_folder, keep, read_tensors
 from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
 from fedflat.core.identity import identity_of
@@ -32,8 +31,6 @@ BATCH = 64
 WORTH_KEEPING = 10.0
 """Seconds of computing from which features are kept on disk. A client of a deployment, with its few examples, is far
 below: no copy of its data comes to lie where nobody looks for it."""
-KEPT = 3
-"""Federations whose features are kept on disk, the newest ones."""
 
 
 class Frozen(Protocol):
@@ -75,7 +72,7 @@ def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | 
     if global_generators() != before:  # how often the others' are drawn would follow from each client's size
         raise wrong("model", "features that draw random numbers", "a frozen body that draws none, or frozen = False")
     if name is not None and time.monotonic() - began >= WORTH_KEEPING and data.name != GIVEN:
-        _keep(name, {"inputs": found} if test is None else {"inputs": found, "test": test})
+        keep("features", name, {"inputs": found} if test is None else {"inputs": found, "test": test})
     return found, test
 
 
@@ -87,14 +84,6 @@ def _kept(name: str) -> tuple[Tensor, Tensor | None] | None:
     """Features from the disk, mapped into memory, so that what is not being read need not be there."""
     found = read_tensors(_path(name))
     return None if found is None else (found["inputs"], found.get("test"))
-
-
-def _keep(name: str, found: dict[str, Tensor]) -> None:
-    with contextlib.suppress(OSError):
-        write_tensors(_path(name), found)
-        files = sorted(cache_folder().glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-        for old in files[:-KEPT]:
-            old.unlink()
 
 
 _NONE = np.zeros(0, dtype=np.int64)

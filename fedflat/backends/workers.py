@@ -26,6 +26,7 @@ from fedflat.backends.resident import keep_freed_memory, shown, stored
 from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.personal import PersonalState
+from fedflat.core.stopping import leave_to_parent
 from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
@@ -176,7 +177,7 @@ class _Pool:
         for process in self.processes:
             process.join(timeout=WAIT)
             if process.is_alive():
-                process.terminate()
+                process.kill()
 
 
 def _share(data: FederatedData) -> FederatedData:
@@ -257,9 +258,7 @@ def _next(tasks: Any) -> Any:
 
 def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
     """A worker: train the clients it is given until it is given None."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_parent()
     torch.set_num_threads(1)
     keep_freed_memory()
     message, head, *states = spans_of(inner)

@@ -67,7 +67,7 @@ def audit(
 
 
 def _of_target(target: str, override: list[str], kind: str, canaries: int, runs: int) -> list[AuditResult]:
-    """Audit a recipe or a run's folder; in the folder, ``audit.json`` and the report keep the result."""
+    """Audit a recipe or a run's folder; in a run's own folder, ``audit.json`` and the report keep the result."""
     from fedflat.audit import audit_run
     from fedflat.audit.whole_run import write_audit
     from fedflat.config.recipe import Recipe
@@ -82,7 +82,10 @@ def _of_target(target: str, override: list[str], kind: str, canaries: int, runs:
 
 
 def _is_run(target: str, override: list[str] | None) -> bool:
-    return Path(target).is_dir() and not override
+    """Whether the folder keeps the result: a run's own, as it was run."""
+    from fedflat.records.folder import SEALED
+
+    return Path(target).is_dir() and not override and not (Path(target) / SEALED).exists()
 
 
 def _failed(result: AuditResult) -> bool:

@@ -31,13 +31,13 @@ def card(
 
     Example: fedflat card runs/quick-start --about about.yaml
     """
+    from fedflat.records.folder import check_unsealed
     from fedflat.report import card as making
     from fedflat.report.metrics import read_run
     from fedflat.report.registry import read_about
 
     target = out or run
-    if (target / "SHA256SUMS").exists():
-        raise wrong("--out", f"{target}, whose files are sealed", "another folder")
+    check_unsealed(target)
     found = making.card(
         read_run(run), [read_run(other) for other in others or []], read_about(about) if about else None
     )

@@ -87,7 +87,8 @@ def catalogue(kind: str) -> dict[str, str]:
 def _about(factory: object) -> str:
     """First line of the docstring, and the keys with their defaults."""
     line = (inspect.getdoc(factory) or "").splitlines()[0]
-    keys = [f"{p.name}={p.default}" for p in inspect.signature(factory).parameters.values()]  # type: ignore[arg-type]
+    given = {p.name: p.default for p in inspect.signature(factory).parameters.values()}  # type: ignore[arg-type]
+    keys = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
     return f"{line} ({', '.join(keys)})" if keys else line
 
 
@@ -112,6 +113,7 @@ def report(
 
     Example: fedflat report runs/a runs/b --out both.html --plates figures
     """
+    from fedflat.records.folder import check_unsealed
     from fedflat.report.html import figures_of, write_report
 
     for run in runs:
@@ -131,7 +133,9 @@ def report(
                 print(f"  {note}")
         if failed:
             raise typer.Exit(1)
-    print(write_report(runs, out or runs[0] / "report.html"))
+    page = out or runs[0] / "report.html"
+    check_unsealed(page.parent)
+    print(write_report(runs, page))
     if plates is not None:
         from fedflat.report.metrics import read_runs
 

@@ -19,6 +19,8 @@ from typing import Annotated
 
 import typer
 
+from fedflat.core.extras import install
+
 SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
 """Packages with a line of their own; the others appear only where something is wrong with them."""
 GIB = 1 << 30
@@ -103,9 +105,9 @@ def _packages() -> Iterator[Finding]:
             continue  # the lines of the extras say what is missing
         usual = tested.get(need.name.lower(), "")
         if version is None:
-            yield Finding(need.name, "broken", f"not installed; needs {need.specifier}", _install())
+            yield Finding(need.name, "broken", f"not installed; needs {need.specifier}", install())
         elif not need.specifier.contains(version, prereleases=True):
-            yield Finding(need.name, "broken", f"{version}; needs {need.specifier}", _install())
+            yield Finding(need.name, "broken", f"{version}; needs {need.specifier}", install())
         elif usual and version.partition("+")[0] != usual:
             yield Finding(need.name, "note", f"{version}; tested with {usual}")
         elif need.name in SHOWN:
@@ -122,10 +124,10 @@ def _extras() -> Iterator[Finding]:
         lacking = [n.name for n in wanted if _version(n.name) is None]
         wrong = [n for n in wanted if (v := _version(n.name)) and not n.specifier.contains(v, prereleases=True)]
         if lacking:
-            yield Finding(f"[{extra}]", "note", f"not installed: {', '.join(lacking)}", f"if wanted: {_install(extra)}")
+            yield Finding(f"[{extra}]", "note", f"not installed: {', '.join(lacking)}", f"if wanted: {install(extra)}")
         elif wrong:
             shown = ", ".join(f"{n.name} {_version(n.name)}, needs {n.specifier}" for n in wrong)
-            yield Finding(f"[{extra}]", "note", shown, _install(extra))
+            yield Finding(f"[{extra}]", "note", shown, install(extra))
         else:
             yield Finding(f"[{extra}]", "ok", "installed")
 
@@ -168,7 +170,7 @@ def _computing() -> Iterator[Finding]:
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
     except Exception as error:  # a broken binary raises whatever it likes
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield Finding("computing", "broken", words, f"{_install()}, into a new environment")
+        yield Finding("computing", "broken", words, f"{install()}, into a new environment")
         return
     remedy = "" if same else "another build of torch or NumPy for this processor"
     found = "torch and NumPy agree" if same else "torch and NumPy disagree on a product of small whole numbers"
@@ -252,13 +254,6 @@ def _tested() -> dict[str, str]:
     """Name -> version, of what the tests ran with; ``make lock`` writes the file with constraints.txt."""
     lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
     return dict(line.split("==") for line in lines)
-
-
-def _install(extra: str = "") -> str:
-    """The command that installs fedflat, or an extra, from the checkout if this is one."""
-    root, part = Path(__file__).resolve().parents[2], f"[{extra}]" if extra else ""
-    where = str(root) if (root / "pyproject.toml").is_file() else "fedflat"
-    return f"{Path(sys.executable).name} -m pip install '{where}{part}'"
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

@@ -1,9 +1,11 @@
-"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input, 130 Ctrl-C."""
+"""``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input; stopped
+before it was done: 130 by Ctrl-C, 143 by SIGTERM."""
 
 from __future__ import annotations
 
 import codecs
 import errno
+import inspect
 import io
 import os
 import re
@@ -15,6 +17,7 @@ from typing import Annotated
 import typer
 
 from fedflat import __version__
+from fedflat.core import stopping
 from fedflat.core.checks import InputError, RunError
 
 SPELLED = {
@@ -93,23 +96,31 @@ def _assemble() -> None:
     card.add_to(app)
     verify.add_to(app)
     doctor.add_to(app)
+    for command in app.registered_commands:
+        command.help = _flowing(inspect.getdoc(command.callback) or "")
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without their own line breaks, which would break again, raggedly, in a narrower terminal."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def main() -> None:
     """Entry point of the ``fedflat`` command: errors become one line and an exit status."""
     _assemble()
+    stopping.forget()
     codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # where ε cannot be shown it is spelled, instead of a failure
             stream.reconfigure(errors="spelled")
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(_status(app(standalone_mode=False) or 0))
     except InputError as error:
         _complain(str(error), 2)
     except RunError as error:
-        _complain(str(error), 1)
+        _complain(str(error), _status(1))
     except KeyboardInterrupt:
-        _complain("stopped by Ctrl-C", 130)
+        _complain("stopped at once", _status(130))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -117,6 +128,11 @@ def main() -> None:
         if (full := _full(error)) is not None:
             _complain(full, 1)
         _usage(error)
+
+
+def _status(found: int) -> int:
+    """The exit status: of what a signal left undone, 128 and the signal's number, as shells have it."""
+    return 128 + number if found and (number := stopping.asked()) else found
 
 
 def _full(error: Exception) -> str | None:
@@ -156,8 +172,9 @@ def _usage(error: Exception) -> None:
     if option:
         from fedflat.config.recipe import elsewhere
 
-        hint = elsewhere(option).replace("Did you mean ", " A recipe's key is changed with -o ").replace("?", "=VALUE.")
-        _complain(text + hint, 2)
+        if hint := elsewhere(option):
+            key = hint.removeprefix("Did you mean ").removesuffix("?")
+            text = f"{text.partition(' Did you mean ')[0]} A recipe's key is changed with -o {key}=VALUE."
     _complain(text, 2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedflat.core import stopping
 from fedflat.core.checks import wrong
 
 Overrides = Annotated[
@@ -49,20 +49,22 @@ def run(
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
     """
     from fedflat.config.recipe import QUICK_START, Recipe
+    from fedflat.records.folder import check_new
     from fedflat.report.cautions import Watch
     from fedflat.report.progress import Progress
     from fedflat.report.trackers import Trackers
 
-    if resume is not None and (recipe is not None or override):
-        raise wrong("--resume", "a recipe or -o as well", "--resume DIR alone: the run goes on as it was started")
+    if resume is not None and (recipe is not None or override or out is not None):
+        raise wrong("--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
     if resume is not None and not (resume / "recipe.yaml").is_file():
         found = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
         raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
+    if out is not None and resume is None:
+        check_new(out)  # torch alone takes seconds to load
     parsed = Recipe.load(resume if resume is not None else (recipe or QUICK_START), override or [])
     folder = resume or out or free_folder(Path("runs"), parsed.name)
-    asked = _stop_after_round()
     trackers = Trackers(parsed, tensorboard=tensorboard, mlflow=mlflow, private=track_private)
-    with trackers, Progress(parsed, quiet=as_json) as progress:
+    with stopping.on_request("this round"), trackers, Progress(parsed, quiet=as_json) as progress:
         from fedflat.simulation import (
             run as simulation,  # torch and all the rest: seconds, spent under the first line of progress
         )
@@ -89,11 +91,11 @@ def run(
             resume=resume is not None,
             on_start=begin,
             on_round=after,
-            should_stop=lambda: bool(asked),
+            should_stop=lambda: bool(stopping.asked()),
         )
     _finish(result, folder, as_json, profile)
-    if asked and result.stopped:
-        raise typer.Exit(130)
+    if stopping.asked() and result.stopped:
+        raise typer.Exit(1)
 
 
 def _aloud(note: str) -> None:
@@ -113,20 +115,6 @@ def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:
         print_summary(result, folder, page)
         if profile:
             print_stages(result.stages)
-
-
-def _stop_after_round() -> list[int]:
-    """Ctrl-C once: stop cleanly after the round; twice: at once. Returns the list the handler fills."""
-    asked: list[int] = []
-
-    def handler(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        print("\nStopping after this round (Ctrl-C again to stop at once).", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, handler)
-    return asked
 
 
 def free_folder(parent: Path, name: str) -> Path:

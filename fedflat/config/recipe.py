@@ -429,7 +429,7 @@ class Recipe(Section):
         for text in overrides:
             mapping = override(mapping, text)
         try:
-            recipe = cls.model_validate(mapping)
+            recipe = cls.model_validate(_texts(mapping))
         except ValidationError as error:
             raise _sentence(error, where) from None
         recipe._check(where)
@@ -641,6 +641,13 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     return wrong(place, found, _allowed(first["msg"]))
 
 
+def _texts(value: Any) -> Any:
+    """The same with a pathlib path, as ``after`` or ``data.dataset`` may be in Python, as text."""
+    if isinstance(value, Mapping):
+        return {key: _texts(inside) for key, inside in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
 def elsewhere(name: str) -> str:
     """A sentence naming the keys of that name inside sections, or the empty string."""
     places = [
@@ -655,7 +662,8 @@ def elsewhere(name: str) -> str:
 
 def _allowed(message: str) -> str:
     """Pydantic's ``Input should be greater than or equal to 1`` as ``a number ≥ 1``."""
-    text = re.sub(r"^Input should be ", "", message)
+    text = re.sub(r"^Input should be ", "", message).replace("a valid integer", "a whole number")
+    text = text.replace("a valid boolean", "true or false").replace("a valid ", "a ")
     for words, mark in (
         ("greater than or equal to", "≥"),
         ("less than or equal to", "≤"),

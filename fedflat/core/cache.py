@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+KEPT = 3
+"""Files of one kind that are kept, the newest ones."""
 
 
 def cache_folder() -> Path:
@@ -47,6 +51,17 @@ def read_about(path: Path) -> dict[str, str]:
 
     with safe_open(path, framework="pt") as file:
         return file.metadata() or {}
+
+
+def keep(kind: str, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    """Write ``KIND-NAME.safetensors`` into the cache, and delete all but the newest of that kind (a body that somebody
+    put there has a longer name); a cache that cannot be written keeps nothing."""
+    folder = cache_folder()
+    with contextlib.suppress(OSError):
+        write_tensors(folder / f"{kind}-{name}.safetensors", tensors, about)
+        made = [file for file in folder.glob(f"{kind}-*.safetensors") if len(file.stem) == len(f"{kind}-{name}")]
+        for old in sorted(made, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
+            old.unlink()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:

@@ -22,7 +22,7 @@ GIVEN = "clients"
 Indices = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class FederatedData:
     """All data of a federation, in memory once; a client is a set of row numbers.
 
@@ -53,6 +53,10 @@ class FederatedData:
         largest = max(map(len, self.parts), default=0) if self.most is not None else 0
         if self.most is not None and largest > self.most:
             raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
+
+    def __repr__(self) -> str:
+        shape, test = tuple(self.inputs.shape[1:]), 0 if self.test_targets is None else len(self.test_targets)
+        return f"<{self.clients} clients, inputs {shape}, {self.classes} classes, {test} public test examples>"
 
     @property
     def clients(self) -> int:
@@ -202,7 +206,8 @@ def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.
 def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One checked pair: float32 or int64 inputs, int64 targets (or float32 ones, if fractions are allowed)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise wrong(where, type(pair).__name__, "an (inputs, targets) pair")
+        hint = "fedflat.clients(…) takes tables and torch data sets too." if not isinstance(pair, (tuple, list)) else ""
+        raise wrong(where, type(pair).__name__, "an (inputs, targets) pair", hint=hint)
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")

@@ -119,6 +119,8 @@ def inputs_of(frame: pd.DataFrame, encoding: Encoding, place: Place) -> torch.Te
 
     Raises InputError naming row, client and column of a value that is missing, not finite, or of another kind.
     """
+    if frame.empty:
+        raise wrong("data", "a table without rows", "at least one example")
     found = [_input(frame[name], name, encoding, place) for name in encoding.inputs]
     if len(found) == 1 and found[0].ndim > 1 and encoding.inputs[0] not in encoding.categories:
         return torch.from_numpy(np.array(found[0]))

@@ -19,6 +19,7 @@ from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
 
 Record = dict[str, Any]
+SEEN = "should_stop ended the run after on_round had read state.private: if that decided the end, no ε covers it."
 NOT_RUN = "planned and not run, since what was released ended the run"
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedflat.core.checks import RunError
 from fedflat.core.personal import ClientContext, PersonalState
 from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.stopping import asked
 from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
 from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
@@ -137,7 +138,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run ended. ``stopped`` says why, if before the last round."""
+    """Where a run ended. ``stopped`` says why, if before the last round; seen: on request, after private values were
+    read, and by no signal."""
 
     state: RoundState
     heads: PersonalState
@@ -147,6 +149,7 @@ class Outcome:
     stopped: str = ""
     notes: tuple[str, ...] = ()
     complete: bool = True
+    seen: bool = False
 
 
 def train(
@@ -166,7 +169,7 @@ def train(
         job.parts = job.parts if plan is job.parts.plan else replace(job.parts, plan=plan)
         job.charged_again = plan.again(ledger.entries)
         vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
-        stopped, peeked = "", False
+        stopped, peeked, seen = "", False, False
         saved: Callable[[], object] = _nothing
         stack.callback(lambda: saved())
         while state.round < plan.rounds:
@@ -175,6 +178,7 @@ def train(
                 break
             if should_stop is not None and should_stop():
                 stopped = f"stopped as asked after {state.round} rounds"
+                seen = peeked and not asked()
                 break
             state, released, hidden = _one_round(job, state, heads, ledger, saved)
             history.append(released)
@@ -195,7 +199,7 @@ def train(
         complete = state.round >= job.last_round
         if broken := [found for record in private if (found := record.get(MALFORMED))]:
             job.say(f"{sum(broken)} messages in {len(broken)} rounds were malformed and counted as zero")
-        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete)
+        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete, seen)
 
 
 @contextlib.contextmanager

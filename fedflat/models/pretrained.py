@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError, one_of, whole, wrong
+from fedflat.core.extras import missing
 from fedflat.core.hub import hub
 from fedflat.models.headed import Headed
 from fedflat.models.text import text_length
@@ -87,7 +88,7 @@ def extra(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise InputError(f'model {name}: needs the package {package}; install "fedflat[language]".') from error
+        raise missing(f"model {name}", package, "language") from error
 
 
 def _configuration(kind: Any, source: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:

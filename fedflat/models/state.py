@@ -151,7 +151,16 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
         raise
     except Exception as error:
         found = f"{type(error).__name__} in a training pass ({str(error).splitlines()[0] if str(error) else ''})"
-        raise wrong("model", found, f"a module that takes a batch of shape {tuple(batch.shape)}") from error
+        allowed = f"a module that takes a batch of shape {tuple(batch.shape)}"
+        raise wrong("model", found, allowed, hint=_kinds(module, batch)) from error
+
+
+def _kinds(module: nn.Module, batch: Tensor) -> str:
+    """A sentence where numbers of two kinds may be why they do not go together."""
+    if not batch.is_floating_point():
+        return "Whole numbers are token ids: give measurements as float32."
+    odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != batch.dtype}
+    return f"Its weights are {', '.join(sorted(odd))}, the inputs {batch.dtype}: module.float()." if odd else ""
 
 
 def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple[bool, bool]:

@@ -9,13 +9,15 @@ as any, is about it.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedflat.core.checks import in_range
-from fedflat.core.types import GradientFn, LocalView, ServerView
+from fedflat.core.checks import in_range, wrong
+from fedflat.core.params import Layout
+from fedflat.core.types import Algorithm, GradientFn, LocalView, ServerView
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,32 @@ class HoldBias:
         held = mean.clone()
         held[view.tensors[-1]] = 0
         return held, {}
+
+
+def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: Tensor) -> None:
+    """Raise InputError for a method that holds the last bias on a module whose last shared tensor is another: what is
+    added to it must come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``.
+
+    >>> from fedflat.core.params import layout_of
+    >>> model = nn.Linear(2, 3)
+    >>> check_bias(Algorithm("held", server=(HoldBias(),)), model, layout_of(model), torch.zeros(1, 2))
+    """
+    if not any(isinstance(step, HoldBias) for step in algorithm.server):
+        return
+    name = layout.names[layout.shared - 1]
+    tried = copy.deepcopy(module).eval()
+    bias = dict(tried.named_parameters())[name]
+    with torch.no_grad():
+        before = tried(inputs).double()
+        added = torch.arange(1.0, bias.numel() + 1).to(bias)
+        moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
+        if moved:
+            bias.add_(added)
+            rest = tried(inputs).double() - before - added
+            moved = bool((rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
+    if not moved:
+        found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
+        raise wrong("algorithm", found, "a model that ends in a linear layer with a bias")
 
 
 def label_prior(strength: float = 1.0, absent: float = 0.01) -> LabelPrior:

@@ -28,6 +28,8 @@ METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
     "recipe.yaml",
     "privacy.json",
 )
+SEALED = "SHA256SUMS"
+"""The file of checksums of an exported folder."""
 OPENING, LOCK = "private/run.json", "ledger.lock"
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
 _LOST = "lost"
@@ -63,27 +65,19 @@ class RunFolder:
         Raises:
             InputError: it holds a run, is being made one by another process, or cannot be written.
         """
-        refused = InputError(
-            f"--out: found {path}, which holds a run; allowed: a new folder, or --resume {path} to go on."
-        )
+        check_new(path)
         try:
-            if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
-                raise refused
             path.mkdir(parents=True, exist_ok=True)
             (path / "private").mkdir(mode=0o700, exist_ok=True)
             claim = os.open(path / "private", os.O_RDONLY)
         except OSError as error:
-            raise InputError(
-                f"--out: found {path}, which cannot be created ({error.strerror}); allowed: a folder you may write to."
-            ) from error
+            raise _unwritable(path, error) from error
         try:
             try:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken = any((path / name).exists() for name in (METRICS, LEDGER, RECIPE))
             except BlockingIOError:
-                taken = True
-            if taken:
-                raise refused
+                raise _taken(path) from None
+            check_new(path)
             yield cls(path, deployment)
         finally:
             os.close(claim)
@@ -190,6 +184,31 @@ def _sealed(path: Path) -> dict[int, str]:
         [line.split() for line in path.read_bytes().decode("ascii", "replace").splitlines()] if path.exists() else []
     )
     return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdecimal()}
+
+
+def check_unsealed(path: Path) -> None:
+    """Raise InputError where ``path`` is an exported folder, to whose files nothing is added and none is changed."""
+    if (path / SEALED).exists():
+        raise wrong("--out", f"{path}, whose files are sealed", "another folder")
+
+
+def check_new(path: Path) -> None:
+    """Raise InputError where ``path`` holds a run already, or is no folder."""
+    try:
+        if path.exists() and not path.is_dir():
+            raise wrong("--out", f"{path}, which is no folder", "a new folder")
+        if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
+            raise _taken(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return wrong("--out", f"{path}, which cannot be created ({error.strerror})", "a folder you may write to")
+
+
+def _taken(path: Path) -> InputError:
+    return wrong("--out", f"{path}, which holds a run", f"a new folder, or --resume {path} to go on")
 
 
 def seals_of(name: str) -> str:

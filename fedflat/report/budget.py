@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, one_of
+from fedflat.core.extras import missing
 from fedflat.privacy.accounting.budget import Row, approximation_against, epsilon_against
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.report.figures import Figure, Series
@@ -35,8 +36,8 @@ def write_plot(path: Path, systems: Mapping[str, Mapping[str, Any]], accountants
     apply is left out.
 
     Raises:
-        InputError: an unknown kind of file, or no accountant applies.
-        RunError: matplotlib is missing, or the file cannot be written.
+        InputError: an unknown kind of file, no accountant applies, or matplotlib is missing.
+        RunError: the file cannot be written.
     """
     check_plot(path)
     lines = {axis: series(axis, systems, accountants) for axis in TITLES}
@@ -84,7 +85,7 @@ def _draw(lines: Mapping[str, Mapping[str, list[Row]]], kind: str) -> bytes:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise RunError("--plot needs matplotlib, which is not installed: pip install matplotlib.") from error
+        raise missing("--plot", "matplotlib") from error
     figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     for place, (axis, curves) in zip(figure.subplots(1, 2), lines.items()):
         for label, rows in curves.items():

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.extras import missing
 from fedflat.report.groups import flatten
 from fedflat.report.metrics import number
 
@@ -56,7 +57,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise _missing("--tensorboard", error) from error
+            raise missing("--tensorboard", "tensorboard", "trackers") from error
         try:
             self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
         except OSError as error:
@@ -85,7 +86,7 @@ class MLflow:
         try:
             from mlflow import MlflowClient
         except ImportError as error:
-            raise _missing("--mlflow", error) from error
+            raise missing("--mlflow", "mlflow", "trackers") from error
         try:
             self._client = MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(self.EXPERIMENT)
@@ -105,10 +106,6 @@ class MLflow:
     def close(self, done: bool) -> None:
         """End the MLflow run: finished, or failed."""
         self._client.set_terminated(self._run, "FINISHED" if done else "FAILED")
-
-
-def _missing(option: str, error: ImportError) -> InputError:
-    return InputError(f"{option}: its package is not installed ({error}); pip install 'fedflat[trackers]' brings it.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedflat.core import stopping
 from fedflat.core.checks import RunError, whole
 from fedflat.records.folder import replace as write_whole
 from fedflat.report import metrics, tables
@@ -152,7 +149,7 @@ class _WorkerCrew:
         context = multiprocessing.get_context("spawn")
         stop = context.Event()
         left = self.todo
-        with _on_interrupt(stop.set):
+        with stopping.on_request("the running rounds", stop.set):
             while left:
                 before = len(left)
                 left = self._pool(context, stop, unchecked, left, processes, threads)
@@ -169,13 +166,11 @@ class _WorkerCrew:
         queue, abort = context.Queue(), context.Event()
         pool = ProcessPoolExecutor(processes, context, worker.begin, (queue, stop, abort, threads))
         try:
-            with (
-                _ignoring_interrupts()
-            ):  # workers inherit the ignored signal, so Ctrl-C in their first second cannot end them
+            with stopping.ignored():  # workers inherit that, so Ctrl-C in their first second cannot end them
                 checks = [pool.submit(worker.check, setting.recipe) for setting in unchecked]
             self._check(checks, stop)
             self.checked()
-            with _ignoring_interrupts():
+            with stopping.ignored():
                 futures = {pool.submit(worker.work, task): task for task in todo}
             return self._watch(futures, queue)
         except BaseException:
@@ -248,41 +243,6 @@ class _WorkerCrew:
         turn = last.rounds if state == "done" else last.round
         self.seen[task.name] = RunEvent(task.name, state, turn, last.rounds, last.accuracy, note)
         self.tell(self.seen[task.name])
-
-
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment; does nothing outside the main thread, where signals cannot be set."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C once: runs finish their round and stop; twice: KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[int] = []
-
-    def handler(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        stop()
-        print("\nStopping after the running rounds (Ctrl-C again to stop at once).", file=sys.stderr)
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _collect(folder: Path, settings: list[Setting], crew: _WorkerCrew) -> Comparison:

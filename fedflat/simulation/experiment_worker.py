@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
+from fedflat.core.stopping import leave_to_parent
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.simulation.experiment_settings import Task
@@ -25,10 +25,10 @@ PAUSE = 0.2  # seconds between looks at the flags
 
 
 def begin(queue: Any, stop: Any, abort: Any, threads: int) -> None:
-    """Start of a worker. Ctrl-C is the parent's to handle; a worker ends at once when its parent is gone."""
+    """Start of a worker. Signals are the parent's to handle; a worker ends at once when its parent is gone."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_parent()
     torch.set_num_threads(threads)
     _SHARED.update(queue=queue, stop=stop)
     threading.Thread(target=_watch, args=(abort,), daemon=True).start()

@@ -18,11 +18,11 @@ from fedflat.core.checks import wrong
 from fedflat.models.representation import FILE
 from fedflat.privacy.ledger import read
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, METRICS, RECIPE, STATEMENT
+from fedflat.records.folder import LEDGER, METRICS, RECIPE, SEALED, STATEMENT
 from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.report.together import uncounted
 
-MODEL, REPORT, SUMS = "model.safetensors", "report.html", "SHA256SUMS"
+MODEL, REPORT, SUMS = "model.safetensors", "report.html", SEALED
 TIMES = ("seconds",)
 """Keys of a round's released record that follow from who took part: how long a round takes tells its cohort's size."""
 

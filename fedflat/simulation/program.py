@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.extras import missing
 from fedflat.simulation.export import SUMS
 from fedflat.simulation.load import load, made_for
 
@@ -37,7 +38,7 @@ def write_onnx(run: str | Path, out: str | Path) -> Path:
     """Add ``model.onnx`` likewise: input ``inputs`` (b, …), output ``outputs`` (b, …), for any ONNX runtime.
 
     Raises:
-        InputError: the module was given in Python. RunError: onnx is not installed, or has no form for the model.
+        InputError: the module was given in Python, or onnx is not installed. RunError: it has no form for the model.
     """
     check_onnx()
     program, target = _traced(Path(run), "--onnx"), Path(out) / ONNX
@@ -57,7 +58,7 @@ def check_onnx() -> None:
     """Refuse, before anything is written, where what torch's exporter needs is not installed."""
     for name in ("onnx", "onnxscript"):
         if importlib.util.find_spec(name) is None:
-            raise RunError(f"--onnx needs {name}, which is not installed: pip install '.[onnx]'.")
+            raise missing("--onnx", name, "onnx")
 
 
 def _traced(run: Path, option: str) -> torch.export.ExportedProgram:

@@ -28,7 +28,7 @@ from fedflat.engine.resume import software_of
 from fedflat.engine.train import Job, OnRound, Outcome, final_module, train
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
-from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds
+from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
 from fedflat.simulation.result import Result
@@ -66,7 +66,7 @@ def run(
     on_round: called after each round with its released record and the state it left (``state.model()`` is the released
     module, ``state.private`` the private record); True ends the run, which then costs what its whole plan costs.
     on_start: called with the job before the first round. should_stop: asked before each round; for interruptions, which
-    no release decides: the ε stated is that of the rounds taken.
+    no release decides: the ε stated is that of the rounds taken. One that follows private values has no ε at all.
     Raises InputError for anything wrong in what was given, before any work is done, and RunError for what fails later.
 
     >>> import torch
@@ -80,6 +80,8 @@ def run(
     for name, given in (("on_round", on_round), ("on_start", on_start), ("should_stop", should_stop)):
         if given is not None and not callable(given):
             raise wrong(name, given, "a function, or None")
+    if out is not None and not resume:
+        check_new(Path(out))  # before anything is loaded
     parsed = as_given(_asked(recipe, algorithm, task, out if resume else None), model, clients, data, algorithm, loss)
     job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
     job.stored = parsed.privacy.secure_rng and job.identity.method is not None

@@ -112,6 +112,12 @@ def test_a_file_of_the_same_table_gives_the_same_examples(tmp_path: Path, ending
     assert fedflat.Recipe.of(whole.dump()) == whole
 
 
+def test_a_file_with_names_and_no_rows_is_refused(tmp_path: Path) -> None:
+    table().iloc[:0].to_csv(tmp_path / "people.csv", index=False)
+    with pytest.raises(InputError, match="data: found a table without rows"):
+        load({"dataset": str(tmp_path / "people.csv"), "by": "user", "inputs": ["age"], "target": "visits"})
+
+
 def test_a_bound_keeps_the_first_of_a_draw_and_is_declared() -> None:
     frame = table()
     found = fedflat.clients(frame, by="user", max_examples=5, **FORM)

@@ -17,6 +17,7 @@ from fedflat.audit.worlds import Engine, Scenario, Worlds
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.config.recipe import Recipe
+from fedflat.core import cache
 from fedflat.core.checks import InputError
 from fedflat.core.waiting import listening
 from fedflat.data.clients import FederatedData, from_pairs
@@ -133,6 +134,11 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])  # damaged: made anew
     assert made().sha256 == first.sha256
     assert made(body={**SMALL, "seed": 1}).sha256 != first.sha256
+    put_there = own_cache / f"body-{first.sha256}.safetensors"
+    shutil.copy(file, put_there)
+    for seed in range(2, 6):  # as a choice of settings makes them
+        made(body={**SMALL, "seed": seed})
+    assert len(list(own_cache.glob("body-*"))) == cache.KEPT + 1 and put_there.exists() and not file.exists()
     with pytest.raises(InputError, match=r"model\.sha256: found 00.*copy the run's own"):
         made(sha256="0" * 64)
 
@@ -290,7 +296,7 @@ def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: 
     assert torch.equal(with_features(federation("a set"), module).inputs, first.inputs)
     for seed in range(1, 6):
         with_features(federation("a set", seed), module)
-    assert len(kept()) == features.KEPT
+    assert len(kept()) == cache.KEPT
 
 
 def test_who_waits_is_told() -> None:

@@ -58,9 +58,37 @@ def test_shares_are_the_client_s_own() -> None:
     assert torch.equal(class_shares(data, rows, 3), expected)
 
 
-def test_a_model_without_a_last_bias_is_refused() -> None:
-    with pytest.raises(InputError, match="a last layer of 12 outputs for 3 classes"):
-        fedflat.run(RECIPE, model=nn.Sequential(nn.Linear(4, 3, bias=False)), clients=skewed())
+class Scaled(nn.Module):
+    """K numbers that scale the outputs stand last: as many as a bias has, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(x) * self.scale
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 3, bias=False)),
+        nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3, bias=False)),  # three entries, of a matrix
+        nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3, bias=False)),
+        nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.ReLU()),
+        Scaled(),
+    ],
+)
+def test_a_model_without_a_last_bias_is_refused(model: nn.Module) -> None:
+    with pytest.raises(InputError, match=r"dp-fedavg-la on a model whose last tensor, .*, is not the bias"):
+        fedflat.run(RECIPE, model=model, clients=skewed())
+
+
+def test_log_probabilities_have_their_bias_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(-1))
+    assert torch.equal(fedflat.run(RECIPE, model=model, clients=skewed()).model[0].bias, model[0].bias)
 
 
 @pytest.mark.parametrize("wrong", [{"strength": -1}, {"absent": 0.0}, {"absent": 2.0}])

@@ -135,7 +135,7 @@ def test_a_store_that_cannot_be_reached_is_bad_input(fakes: None, monkeypatch: p
 @pytest.mark.parametrize(("option", "module"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow")])
 def test_a_missing_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch, option: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(InputError, match=rf"^--{option}: .*pip install 'fedflat\[trackers\]'") as error:
+    with pytest.raises(InputError, match=rf"^--{option}: .*pip install '.*\[trackers\]'") as error:
         trackers.Trackers(Recipe.load("quick-start"), **{option: "x"})  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
@@ -151,16 +151,13 @@ def test_nothing_is_written_unless_asked(fakes: None) -> None:
     assert not FakeWriter.made and not FakeClient.made
 
 
-def test_a_real_run_writes_what_metrics_jsonl_holds(
-    fakes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_run_writes_what_metrics_jsonl_holds(fakes: None, tmp_path: Path) -> None:
     import typer
 
     from fedflat.cli import training
 
     app = typer.Typer()
     training.add_to(app)
-    monkeypatch.setattr(training, "_stop_after_round", list)
     changes = ("rounds=2", "data.clients=20", "cohort.size=10", "privacy.accountant=rdp", "local.steps=1")
     words = ["run", "quick-start", *(word for change in changes for word in ("-o", change))]
     words += ["--out", str(tmp_path / "r"), "--tensorboard", str(tmp_path / "tb")]

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError
+from fedflat.core.extras import missing
 
 _STARTED: dict[str, int] = {}
 """Sessions started here, not joined: their number of CPUs."""
@@ -20,9 +21,7 @@ _STARTED: dict[str, int] = {}
 def require_ray() -> None:
     """Raise InputError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise wrong(
-            "engine.backend", "ray, which is not installed", "an installation with it: pip install 'fedflat[scale]'"
-        )
+        raise missing("engine.backend", "ray", "scale")
 
 
 def connect(processes: int) -> str:

@@ -6,6 +6,7 @@ import random
 from importlib import metadata, resources
 
 from fedflat.core.checks import wrong
+from fedflat.core.extras import missing
 
 
 def check_flower() -> None:
@@ -19,7 +20,7 @@ def check_flower() -> None:
     try:
         found = metadata.version("flwr")
     except metadata.PackageNotFoundError:
-        raise wrong("flwr", "none installed", f"{minor}.*: pip install 'fedflat[federation]'") from None
+        raise missing("deploy", f"flwr {minor}.*", "federation") from None
     if ".".join(found.split(".")[:2]) != minor:
         raise wrong("flwr", found, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
 

@@ -20,6 +20,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.extras import missing
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -123,9 +124,7 @@ def _monitor() -> Monitor:
     try:
         return Monitor()
     except ImportError as error:
-        raise wrong(
-            "metrics", "no prometheus-client", "an installation with it: pip install 'fedflat[federation]'"
-        ) from error
+        raise missing("metrics", "prometheus-client", "federation") from error
 
 
 def _place(address: str, beyond: bool) -> tuple[str, int]:

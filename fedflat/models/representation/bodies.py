@@ -7,7 +7,6 @@ algebra differs in last bits from machine to machine, and principal directions b
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.cache import cache_folder, digest_of, read_tensors, write_tensors
+from fedflat.core.cache import cache_folder, digest_of, keep, read_tensors, write_tensors
 from fedflat.core.checks import nearest, one_of, whole, wrong
 from fedflat.core.threads import using_threads
 from fedflat.models.representation.contrastive import ContrastiveOptions, Network
@@ -143,7 +142,11 @@ def _given(path: str | Path | None, sha256: str | None) -> dict[str, Tensor] | N
 
 
 def _kept(options: BodyOptions, shape: Shape) -> Path:
-    return cache_folder() / f"body-{hashlib.sha256(options.text(shape).encode()).hexdigest()[:32]}.safetensors"
+    return cache_folder() / f"body-{_key(options, shape)}.safetensors"
+
+
+def _key(options: BodyOptions, shape: Shape) -> str:
+    return hashlib.sha256(options.text(shape).encode()).hexdigest()[:32]
 
 
 def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Tensor]:
@@ -155,8 +158,7 @@ def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Ten
         views = [fitted_maps(body.maps, view) for view in body.views(images)]
         body.projection.fit(views, options.projection)
     tensors = dict(body.state_dict())
-    with contextlib.suppress(OSError):
-        write_tensors(_kept(options, shape), tensors, {"made_of": options.text(shape)})
+    keep("body", _key(options, shape), tensors, {"made_of": options.text(shape)})
     return tensors
 
 
