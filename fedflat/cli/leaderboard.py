@@ -6,12 +6,15 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedflat import __version__
 from fedflat.core.checks import one_of, wrong
+
+if TYPE_CHECKING:
+    from fedflat.reproduce.board import Task
 
 
 def leaderboard(
@@ -19,11 +22,12 @@ def leaderboard(
         str | None,
         typer.Option("--with", metavar="FILE.py:METHOD", help="Measure this method too, by the same rule and budget."),
     ] = None,
-    data: Annotated[
-        str, typer.Option(help="Where --with is measured: cifar10, mnist or fashion-mnist.")
-    ] = "fashion-mnist",
-    alpha: Annotated[float, typer.Option(help="Dirichlet concentration of --with.")] = 0.6,
+    data: Annotated[str, typer.Option(help="Where --with is measured: a data set of the table.")] = "fashion-mnist",
+    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration of --with, where there are two.")] = None,
     epsilon: Annotated[float, typer.Option(help="ε of --with.")] = 8.0,
+    encoder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="The text encoder that sst2 and mrpc need (save_pretrained).")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write leaderboard.md, .html and images/ there.")
     ] = None,
@@ -41,7 +45,8 @@ def leaderboard(
     """
     from fedflat.reproduce import board
 
-    asked = {"--data": (data, "fashion-mnist"), "--alpha": (alpha, 0.6), "--epsilon": (epsilon, 8.0)}
+    asked = {"--data": (data, "fashion-mnist"), "--epsilon": (epsilon, 8.0), "--alpha": (alpha, None)}
+    asked |= {"--encoder": (encoder, None)}
     for option, (given, default) in asked.items():
         if own is None and given != default:
             raise wrong(option, given, "only with --with, whose method is measured there")
@@ -49,7 +54,7 @@ def leaderboard(
     if out is not None:
         _written(found, out)  # now, so that a folder that cannot be written is told before anything is measured
     if own is not None:
-        found["rows"].append(_measured(own, data, alpha, epsilon))
+        found["rows"].append(_measured(own, _task(data, alpha, encoder), epsilon, encoder))
         if out is not None:
             _written(found, out)
     if as_json:
@@ -64,17 +69,30 @@ def leaderboard(
     print("All rows: --out DIR, or --json.")
 
 
-def _measured(own: str, data: str, alpha: float, epsilon: float) -> dict[str, Any]:
-    from fedflat.assembly.plans import algorithm_of
-    from fedflat.reproduce.board import NAMES
-    from fedflat.reproduce.board_runs import SETTINGS, TUNING, Cell, examples, measure
+def _task(data: str, alpha: float | None, encoder: str | None) -> Task:
+    from fedflat.reproduce.board import TASKS
 
-    one_of("--data", data, tuple(NAMES))
+    one_of("--data", data, tuple(dict.fromkeys(task.data for task in TASKS)))
+    own = [task for task in TASKS if task.data == data]
+    found = next((task for task in own if alpha in (None, task.alpha)), None)
+    if found is None:
+        raise wrong("--alpha", alpha, " or ".join(f"{task.alpha:g}" for task in own if task.alpha) or "nothing")
+    if found.public and encoder is None:
+        raise wrong("--data", data, "with --encoder FOLDER, whose features its rows are of")
+    if encoder is not None and not found.public:
+        raise wrong("--encoder", encoder, f"nothing: {data} has a body of its own")
+    return found
+
+
+def _measured(own: str, task: Task, epsilon: float, encoder: str | None) -> dict[str, Any]:
+    from fedflat.assembly.plans import algorithm_of
+    from fedflat.reproduce.board_runs import TUNING, Cell, examples, measure
+
     if ":" not in own:
         raise wrong("--with", own, "FILE.py:METHOD, as in a recipe's algorithm.name")
-    cell = Cell(data, alpha, epsilon, {"name": own}, SETTINGS)
-    algorithm_of(cell.recipe(TUNING, SETTINGS[0]))  # a mistake is told before minutes are spent on features
-    return measure(cell, examples(data), _aloud)
+    cell = Cell(task, epsilon, {"name": own}, encoder)
+    algorithm_of(cell.recipe(TUNING, {}))  # a mistake is told before minutes are spent on features
+    return measure(cell, examples(task, encoder), _aloud)
 
 
 def _aloud(text: str) -> None:

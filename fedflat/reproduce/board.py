@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedflat.report.figures import Figure, Series
+from fedflat.report.groups import spread
 from fedflat.report.html import cards
 from fedflat.report.pages import Section, Table, page
 from fedflat.report.plates import draw_on
@@ -17,10 +18,62 @@ from fedflat.report.styles import styles
 
 FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)
-TASKS = (("cifar10", 0.6), ("cifar10", 0.1), ("mnist", 0.6), ("fashion-mnist", 0.6))
-NAMES = {"cifar10": "CIFAR-10", "mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
-HEADS = ("data", "Dirichlet", "ε", "method", "accuracy %", "seeds", "proven ε", "seconds", "prior")
+PATCHES, NATURAL, NONE = "random process", "public natural data", "none"
+EVERYBODY = {"cohort.size": 500, "privacy.delta": 0.002}
+FOLDER = "FOLDER"
+"""What commands call the folder with public weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A data set of the leaderboard and how its clients differ.
+
+    alpha: Dirichlet's, or None where the data say whose they are. base: what all of its rows change in the recipe.
+    public: whether the recipe takes public weights from a folder.
+    """
+
+    data: str
+    alpha: float | None
+    name: str
+    recipe: str
+    prior: str = PATCHES
+    base: Mapping[str, Any] = field(default_factory=dict)
+    public: bool = False
+
+    @property
+    def title(self) -> str:
+        """Name and partition."""
+        return f"{self.name}, " + ("natural clients" if self.alpha is None else f"Dirichlet {self.alpha:g}")
+
+    def changes(self, public: str | None = None) -> dict[str, Any]:
+        """What the task changes in its recipe, by dotted key. public: the folder with public weights."""
+        split = {} if self.alpha is None else {"data.partition.alpha": self.alpha}
+        folder = {"model.path": public or FOLDER, "data.tokenizer": public or FOLDER} if self.public else {}
+        return {**folder, **split, **self.base}
+
+
+TASKS = (
+    Task("cifar10", 0.6, "CIFAR-10", "cifar10-representation"),
+    Task("cifar10", 0.1, "CIFAR-10", "cifar10-representation"),
+    Task("mnist", 0.6, "MNIST", "mnist-representation"),
+    Task("fashion-mnist", 0.6, "Fashion-MNIST", "fashion-mnist-representation"),
+    Task("digits", 0.6, "digits", "digits-representation"),
+    Task("sst2", 0.6, "SST-2", "sst2-encoder", NATURAL, {**EVERYBODY, "engine.precision": "bf16"}, public=True),
+    Task("mrpc", 0.6, "MRPC", "mrpc-encoder", NATURAL, {"cohort.size": 100, "privacy.delta": 0.01}, public=True),
+    Task("shakespeare", None, "Shakespeare", "shakespeare-dp-fedavg", NONE),
+)
+MEASURED_AT = 8
+"""The ε at which all methods are tuned."""
+PAIRED = "Points of accuracy over the plain method that it is added to, paired over seeds, with 95 % t intervals."
+PARTNERS = (
+    ("dp-fedsam", "dp-fedavg"), ("dp-fedpgn", "dp-fedavg"), ("dp-fedpgn", "dp-fedpgn (rho 0)"),
+    ("dp-fedavg-ls", "dp-fedavg"), ("dp-fedpgn-ls", "dp-fedpgn"), ("dp-fedavg-blur", "dp-fedavg"),
+    ("dp-fedavg-lus", "dp-fedavg"), ("dp-fedavg-la", "dp-fedavg"),
+)  # fmt: skip
+"""Methods that add one idea to another, and that other."""
+HEADS = ("data", "Dirichlet", "ε", "method", "accuracy %", "seeds", "proven ε", "audited ε", "seconds", "prior")
 Row = Mapping[str, Any]
+Grid = tuple[list[str], list[list[str]]]
 
 
 def load(path: Path = FILE) -> dict[str, Any]:
@@ -31,11 +84,7 @@ def load(path: Path = FILE) -> dict[str, Any]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """By task, ε, and from the best mean down."""
-    tasks = {task: place for place, task in enumerate(TASKS)}
-    return sorted(
-        rows,
-        key=lambda row: (tasks.get((row["data"], row["alpha"]), len(tasks)), row["epsilon"], -_mean(row)),
-    )
+    return sorted(rows, key=lambda row: (TASKS.index(task_of(row)), row["epsilon"], -_mean(row)))
 
 
 def spread_of(row: Row, digits: int = 2) -> str:
@@ -47,21 +96,26 @@ def spread_of(row: Row, digits: int = 2) -> str:
 
 def command(row: Row) -> str:
     """The command whose run is one of the row's, for its first seed."""
+    task = task_of(row)
     keys = {
-        "seed": row["seeds"][0], "privacy.epsilon": row["epsilon"], "data.partition.alpha": row["alpha"],
+        **task.changes(), "seed": row["seeds"][0], "privacy.epsilon": row["epsilon"],
         **{f"algorithm.{key}": value for key, value in row["method"].items()}, **row["setting"],
     }  # fmt: skip
-    return " ".join(
-        [f"fedflat run {row['data']}-representation", *(f"-o {key}={value}" for key, value in keys.items())]
-    )
+    return " ".join([f"fedflat run {task.recipe}", *(f"-o {key}={value}" for key, value in keys.items())])
+
+
+def task_of(row: Row) -> Task:
+    """The task that a row is of."""
+    return next(task for task in TASKS if (task.data, task.alpha) == (row["data"], row["alpha"]))
 
 
 def cells(row: Row) -> list[str]:
     """A row's texts under ``HEADS``."""
-    accuracy, seconds = spread_of(row), f"{row['seconds']:.0f}"
+    task, audited = task_of(row), row.get("audited")
     return [
-        NAMES.get(row["data"], row["data"]), f"{row['alpha']:g}", f"{row['epsilon']:g}", method_name(row), accuracy,
-        str(len(row["accuracy"])), f"{row['proven']:.2f}", seconds, row.get("prior", "random process"),
+        task.name, "–" if task.alpha is None else f"{task.alpha:g}", f"{row['epsilon']:g}", method_name(row),
+        spread_of(row), str(len(row["accuracy"])), f"{row['proven']:.2f}",
+        "–" if audited is None else f"≥ {audited:.2f}", f"{row['seconds']:.0f}", task.prior,
     ]  # fmt: skip
 
 
@@ -72,38 +126,76 @@ def method_name(row: Row) -> str:
     return f"{name} ({', '.join(options)})" if options else name
 
 
-def best(rows: Iterable[Row]) -> dict[tuple[str, float, float], Row]:
-    """The best row of each (data, alpha, ε)."""
-    found: dict[tuple[str, float, float], Row] = {}
-    for row in rows:
-        key = (row["data"], row["alpha"], row["epsilon"])
-        if key not in found or _mean(row) > _mean(found[key]):
-            found[key] = row
-    return found
+def best(rows: Iterable[Row]) -> dict[tuple[Task, float], Row]:
+    """The best row of each task and ε."""
+    return {(task_of(row), row["epsilon"]): row for row in reversed(ordered(rows))}
 
 
 def summary(found: Mapping[str, Any], short: bool = False) -> list[list[str]]:
     """Each task's best accuracy at every ε, and its ceiling; what nobody measured says so. short: for 80 columns."""
     top = best(found["rows"])
     table = []
-    for data, alpha in TASKS:
-        rows = [top.get((data, alpha, epsilon)) for epsilon in EPSILONS]
-        ceiling = found["ceilings"].get(data)
+    for task in TASKS:
+        rows = [top.get((task, epsilon)) for epsilon in EPSILONS]
+        ceiling = found["ceilings"].get(task.data)
         digits, unknown = (1, "–") if short else (2, "not measured")
         shown = [unknown if row is None else spread_of(row, digits) for row in rows]
-        name = f"{NAMES[data]}, {alpha:g}" if short else f"{NAMES[data]}, Dirichlet {alpha:g}"
+        name = task.title.replace("Dirichlet ", "").replace(" clients", "") if short else task.title
         table.append([name, *shown, unknown if ceiling is None else f"{ceiling:.{digits}f}"])
     return table
+
+
+def methods(found: Mapping[str, Any], epsilon: float) -> Grid:
+    """Every method that was tuned by the rule at ε, on every task; those on most tasks first, then by mean place."""
+    tasks, known = _tuned(found, epsilon)
+    places: dict[str, list[int]] = {}
+    for task in tasks:
+        ranked = sorted((name for name, own in known if own is task), key=lambda name: -_mean(known[name, task]))
+        for place, name in enumerate(ranked):
+            places.setdefault(name, []).append(place)
+    names = sorted(places, key=lambda name: (-len(places[name]), statistics.fmean(places[name])))
+    rows = [[name, *(spread_of(known[name, t]) if (name, t) in known else "–" for t in tasks)] for name in names]
+    return ["", *(task.title for task in tasks)], rows
+
+
+def paired(found: Mapping[str, Any], epsilon: float) -> Grid:
+    """What each idea adds to its plain partner: mean over seeds of the paired differences, with 95 % t intervals."""
+    tasks, known = _tuned(found, epsilon)
+    rows = []
+    for name, plain in PARTNERS:
+        shown = [_difference(known.get((name, task)), known.get((plain, task))) for task in tasks]
+        if set(shown) != {"–"}:
+            rows.append([f"{name} − {plain}", *shown])
+    return ["", *(task.title for task in tasks)], rows
+
+
+def _tuned(found: Mapping[str, Any], epsilon: float) -> tuple[list[Task], dict[tuple[str, Task], Row]]:
+    known = {(method_name(r), task_of(r)): r for r in found["rows"] if r["epsilon"] == epsilon and "tried" in r}
+    return [task for task in TASKS if any(own is task for _, own in known)], known
+
+
+def _difference(row: Row | None, plain: Row | None) -> str:
+    if row is None or plain is None:
+        return "–"
+    gaps = spread(mine - theirs for mine, theirs in zip(row["accuracy"], plain["accuracy"], strict=True))
+    if gaps is None or gaps.half is None:
+        return "–"
+    return f"{gaps.mean:+.2f} [{gaps.mean - gaps.half:+.2f}, {gaps.mean + gaps.half:+.2f}]".replace("-", "−")
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """``docs/leaderboard.md``."""
     rows = ordered(found["rows"])
     heads = ["", *(f"ε = {epsilon}" for epsilon in EPSILONS), "ceiling, no privacy"]
+    at = MEASURED_AT
     lines = [
         "# Leaderboard", "", "<!-- Written by `fedflat leaderboard --out docs`, from leaderboard.json. -->", "",
         *found["about"], "", "## The best at each ε", "", *_grid(heads, summary(found)), "",
-        "![Accuracy against ε, with the ceiling](images/leaderboard.svg)", "", "## All rows", "",
+        "![Accuracy against ε, with the ceiling](images/leaderboard.svg)", "",
+        f"## All methods at ε = {at}", "", *_grid(*methods(found, at)), "",
+        f"## What an idea adds, at ε = {at}", "",
+        PAIRED, "They are not corrected for their number. [What to make of them](flatness.md#on-the-leaderboard).", "",
+        *_grid(*paired(found, at)), "", "## All rows", "",
         *_grid(list(HEADS), [cells(row) for row in rows]), "", "## The command of each row", "",
         "Each with its first seed; the others differ in `seed` alone.", "", "```console",
         *(f"$ {command(row)}" for row in rows), "```", "",
@@ -115,10 +207,14 @@ def html(found: Mapping[str, Any], version: str) -> str:
     """The page: curves, then the tables."""
     rows = ordered(found["rows"])
     heads = ["", *(f"ε = {epsilon}" for epsilon in EPSILONS), "ceiling"]
-    caption = "Test accuracy in per cent, mean ± sd over seeds that tuning never saw."
+    caption, at = "Test accuracy in per cent, mean ± sd over seeds that tuning never saw.", MEASURED_AT
     sections = [
         Section("curves", "Accuracy against ε", "cards", cards(figures(found))),
         Section("best", "The best at each ε", "table", Table(caption, heads, summary(found))),
+        Section("methods", f"All methods at ε = {at}", "table", Table(caption, *methods(found, at))),
+        Section(
+            "paired", f"What an idea adds, at ε = {MEASURED_AT}", "table", Table(PAIRED, *paired(found, MEASURED_AT))
+        ),
         Section("rows", "All rows", "table", Table(caption, HEADS, [cells(row) for row in rows], left=1)),
     ]
     return page("Leaderboard", " ".join(found["about"][:1]), sections, version)
@@ -127,18 +223,18 @@ def html(found: Mapping[str, Any], version: str) -> str:
 def figures(found: Mapping[str, Any]) -> list[Figure]:
     """One figure a task: a line for each method, and the ceiling."""
     made = []
-    for data, alpha in TASKS:
+    for task in TASKS:
         lines: dict[str, list[Row]] = {}
         for row in ordered(found["rows"]):
-            if (row["data"], row["alpha"]) == (data, alpha):
+            if task_of(row) is task:
                 lines.setdefault(method_name(row), []).append(row)
         drawn = styles([str(own[0]["method"]["name"]) for own in lines.values()])
         series = [_series(name, own, style) for (name, own), style in zip(lines.items(), drawn)]
-        ceiling = found["ceilings"].get(data)
+        ceiling = found["ceilings"].get(task.data)
         level = () if ceiling is None else (("ceiling, no privacy", ceiling / 100),)
-        title = f"{NAMES[data]}, Dirichlet {alpha:g}"
         if series:
-            shown = Figure(f"{data}-{alpha:g}", title, tuple(series), "%", percent=True, lines=level)
+            key = f"{task.data}-{task.alpha}"
+            shown = Figure(key, task.title, tuple(series), "%", percent=True, lines=level)
             made.append(replace(shown, x_title="ε", y_title="Test accuracy"))
     return made
 

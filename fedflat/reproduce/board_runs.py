@@ -1,15 +1,17 @@
 """How a cell of the leaderboard is measured: one rule and one budget for every method, and no look at test data.
 
-Settings are tried on a tenth of the *training* examples, held back from all clients, with a seed that is not reported;
-the best one (the earlier of equals) is then trained on all of them with the seeds that are, and tested on the test set.
-A body's features are computed once for a data set and shared by all of its cells.
+The key that is tuned is ``server.lr``: a quarter, half, one and two times what the packaged recipe advises (or what a
+method with a server optimiser of its own does), and, as long as the best lies at the border, one more step beyond it.
+They are tried on a tenth of the *training* examples, held back from all clients, with a seed that is not reported; the
+best one (the smaller of equals) is then trained on all of them with the seeds that are, and tested on the test set. A
+body's features are computed once for a data set and shared by all of its cells.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,48 +21,70 @@ import torch
 from torch import Tensor
 
 from fedflat.assembly.inputs import module_of
+from fedflat.assembly.plans import algorithm_of, server_of
 from fedflat.backends.features import with_features
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import Partition, Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.rng import stream
-from fedflat.data.clients import FederatedData
+from fedflat.data.clients import FederatedData, Indices
 from fedflat.data.partition import partition
+from fedflat.data.sources import load
+from fedflat.models.headed import Headed
+from fedflat.pieces.server import PgnDirection
+from fedflat.reproduce.board import Task
 from fedflat.simulation.run import run
 
 TUNING, REPORTED = 100, (0, 1, 2)
 """Seeds of partition, noise and all else: of the trials, and of what is reported."""
 HELD_BACK = 0.1
 """Share of the training examples that trials are tested on."""
-Settings = Sequence[Mapping[str, Any]]
-SETTINGS: Settings = [{"server.lr": rate} for rate in (50, 100, 200, 400)]
-"""What is tried of a method: four values of one key, with the packaged recipe's rounds and clip."""
+FACTORS = (0.25, 0.5, 1.0, 2.0)
+"""What of the advised ``server.lr`` is tried, with the packaged recipe's rounds, clip and local steps."""
+BEYOND = 4
+"""At most so many more, each twice or half the last, while the best is at the border."""
+PENALTIES = tuple(10.0**power for power in range(-5, 4))
+"""Of ridge regression, per example."""
+Told = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured: data set (as its packaged recipe's name has it), Dirichlet alpha, ε and method.
+    """What is measured: task, ε and method (the recipe's ``algorithm`` section). public: where public weights lie."""
 
-    method: the recipe's ``algorithm`` section. settings: what is tried, as overrides by dotted key.
-    """
-
-    data: str
-    alpha: float
+    task: Task
     epsilon: float
     method: Mapping[str, Any]
-    settings: Settings
+    public: str | None = None
 
     def recipe(self, seed: int, setting: Mapping[str, Any]) -> Recipe:
         """The packaged recipe with the cell's data, ε and method, and one setting."""
-        changes = {"seed": seed, "data.partition.alpha": self.alpha, "privacy.epsilon": self.epsilon, **setting}
-        named = Recipe.load(f"{self.data}-representation").dump() | {"algorithm": dict(self.method)}
+        changes = {"seed": seed, "privacy.epsilon": self.epsilon, **self.task.changes(self.public), **setting}
+        named = Recipe.load(self.task.recipe).dump() | {"algorithm": dict(self.method)}
         made = Recipe.of(named, [f"{key}={value}" for key, value in changes.items()])
         return Recipe.of(made, [f"evaluation.every={made.rounds}"])
+
+    def advised(self) -> dict[str, Any]:
+        """The setting that tuning starts from: the method's own where it has a server optimiser of its own.
+
+        A method that follows its last direction has its momentum in that, and gets none besides; its rate makes up.
+        """
+        recipe = self.recipe(TUNING, {})
+        method = algorithm_of(recipe)
+        if method.optimizer is not None:
+            return {"server.momentum": 0.0, "server.lr": method.server_lr}
+        server = server_of(recipe, method)
+        if server.momentum and any(isinstance(step, PgnDirection) for step in method.server):
+            return {"server.momentum": 0.0, "server.lr": round((server.lr or 1.0) / (1 - server.momentum), 6)}
+        return {"server.lr": server.lr}
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Features and targets of a data set's training and test examples, and an untrained head for them."""
+    """Features and targets of a data set's training and test examples, and an untrained head for them.
+
+    natural: rows of every client where the data say whose they are, or None.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -69,69 +93,117 @@ class Examples:
     classes: int
     name: str
     head: torch.nn.Module
+    natural: tuple[Indices, ...] | None = None
+    vocabulary: int = 0
 
-    def federation(self, alpha: float, clients: int, seed: int, tuning: bool) -> FederatedData:
-        """Clients by Dirichlet(alpha). tuning: of nine tenths, with a tenth that the seed draws as test set."""
-        known, test, test_targets = np.arange(len(self.targets)), self.test_inputs, self.test_targets
-        if tuning:
-            order = stream(seed, "leaderboard: held back").permutation(len(known))
-            count = int(HELD_BACK * len(order))
-            known, held = np.sort(order[count:]), torch.from_numpy(np.sort(order[:count]))
-            test, test_targets = self.inputs[held], self.targets[held]
-        targets = self.targets[torch.from_numpy(known)]
-        parts = partition(targets.numpy(), {"kind": "dirichlet", "alpha": alpha}, clients, seed, None)
-        parts = tuple(known[rows] for rows in parts)
+    def federation(self, alpha: float | None, clients: int, seed: int, tuning: bool) -> FederatedData:
+        """Clients by Dirichlet(alpha), or the natural ones. tuning: of nine tenths, with a tenth that the seed draws as
+        test set."""
+        test, test_targets = self.test_inputs, self.test_targets
+        known, held = self.apart(seed) if tuning else (np.arange(len(self.targets)), None)
+        if held is not None:
+            test, test_targets = self.inputs[torch.from_numpy(held)], self.targets[torch.from_numpy(held)]
+        if self.natural is not None:
+            parts = tuple(rows[np.isin(rows, known)] for rows in self.natural)
+        else:
+            targets = self.targets[torch.from_numpy(known)]
+            found = partition(targets.numpy(), {"kind": "dirichlet", "alpha": alpha}, clients, seed, None)
+            parts = tuple(known[rows] for rows in found)
         return FederatedData(
-            self.inputs, self.targets, parts, (), test, test_targets, self.classes, self.name,
-        )  # fmt: skip
+            self.inputs, self.targets, parts, (), test, test_targets, self.classes, self.name, self.vocabulary
+        )
+
+    def apart(self, seed: int) -> tuple[Indices, Indices]:
+        """Rows that trials are trained on, and those that are held back from them, both sorted."""
+        order = stream(seed, "leaderboard: held back").permutation(len(self.targets))
+        count = int(HELD_BACK * len(order))
+        return np.sort(order[count:]), np.sort(order[:count])
 
 
 @cache
-def examples(data: str) -> Examples:
-    """Features of a data set by its packaged recipe's body: computed once, and kept in the cache."""
-    from fedflat.data.sources import load
-
-    recipe = Recipe.load(f"{data}-representation")
-    alike = {"kind": "iid"}  # the bits of features follow from who shares a batch: nobody's partition but one
-    images = load({"dataset": recipe.data.dataset, "partition": alike, "clients": recipe.data.clients}, 0)
-    module, _ = module_of(recipe, None, images, CROSS_ENTROPY)
-    found = with_features(images, module)
+def examples(task: Task, public: str | None = None) -> Examples:
+    """Features of a task's data by its recipe's body: computed once, and kept in the cache. Raises InputError."""
+    recipe = Recipe.of(task.recipe, [f"{key}={value}" for key, value in task.changes(public).items()])
+    section = recipe.data
+    if task.alpha is not None:  # the bits of features follow from who shares a batch: nobody's partition but one
+        section = section.model_copy(update={"partition": Partition(kind="iid")})
+    loaded = load(section, 0)
+    module, _ = module_of(recipe, None, loaded, CROSS_ENTROPY)
+    found = with_features(loaded, module)
     if found.test_inputs is None or found.test_targets is None:
-        raise wrong("leaderboard --data", data, "a data set with a test set")
-    head = torch.nn.Sequential(*module.linear_layers())  # type: ignore[operator]
-    return Examples(found.inputs, found.targets, found.test_inputs, found.test_targets, found.classes, found.name, head)
+        raise wrong("leaderboard --data", task.data, "a data set with a test set")
+    head = module
+    if isinstance(module, Headed):
+        only = module.get_submodule(module.trained.rstrip("."))
+        head = only if isinstance(only, torch.nn.Sequential) else torch.nn.Sequential(only)
+    return Examples(
+        found.inputs, found.targets, found.test_inputs, found.test_targets, found.classes, found.name, head,
+        found.parts if task.alpha is None else None, found.vocabulary,
+    )  # fmt: skip
 
 
-def measure(cell: Cell, known: Examples, told: Callable[[str], None] = print) -> dict[str, Any]:
-    """One row of the leaderboard: the setting that trials chose, and what it gave."""
-    tried = [_accuracy(cell, known, TUNING, setting, True)[0] for setting in cell.settings]
-    best = max(range(len(tried)), key=lambda place: (tried[place], -place))
-    told(f"{cell.data} {cell.alpha} ε {cell.epsilon} {cell.method['name']}: tried {tried}")
-    setting = cell.settings[best]
-    return report(cell, known, setting, told) | {"tried": tried, "settings": list(map(dict, cell.settings))}
+def measure(cell: Cell, known: Examples, told: Told = print) -> dict[str, Any]:
+    """One row of the leaderboard: the setting that trials chose, and its accuracies on test data for the seeds."""
+    advised, tried = cell.advised(), dict[float, float]()
 
+    def trial(rate: float) -> None:
+        tried[rate] = _accuracy(cell, known, TUNING, advised | {"server.lr": rate}, True)[0]
+        told(f"{_called(cell)}: server.lr {rate:g} {tried[rate]}")
 
-def report(
-    cell: Cell, known: Examples, setting: Mapping[str, Any], told: Callable[[str], None] = print
-) -> dict[str, Any]:
-    """The row of a setting that was chosen: accuracies on test data for the reported seeds."""
+    for factor in FACTORS:
+        trial(factor * advised["server.lr"])
+    for _ in range(BEYOND):
+        best = _best(tried)
+        if best not in (min(tried), max(tried)):
+            break
+        trial(best / 2 if best == min(tried) else best * 2)
+    setting = advised | {"server.lr": _best(tried)}
     began = time.monotonic()
     found = [_accuracy(cell, known, seed, setting, False) for seed in REPORTED]
     seconds = (time.monotonic() - began) / len(found)
-    told(f"{cell.data} {cell.alpha} ε {cell.epsilon} {cell.method['name']}: {[one for one, _ in found]}")
+    told(f"{_called(cell)}: {[one for one, _ in found]}")
     return {
-        "data": cell.data, "alpha": cell.alpha, "epsilon": cell.epsilon, "method": dict(cell.method),
-        "setting": dict(setting), "seeds": list(REPORTED), "accuracy": [one for one, _ in found],
-        "proven": max(proven for _, proven in found), "seconds": round(seconds, 1),
+        "data": cell.task.data, "alpha": cell.task.alpha, "epsilon": cell.epsilon, "method": dict(cell.method),
+        "setting": setting, "seeds": list(REPORTED), "accuracy": [one for one, _ in found],
+        "proven": max(proven for _, proven in found), "seconds": round(seconds, 1), "prior": cell.task.prior,
+        "tried": [[rate, tried[rate]] for rate in sorted(tried)],
     }  # fmt: skip
+
+
+def ceiling(known: Examples) -> float:
+    """Test accuracy in per cent of ridge regression on the features, without privacy; its penalty by held-back data."""
+    rows, held = (torch.from_numpy(part) for part in known.apart(TUNING))
+    inputs, test = known.inputs.double(), known.test_inputs.double()
+    tried = {
+        penalty: _ridge(inputs[rows], known.targets[rows], inputs[held], known.targets[held], known.classes, penalty)
+        for penalty in PENALTIES
+    }
+    return _ridge(inputs, known.targets, test, known.test_targets, known.classes, _best(tried))
+
+
+def _ridge(x: Tensor, y: Tensor, test: Tensor, test_y: Tensor, classes: int, penalty: float) -> float:
+    mean, wanted = x.mean(0), torch.nn.functional.one_hot(y, classes).double()
+    centred = x - mean
+    gram = centred.T @ centred / len(x) + penalty * torch.eye(x.shape[1], dtype=x.dtype)
+    weights = torch.linalg.solve(gram, centred.T @ (wanted - wanted.mean(0)) / len(x))
+    guess = ((test - mean) @ weights + wanted.mean(0)).argmax(1)
+    return round(100 * float((guess == test_y).double().mean()), 2)
+
+
+def _best(tried: Mapping[float, float]) -> float:
+    return max(sorted(tried), key=lambda rate: tried[rate])
+
+
+def _called(cell: Cell) -> str:
+    return f"{cell.task.data} {cell.task.alpha} ε {cell.epsilon} {cell.method}"
 
 
 def _accuracy(cell: Cell, known: Examples, seed: int, setting: Mapping[str, Any], tuning: bool) -> tuple[float, float]:
     """Accuracy in per cent after the last round, and the proven ε."""
     recipe = cell.recipe(seed, setting)
-    federation = known.federation(cell.alpha, int(recipe.data.clients or 0), seed, tuning)
+    federation = known.federation(cell.task.alpha, int(recipe.data.clients or 0), seed, tuning)
     result = run(recipe, model=copy.deepcopy(known.head), data=federation)
     return round(100 * result.history[-1]["test_accuracy"], 2), float(result.privacy["proven_epsilon"])
 
 
-__all__ = ["REPORTED", "TUNING", "Cell", "Examples", "examples", "measure", "report"]
+__all__ = ["REPORTED", "TUNING", "Cell", "Examples", "ceiling", "examples", "measure"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from fedflat.cli.main import _assemble, app
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.reproduce import board
-from fedflat.reproduce.board_runs import REPORTED, TUNING, Cell, Examples, measure
+from fedflat.reproduce.board_runs import REPORTED, TUNING, Cell, Examples, ceiling, measure
 
+TASK = next(task for task in board.TASKS if task.data == "mnist")
 DOCS = Path(__file__).parent.parent.parent / "docs"
 FEW = {"data.clients": 5, "cohort.size": 5, "rounds": 2, "engine.backend": "sequential"}
 
@@ -61,19 +63,48 @@ def test_a_cell_is_tuned_on_training_examples_alone(monkeypatch: pytest.MonkeyPa
         return data
 
     monkeypatch.setattr(Examples, "federation", watched)
-    settings = [{**FEW, "server.lr": rate} for rate in (1e-6, 50)]
-    row = measure(Cell("mnist", 0.6, 8, {"name": "dp-fedavg-la", "strength": 0.5}, settings), known, told)
-    assert seen == [(TUNING, True)] * 2 + [(seed, False) for seed in REPORTED]
-    assert row["setting"] in settings and len(row["tried"]) == 2 and len(row["accuracy"]) == 3
+    task = dataclasses.replace(TASK, base=FEW)
+    row = measure(Cell(task, 8, {"name": "dp-fedavg-la", "strength": 0.5}), known, told)
+    tried = dict(row["tried"])
+    assert seen == [(TUNING, True)] * len(tried) + [(seed, False) for seed in REPORTED]
+    best = row["setting"]["server.lr"]
+    assert tried[best] == max(tried.values()) and len(row["accuracy"]) == 3
+    assert len(tried) == 8 or min(tried) < best < max(tried), (
+        "the best lies at the border, and nothing beyond was tried"
+    )
     assert row["proven"] == pytest.approx(8)
     assert board.method_name(row) == "dp-fedavg-la (strength 0.5)"
+
+
+def test_a_method_with_an_optimizer_of_its_own_starts_from_its_own_rate() -> None:
+    assert Cell(TASK, 8, {"name": "dp-fedadam"}).advised() == {"server.momentum": 0.0, "server.lr": 0.03}
+    assert Cell(TASK, 8, {"name": "dp-fedpgn"}).advised() == {"server.momentum": 0.0, "server.lr": 16000}
+    assert Cell(TASK, 8, {"name": "dp-fedavg"}).advised() == {"server.lr": 1600}
+
+
+def test_clients_that_the_data_name_keep_their_examples() -> None:
+    parts = (torch.arange(100).numpy(), torch.arange(100, 160).numpy())
+    known = dataclasses.replace(small(), natural=parts)
+    held = set(known.apart(TUNING)[1].tolist())
+    for part, own in zip(known.federation(None, 0, TUNING, True).parts, parts, strict=True):
+        assert set(part.tolist()) == set(own.tolist()) - held
+    assert len(held) == 16 and 25 < ceiling(known) <= 100
+
+
+def test_what_an_idea_adds_is_paired_by_seed() -> None:
+    row = {"data": "mnist", "alpha": 0.6, "epsilon": 8, "tried": [], "method": {"name": "dp-fedavg"}}
+    found = {"rows": [{**row, "accuracy": [90.0, 80.0]}]}
+    found["rows"].append({**row, "method": {"name": "dp-fedsam"}, "accuracy": [89.0, 79.0]})
+    assert board.paired(found, 8)[1] == [["dp-fedsam − dp-fedavg", "−1.00 [−1.00, −1.00]"]]
+    heads, rows = board.methods(found, 8)
+    assert heads == ["", "MNIST, Dirichlet 0.6"] and [row[0] for row in rows] == ["dp-fedavg", "dp-fedsam"]
 
 
 def test_the_command_shows_writes_and_refuses(tmp_path: Path) -> None:
     _assemble()
     runner = CliRunner()
     shown = runner.invoke(app, ["leaderboard"]).output
-    assert "CIFAR-10, 0.1" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "CIFAR-10, 0.1" in shown and "Shakespeare" in shown and max(map(len, shown.splitlines())) <= 80
     assert json.loads(runner.invoke(app, ["leaderboard", "--json"]).output) == board.load()
     assert runner.invoke(app, ["leaderboard", "--out", str(tmp_path / "new")]).exit_code == 0
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"leaderboard.md", "leaderboard.html", "images"}
@@ -81,6 +112,9 @@ def test_the_command_shows_writes_and_refuses(tmp_path: Path) -> None:
         ["--with", "mine"],
         ["--epsilon", "3"],
         ["--with", "a.py:b", "--data", "mnis"],
+        ["--with", "a.py:b", "--alpha", "0.1"],
+        ["--with", "a.py:b", "--data", "sst2"],
+        ["--with", "a.py:b", "--encoder", "FOLDER"],
         ["--out", str(tmp_path / "new" / "leaderboard.md")],
     ):
         assert runner.invoke(app, ["leaderboard", *wrong]).exception is not None
@@ -104,7 +138,7 @@ def test_json_is_all_that_standard_output_has(monkeypatch: pytest.MonkeyPatch) -
         told("tried")
         return {**board.load()["rows"][0], "method": dict(cell.method)}
 
-    monkeypatch.setattr("fedflat.reproduce.board_runs.examples", lambda data: small())
+    monkeypatch.setattr("fedflat.reproduce.board_runs.examples", lambda task, encoder: small())
     monkeypatch.setattr("fedflat.reproduce.board_runs.measure", measured)
     _assemble()
     found = CliRunner().invoke(app, ["leaderboard", "--json", "--with", "fedflat.algorithms:dp_fedavg"])
