@@ -78,8 +78,8 @@ def test_a_cell_is_tuned_on_training_examples_alone(monkeypatch: pytest.MonkeyPa
 
 def test_a_method_with_an_optimizer_of_its_own_starts_from_its_own_rate() -> None:
     assert Cell(TASK, 8, {"name": "dp-fedadam"}).advised() == {"server.momentum": 0.0, "server.lr": 0.03}
-    assert Cell(TASK, 8, {"name": "dp-fedpgn"}).advised() == {"server.momentum": 0.0, "server.lr": 16000}
-    assert Cell(TASK, 8, {"name": "dp-fedavg"}).advised() == {"server.lr": 1600}
+    assert Cell(TASK, 8, {"name": "dp-fedpgn"}).advised() == {"server.momentum": 0.0, "server.lr": 32000}
+    assert Cell(TASK, 8, {"name": "dp-fedavg"}).advised() == {"server.lr": 3200}
 
 
 def test_clients_that_the_data_name_keep_their_examples() -> None:
