@@ -12,6 +12,7 @@ from torch import nn
 
 import fedflat
 from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.worlds import Engine, cases_for, world_recipe
 from fedflat.cli.settings import scheduled_plan_of
 from fedflat.config.recipe import Recipe
@@ -19,6 +20,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.train import train
+from fedflat.federation.launch.schedule import scheduled
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.plan import Plan, build_plan
@@ -171,3 +173,11 @@ def test_alternatives_keep_the_share_and_leave_correlated_noise_out() -> None:
 def test_worlds_of_a_started_recipe_are_those_of_its_later_rounds() -> None:
     (case, *_) = cases_for(federation())
     assert world_recipe(recipe(), 4, Engine("sequential"), 1, case).start is None
+
+
+def test_a_deployment_of_a_start_keeps_its_secret_coins() -> None:
+    sampled = recipe(cohort={"size": 10})
+    kept, said = scheduled(sampled, algorithm_of(sampled), "central")
+    assert kept is sampled and "a start's own noise" in said
+    turned, _ = scheduled(recipe(cohort={"size": 10}, start=None), algorithm_of(sampled), "central")
+    assert turned.cohort.sampling == "min-separation"
