@@ -43,6 +43,8 @@ ASSUMPTIONS = (
     "It shows that a bound is broken; that no data tried here breaks it is no proof.",
 )
 
+STARTED = "Of a recipe with start: the rounds after round 0, whose own movement is that of algorithm: class-statistics."
+
 
 def engines_for(recipe: Recipe, *, thorough: bool) -> tuple[Engine, ...]:
     """Back ends to try, the fast ones first; those that do not apply to a model are refused when they are tried."""
@@ -103,7 +105,7 @@ def audit_worlds(
         statistic=f"movement of the release over C, {worst.engine}",
         runs=sum(not m.stopped for m in found),
         seconds=time.perf_counter() - began,
-        assumptions=(*ASSUMPTIONS, *([note] if note else [])),
+        assumptions=(*ASSUMPTIONS, *([STARTED] if recipe.start is not None else []), *([note] if note else [])),
         violations=faults(found, shared),
         details=_details(found, worst, left),
     )

@@ -245,6 +245,7 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
     steps, batch = min(local["steps"] or STEPS, STEPS), min(local["batch_size"], BATCH)
     if case.start == "even":
         steps, batch = 1, 64
+    dump.pop("start", None)  # later rounds alone: one round has no start
     changes: dict[str, Any] = {
         "rounds": rounds,
         "data": dump["data"] | {"clients": None, "client_test_fraction": 0.0},

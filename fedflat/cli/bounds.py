@@ -96,6 +96,8 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     clients = recipe.data.clients
     if size is None or count is None or clients is None:
         size, count, clients, samples = _looked_up(recipe, size, count)
+    if recipe.start is not None:
+        raise wrong("start", recipe.start.kind, "nothing", hint="The theorems take all rounds to be the method's.")
     plan = plan_of(recipe, method, clients, size)
     local = recipe.local
     facts = Facts(

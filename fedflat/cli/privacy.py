@@ -128,7 +128,7 @@ def calibrate(
     scheduled = options.scheduled(only, epsilon)
     if scheduled is not None:
         if find not in (None, "noise-multiplier") or options.noise_multiplier is not None:
-            raise wrong("--find", find or "what σ buys", "noise-multiplier for a recipe whose rounds follow a schedule")
+            raise wrong("--find", find or "what σ buys", "noise-multiplier for a recipe whose rounds are not alike")
         _show_scheduled(scheduled, only, epsilon, options)
         return
     setting = options.setting(only, target=epsilon)
@@ -204,9 +204,10 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
     from fedflat.privacy.accounting.epsilon import calibrate
 
     if options.plot is not None:
-        raise wrong("--plot", str(options.plot), "nothing for a recipe whose rounds follow a schedule")
+        raise wrong("--plot", str(options.plot), "nothing for a recipe whose rounds are not alike")
     rows: list[Row] = []
-    for name in PROVEN if only.get("accountant") is None else (only["accountant"],):
+    names = PROVEN if plan.mechanism else (plan.accountant,)
+    for name in names if only.get("accountant") is None else (only["accountant"],):
         one = replace(plan, accountant=str(one_of("accountant", name, PROVEN)))
         if target is not None:
             found = calibrate(lambda s, at=one: at.at(s).epsilon(), target, one.noise_multiplier)  # type: ignore[misc]
@@ -220,11 +221,16 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
     setting = Setting(
         plan.sampler.clients, plan.sampler.size, plan.rounds, None if target else plan.noise_multiplier, plan.delta
     )
-    about = {"setting": setting.as_dict() | plan.mechanism.record(plan), "rows": rows}
+    record: Row = {"first": plan.first}
+    said = f"Round 0 has {plan.first:.4g} times the σ of the others."
+    if plan.mechanism:
+        said = plan.mechanism.sentence if plan.mechanism.kind != "independent" else ""
+        record = plan.mechanism.record(plan)
+    about = {"setting": setting.as_dict() | record, "rows": rows}
     if options.as_json:
         _print_json(about if target is None else {"epsilon": target, "find": "noise_multiplier", **about})
         return
-    _heading(setting, plan.mechanism.sentence if plan.mechanism.kind != "independent" else "", leave="noise_multiplier")
+    _heading(setting, said, leave="noise_multiplier")
     _print_rows(rows, EPSILON if target is None else ("noise_multiplier", *EPSILON))
 
 

@@ -134,11 +134,12 @@ def scheduled_plan_of(
     only: Mapping[str, str],
     target: float | None = None,
 ) -> Plan | None:
-    """The plan of a recipe whose account follows a schedule or correlated noise; None for any other, and for none.
+    """The plan of a recipe whose rounds are not alike: by a schedule, correlated noise or ``start``; else None.
 
     Raises:
         InputError: whatever is wrong in the recipe.
     """
+    from fedflat.assembly import start
     from fedflat.assembly.plans import algorithm_of, plan_of
     from fedflat.config.recipe import Recipe
     from fedflat.privacy.correlated import ScheduledPlan
@@ -146,10 +147,13 @@ def scheduled_plan_of(
     if recipe is None:
         return None
     loaded = Recipe.load(recipe, _texts(overrides, given, only, target))
-    if loaded.data.clients is None or loaded.cohort.sampling not in ("full", "min-separation", "cyclic-poisson"):
+    known = loaded.start is not None or loaded.cohort.sampling in ("full", "min-separation", "cyclic-poisson")
+    if loaded.data.clients is None or not known:
         return None
-    plan = plan_of(loaded, algorithm_of(loaded), loaded.data.clients)
-    return plan if isinstance(plan.mechanism, ScheduledPlan) else None
+    method = algorithm_of(loaded)
+    start.check(loaded, method)
+    plan = plan_of(loaded, method, loaded.data.clients)
+    return plan if isinstance(plan.mechanism, ScheduledPlan) or plan.first != 1 else None
 
 
 def _texts(overrides: list[str], given: Mapping[str, Any], only: Mapping[str, str], target: float | None) -> list[str]:

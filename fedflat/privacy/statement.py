@@ -117,6 +117,7 @@ class PlanLike(Protocol):
     @property
     def warnings(self) -> Sequence[str]: ...
     def at(self, multiplier: float) -> PlanLike: ...
+    def at_round(self, round: int) -> PlanLike: ...
     def guarantees_of(self, multipliers: Mapping[float, int]) -> Sequence[Any]: ...
     def simulated_epsilon(self, rounds: int) -> float | None: ...
 
@@ -133,7 +134,7 @@ def multipliers(plan: PlanLike, entries: Sequence[Mapping[str, Any]], charged: i
     Under a mechanism with its own account all have the least. A run's own lines all have its plan's.
     """
     said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
-    least, found = min([plan.event_multiplier, *said]), Counter(said)
+    least, found = min([plan.event_multiplier, plan.at_round(0).event_multiplier, *said]), Counter(said)
     rest = charged - found.total()
     if plan.mechanism or not found or rest < 0:
         return {least: charged}

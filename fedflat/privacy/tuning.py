@@ -85,6 +85,9 @@ def check(plan: Plan) -> None:
     if plan.accountant != "rdp":
         hint = "A selection is proven by Rényi divergences."
         raise wrong("privacy.accountant", plan.accountant, "rdp with privacy.selection", hint=hint)
+    if plan.first != 1:
+        hint = "The proof takes a trial's rounds to be alike."
+        raise wrong("start", "class-statistics", "nothing where settings are chosen with privacy", hint=hint)
     if plan.noise_cohort is not None:
         raise wrong("privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 

@@ -49,7 +49,7 @@ def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
     if std == 0 or not math.isfinite(std):
         return None
     one = 1 / (std * math.sqrt(coordinates))
-    return Best(one, one * math.sqrt(plan.rounds))
+    return Best(one, one * math.sqrt(plan.rounds - 1 + plan.first**-2))
 
 
 def drowning(found: Best | None) -> str:
@@ -112,14 +112,18 @@ def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
-    return Changed(replace(plan, rounds=plan.rounds // 2), coordinates, "half the steps") if plan.rounds > 1 else None
+    half = plan.rounds // 2
+    if half < (1 if plan.first == 1 else 2):
+        return None
+    first = plan.first if plan.first == 1 else plan.first * math.sqrt((plan.rounds - 1) / (half - 1))  # the same share
+    return Changed(replace(plan, rounds=half, first=first), coordinates, "half the steps")
 
 
 def _bands(plan: Plan, coordinates: int) -> Changed | None:
     """A public round-robin with banded noise, in place of secret coins."""
     sampler = plan.sampler
     apart, size = int(sampler.clients / sampler.size), int(sampler.size)
-    if plan.trust != "central" or plan.count_noise is not None or apart < 2 or size != sampler.size:
+    if plan.trust != "central" or plan.count_noise is not None or plan.first != 1 or apart < 2 or size != sampler.size:
         return None
     law = MinSeparation(sampler.clients, size, apart)
     kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"

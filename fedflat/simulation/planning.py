@@ -176,7 +176,8 @@ def _slow(plan: Plan) -> bool:
 def lines(plan: Plan, bound: float) -> list[dict[str, Any]]:
     """The ledger that a whole run of ``plan`` would write, but for each round's own ε."""
     first = plan.records(0, bound)
-    return [{**line, "round": turn} for turn in range(plan.rounds) for line in first]
+    later = first if plan.first == 1 else replace(plan, first=1.0).records(0, bound)
+    return [{**line, "round": turn} for turn in range(plan.rounds) for line in (later if turn else first)]
 
 
 def noised(job: Job) -> int:

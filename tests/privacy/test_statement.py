@@ -73,6 +73,9 @@ class FakePlan:
     def at(self, multiplier: float) -> "FakePlan":
         return dataclasses.replace(self, event_multiplier=multiplier)
 
+    def at_round(self, round: int) -> "FakePlan":
+        return self
+
     def simulated_epsilon(self, rounds: int) -> float:
         return rounds / 1000
 
