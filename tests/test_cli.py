@@ -185,7 +185,7 @@ def test_explain_prints_a_key_and_points_at_the_nearest(fedflat: Any) -> None:
     assert max(map(cell_len, said.out.splitlines())) <= 80
     assert max(map(cell_len, fedflat("explain").out.splitlines())) <= 80
     said = fedflat("explain", "clip")
-    assert said.status == 2 and "Did you mean privacy.clip?" in said.err
+    assert said.status == 2 and "privacy.clip?" in said.err
 
 
 def test_an_option_that_is_a_recipe_key_is_pointed_at(fedflat: Any) -> None:

@@ -37,6 +37,7 @@ SMALL = {
     "run": ["-o", "rounds=2", "-o", "data.clients=40", "-o", "cohort.size=20"],
     "compare": ["-o", "rounds=2", "-o", "data.clients=40", "-o", "cohort.size=20", "--seeds", "1", "--processes", "1"],
     "audit": ["--runs", "200", "--kind", "mechanism"],
+    "pretrain": ["--steps", "2", "--images", "16", "--batch", "8", "--side", "8"],
 }
 PYTHON = [(page, i, code) for page in PAGES for i, code in enumerate(blocks(page, "python"))]
 
