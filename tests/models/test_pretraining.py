@@ -86,12 +86,17 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(
     monkeypatch.setattr(pretraining, "_step", lambda *args: seen.append(args[4]) or whole(*args))
     pretrain(TINY, file)
     assert seen == [2, 3] and digest_of(read_tensors(file) or {}) == digest_of(read_tensors(network) or {})
+    file.unlink()
     with pytest.raises(KeyboardInterrupt):
         monkeypatch.setattr(pretraining, "_step", killed)
         pretrain(TINY, file)
-    monkeypatch.setattr(pretraining, "_step", lambda *args: seen.append(args[4]) or whole(*args))
-    pretrain(Pretraining(**{**vars(TINY), "seed": 1}), file)  # another training's state counts for nothing
-    assert seen == [2, 3, 0, 1, 2, 3]
+    state = file.with_suffix(".state").read_bytes()
+    with pytest.raises(InputError, match="the state of fedflat pretrain --seed 0"):  # what another one has come to
+        pretrain(Pretraining(**{**vars(TINY), "seed": 1}), file)
+    assert file.with_suffix(".state").read_bytes() == state
+    file.with_suffix(".state").write_bytes(state[:-1])
+    with pytest.raises(InputError, match="a damaged file"):
+        pretrain(TINY, file)
 
 
 def test_training_lowers_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,5 +214,22 @@ def test_the_command(tmp_path: Path) -> None:
     options = ["--steps", "2", "--images", "4", "--batch", "2", "--side", "8", "--out", str(tmp_path / "n.safetensors")]
     said = CliRunner().invoke(app, ["pretrain", *options])
     assert said.exit_code == 0 and "sha256" in said.output and "minutes" in said.output
+    (tmp_path / "n.safetensors").unlink()
     told = json.loads(CliRunner().invoke(app, ["pretrain", *options, "--json"]).output)
     assert told["sha256"] in said.output and told["command"].startswith("fedflat pretrain --seed 0 --steps 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("there.safetensors", "which exists"), ("body.json", "ends in .safetensors"), ("file/a.safetensors", "cannot be")],
+)
+def test_where_it_cannot_go_is_told_before_it_is_trained(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that was trained is written over, or lost at the end."""
+    (tmp_path / "there.safetensors").write_bytes(b"trained")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(pretraining, "_step", lambda *rest: pytest.fail("it was trained"))
+    with pytest.raises(InputError, match=told):
+        pretrain(TINY, tmp_path / name)
+    assert (tmp_path / "there.safetensors").read_bytes() == b"trained"

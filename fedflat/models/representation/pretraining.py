@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.cache import digest_of, read_tensors, write_tensors
-from fedflat.core.checks import one_of, whole
+from fedflat.core.checks import one_of, whole, wrong
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.waiting import told
 from fedflat.models.representation.contrastive import COLOURS, LAYERS, ContrastiveOptions, Network
@@ -65,7 +66,9 @@ def pretrain(options: Pretraining, out: Path) -> dict[str, object]:
     """Train, write the network to ``out`` and its card beside it, and return the card.
 
     Draws come from streams named by seed and step; a training that was stopped goes on from what lies beside ``out``.
+    Raises InputError, before anything is trained, for a file that is there already or cannot be written.
     """
+    _check_new(out)
     network, state = Network((COLOURS, options.side, options.side), ContrastiveOptions()), out.with_suffix(".state")
     with seeded_torch(options.seed, "pretraining: start"):
         for name, value in network.named_buffers():
@@ -93,6 +96,19 @@ def pretrain(options: Pretraining, out: Path) -> dict[str, object]:
     out.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
     state.unlink(missing_ok=True)
     return card
+
+
+def _check_new(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise wrong("--out", str(out), "a name that ends in .safetensors; its card and its state lie beside it")
+    if out.exists():
+        raise wrong("--out", f"{out}, which exists", "a new file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        found = f"{out}, which cannot be written ({error.strerror})"
+        raise wrong("--out", found, "a file in a folder you may write to") from error
 
 
 def _step(
@@ -158,10 +174,13 @@ def _keep(
 def _resumed(
     options: Pretraining, path: Path, weights: list[Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[int, float]:
-    """The step to go on with, and the minutes spent; a state of other options counts for nothing."""
+    """The step to go on with, and the minutes spent. Raises InputError for a state that is damaged or of others."""
+    if not path.exists():
+        return 0, 0.0
     found: Mapping[str, Tensor] = read_tensors(path) or {}
     if options.command not in found:
-        return 0, 0.0
+        other = next((name for name in found if name.startswith("fedflat pretrain")), "a damaged file")
+        raise wrong("--out", f"beside it {path.name}, the state of {other}", "another file, or that command to go on")
     with torch.no_grad():
         for i, value in enumerate(weights):
             value.copy_(found[f"{i}"])
