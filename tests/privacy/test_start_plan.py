@@ -11,6 +11,7 @@ import pytest
 
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
+from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.start import begun, ratio
@@ -121,3 +122,9 @@ def test_a_selection_takes_all_rounds_to_be_alike() -> None:
 
     with pytest.raises(InputError, match=r"privacy\.selection: found a value; allowed: nothing with start"):
         plan_of(selection=Selection(10.0))
+
+
+def test_no_selection_is_proven_among_runs_that_start_otherwise() -> None:
+    with pytest.raises(InputError, match="start: found class-statistics"):
+        tuning.check(plan_of(accountant="rdp"))
+    tuning.check(build_plan(**FULL, noise_multiplier=3.0, accountant="rdp"))
