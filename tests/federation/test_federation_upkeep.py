@@ -133,7 +133,7 @@ def test_another_flower_is_refused_in_one_line(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", gone)
-    with pytest.raises(InputError, match="none installed"):
+    with pytest.raises(InputError, match="which is not installed"):
         check_flower()
 
 
