@@ -171,27 +171,28 @@ def _rescaled(keep: float, wanted: bool) -> tuple[Any, ...]:
     return (rescale(1 / keep),) if wanted else ()
 
 
-def dp_fedsam(rho: float = 0.5) -> Algorithm:
+def dp_fedsam(rho: float = 0.5, adaptive: bool = False) -> Algorithm:
     """DP-FedSAM: each client looks for a flat minimum by SAM (Shi et al. 2023a, Alg. 1).
 
-    rho: perturbation radius ρ ≥ 0, in units of weights. 0.5 is the paper's, for a ResNet-18; small networks need less.
+    rho: perturbation radius ρ ≥ 0, in units of weights; try 0.05. 0.5 is the paper's, whose code means it of adaptive
+    SAM. adaptive: ρ is a share of each weight's own size (Kwon et al. 2021).
 
     >>> dp_fedsam(rho=0.05).phases[0].rule
     Sam(rho=0.05)
     """
-    return Algorithm("dp-fedsam", phases=(Phase(rule=sam(rho)),))
+    return Algorithm("dp-fedsam", phases=(Phase(rule=sam(rho, adaptive)),))
 
 
-def dp_fedsam_topk(rho: float = 0.5, keep: float = 0.4) -> Algorithm:
+def dp_fedsam_topk(rho: float = 0.5, keep: float = 0.4, adaptive: bool = False) -> Algorithm:
     """DP-FedSAM-top_k: SAM, and each client's own top-k mask before the clip (Shi et al. 2023b, Def. 5).
 
-    keep: share of each tensor's entries that a client sends. Noise is on all coordinates, since the masks depend on
-    data.
+    rho, adaptive: as for ``dp_fedsam``. keep: share of each tensor's entries that a client sends. Noise is on all
+    coordinates, since the masks depend on data.
 
     >>> dp_fedsam_topk(keep=0.1).transforms
     (TopK(keep=0.1),)
     """
-    return Algorithm("dp-fedsam-topk", phases=(Phase(rule=sam(rho)),), transforms=(top_k(keep),))
+    return Algorithm("dp-fedsam-topk", phases=(Phase(rule=sam(rho, adaptive)),), transforms=(top_k(keep),))
 
 
 def dp_fedavg_la(strength: float = 1.0, absent: float = 0.01) -> Algorithm:

@@ -45,6 +45,24 @@ class Sam:
 
 
 @dataclass(frozen=True)
+class AdaptiveSam:
+    """Adaptive SAM: the gradient at w + ρ·w²⊙g/‖|w|⊙g‖ (Kwon et al. 2021), as in the code of Shi et al. 2023a and b.
+
+    rho: ≥ 0, a share of each weight's own size: the perturbation is ‖|w|⊙ρu‖ long for a unit vector u, at most
+    ρ·max|w|. Otherwise as ``Sam``.
+    """
+
+    rho: float
+
+    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+        def at_the_worst_nearby(w: Tensor) -> Tensor:
+            size = w.abs()
+            return gradient(w + size * _direction(size * gradient(w), self.rho))
+
+        return at_the_worst_nearby if self.rho > 0 else gradient
+
+
+@dataclass(frozen=True)
 class Pgn:
     """Penalised gradient norm along the global direction g̃: β·g(w + ρ·g̃/‖g̃‖) + (1−β)·g̃ (Liu et al. 2025, Alg. 1).
 
@@ -124,14 +142,16 @@ class Composed:
         return self.outer(self.inner(gradient, view), view)
 
 
-def sam(rho: float = 0.5) -> Sam:
+def sam(rho: float = 0.5, adaptive: bool = False) -> Sam | AdaptiveSam:
     """SAM with radius ``rho`` ≥ 0 in units of weights (Shi et al. 2023a, Eq. 6–7); raises InputError.
+
+    adaptive: ``rho`` is a share of each weight's own size instead (Kwon et al. 2021).
 
     >>> view = LocalView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
     >>> sam(0.5)(lambda w: 2 * w, view)(torch.tensor([3.0, 4.0]))  # 2·(w + 0.5·w/‖w‖)
     tensor([6.6000, 8.8000])
     """
-    return Sam(in_range("algorithm.rho", rho, 0))
+    return (AdaptiveSam if adaptive else Sam)(in_range("algorithm.rho", rho, 0))
 
 
 def pgn(rho: float = 0.2, beta: float = 0.3) -> Pgn:

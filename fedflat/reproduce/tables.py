@@ -193,7 +193,7 @@ def _cells(stem: str, found: Mapping[str, Any]) -> Iterator[Cell]:
                     base=found["measure"],
                     target=column.get("target"),
                     of=column["name"],
-                    released=released,
+                    released=(*released, *entry.get("released", ())),
                     **known,
                 )
 

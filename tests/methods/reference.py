@@ -145,6 +145,17 @@ def sam(w: Vector, batches: Sequence[Batch], gradient: Gradient, lr: float, mome
     return w
 
 
+def adaptive_sam(w: Vector, batches: Sequence[Batch], gradient: Gradient, lr: float, momentum: float, rho) -> Vector:
+    """SAM in coordinates u = w/|w_0| of each step: the ball of radius ρ around u, carried back (Kwon et al. 2021)."""
+    w, buf = w.copy(), np.zeros_like(w)
+    for batch in batches:
+        size = np.abs(w)
+        in_u = gradient(w, batch) * size
+        buf = momentum * buf + gradient(w + size * rho * in_u / norm(in_u), batch)
+        w = w - lr * buf
+    return w
+
+
 def sam_over_blur(w, batches, gradient, lr, momentum, rho, lam, threshold) -> Vector:
     return sam(w, batches, penalised(gradient, w, lam, threshold), lr, momentum, rho)
 
@@ -343,6 +354,7 @@ class Setting:
     ahead: float = 0.3 / 0.7
     strength: float = 1.0
     absent: float = 0.01
+    adaptive: bool = False
 
 
 @dataclass
@@ -386,7 +398,7 @@ def local_update(s, net, start, batches, head_batches, gradient, rate, memory, l
         rho = s.rho if PERSONAL[m] else None
         return partial(start, head_batches, batches, gradient, net.head, s.head_lr * rate, lr, s.momentum, rho)
     if m in ("fedsam", "dp-fedsam", "dp-fedsam-topk", "dp-fedsam-ft"):
-        return sam(start, batches, gradient, lr, s.momentum, s.rho)
+        return (adaptive_sam if s.adaptive else sam)(start, batches, gradient, lr, s.momentum, s.rho)
     if m in ("dp-fedavg-blur", "dp-fedavg-blurs"):
         return blur(start, batches, gradient, lr, s.momentum, s.lam, s.clip)
     if m == "dp-fedsam-blur":

@@ -97,7 +97,7 @@ def setting(method: str, **changes: Any) -> ref.Setting:
 def recipe_of(s: ref.Setting, backend: str, clients: int, batch_size: int = 100) -> dict[str, Any]:
     """The recipe that the reference's setting stands for."""
     keys = set(OPTIONS[s.method]) | {f.name for f in fields(s) if getattr(s, f.name) != f.default}
-    chosen = {"rescale", "finetune_steps", "finetune_lr", "scope", "floor", *OPTIONS[s.method]} & keys
+    chosen = {"rescale", "finetune_steps", "finetune_lr", "scope", "floor", "adaptive", *OPTIONS[s.method]} & keys
     return {
         "seed": SEED,
         "rounds": s.rounds,
@@ -185,6 +185,12 @@ def test_what_clients_keep(method: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_relu_without_momentum_and_many_steps(method: str, backend: str) -> None:
     compare(setting(method, clip=0.3, momentum=0.0, steps=7, rounds=2), RELU, backend)
+
+
+@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedsam-topk"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adaptive_sam(method: str, backend: str) -> None:
+    compare(setting(method, adaptive=True, clip=0.3, weight_decay=0.01), TANH, backend)
 
 
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "dp-fedpgn", "dp-fedavg-blur"])

@@ -34,11 +34,20 @@ def test_sam_is_the_gradient_at_the_worst_nearby_point() -> None:
     assert sam(0.0)(slope, view()) is slope
 
 
-def test_a_zero_gradient_is_not_perturbed() -> None:
+def test_adaptive_sam_perturbs_each_weight_by_a_share_of_its_size() -> None:
+    g = slope(W)
+    expected = slope(W + 0.25 * W**2 * g / (W.abs() * g).norm())
+    torch.testing.assert_close(sam(0.25, adaptive=True)(slope, view())(W), expected)
+    torch.testing.assert_close(sam(0.25, adaptive=True)(slope, view())(8 * W), 8 * expected)  # scale does not matter
+    assert sam(0.0, adaptive=True)(slope, view()) is slope
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_zero_gradient_is_not_perturbed(adaptive: bool) -> None:
     def flat(w: Tensor) -> Tensor:
         return torch.zeros_like(w) + 0 * w
 
-    assert torch.equal(sam(0.5)(flat, view())(W), torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(sam(0.5, adaptive)(flat, view())(W), torch.zeros(3, dtype=torch.float64))
 
 
 def test_sam_perturbs_a_denormal_gradient_by_its_full_radius_or_not_at_all() -> None:
@@ -118,6 +127,7 @@ def test_disk_mixes_the_gradient_along_the_last_move() -> None:
         disk(0.6, 0.3)[0],
         disk(0.6)[0],
         sam(0.4),
+        sam(0.4, adaptive=True),
         blur(1.0),
         pgn(0.2, 0.5),
         compose(sam(0.4), blur(1.0)),
@@ -137,7 +147,7 @@ def test_a_block_is_its_rows(rule: object) -> None:
 
 def test_a_broken_row_stays_in_its_row() -> None:
     rows = torch.tensor([[1.0, 2.0, 3.0], [math.nan, 1.0, 1.0]], dtype=torch.float64)
-    for rule in (sam(0.4), blur(1.0)):
+    for rule in (sam(0.4), sam(0.4, adaptive=True), blur(1.0)):
         found = rule(slope, view(torch.zeros_like(rows)))(rows)
         torch.testing.assert_close(found[0], rule(slope, view())(rows[0]))
         assert not bool(torch.isfinite(found[1]).any())

@@ -110,6 +110,7 @@ def test_claimed_and_proven_are_those_of_the_papers_settings() -> None:
 def test_the_released_procedure_proves_far_less() -> None:
     [row] = dry(find("000", "1").only(["EMNIST, IID"], ["DP-FedSAM"]), "full", "published").rows
     assert row.claimed == pytest.approx(8.58, abs=0.006) and row.proven is not None and row.proven > 1000
+    assert row.recipe is not None and row.recipe.algorithm.options == {"rho": 0.5, "adaptive": True}
     [row] = dry(find("002", "2").only(["CIFAR-10, Dirichlet 0.1"], ["DP-FedPGN"]), "full", "published").rows
     assert row.proven == math.inf
     with pytest.raises(InputError, match=r"Zhang et al\. 2024 released no procedure"):
