@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.scale_paper import Costs, markdown
 from benchmarks.workloads import BY_NAME, network
-from fedflat.backends.ray.tasks import RayTasks
+from fedflat.backends.ray import RayTasks
 from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.workers import Workers

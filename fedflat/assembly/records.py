@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fedflat.methods.ae_dpfl import assembly as voting
 from fedflat.methods.published import assembly as published
 from fedflat.models.representation import FILE, Representation, write_body
 from fedflat.privacy.statement import PRIORS, rounds_charged, statement
-from fedflat.records.opening import Identity
+from fedflat.records.opening import Identity, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
@@ -96,7 +96,11 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     if recipe.model.name == GIVEN:
         dump["model"] |= _origin(type(job.problem.pristine))
     name = {} if run is None else {"run": run}
-    return yaml.safe_dump({**dump, "versions": versions() | name}, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(
+        {**dump, "versions": versions(("fedflat", "torch", "numpy", "dp-accounting")) | name},
+        sort_keys=False,
+        allow_unicode=True,
+    )
 
 
 def _origin(kind: type) -> dict[str, str]:
@@ -106,20 +110,6 @@ def _origin(kind: type) -> dict[str, str]:
     except (OSError, TypeError):  # defined at a prompt
         file = {}
     return {"class": f"{kind.__module__}.{kind.__qualname__}", **file}
-
-
-def versions(packages: Iterable[str] = ("fedflat", "torch", "numpy", "dp-accounting")) -> dict[str, str]:
-    """Versions of Python and of the libraries that decide a run's numbers."""
-    import platform
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:

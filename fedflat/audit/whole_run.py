@@ -17,9 +17,9 @@ from fedflat.audit.one_run import one_run
 from fedflat.audit.one_shot import one_shot
 from fedflat.audit.result import AuditResult
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.checks import one_of, whole, wrong
 from fedflat.engine.train import Job
-from fedflat.records.folder import replace as write_whole
 
 KINDS = ("quick", "worlds", "mechanism", "canaries", "one-run", "all")
 CANARIES = 500
@@ -75,7 +75,9 @@ def _job(recipe: Recipe, model: nn.Module | None, clients: Sequence[Any] | None,
 def write_audit(folder: Path, results: Sequence[AuditResult]) -> Path:
     """``audit.json`` in a run folder: {"audits": […]}, one entry per kind and method, newest; returns the path."""
     path = folder / AUDIT
-    write_whole(
-        path, json.dumps({"audits": [result.as_dict() for result in results]}, indent=2, ensure_ascii=False) + "\n"
+    durable.replace(
+        path,
+        json.dumps({"audits": [result.as_dict() for result in results]}, indent=2, ensure_ascii=False) + "\n",
+        mode=0o644,
     )
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import warnings
 from dataclasses import replace
@@ -15,8 +16,7 @@ import torch
 from fedflat.backends.cuda.graphs import Graphs
 from fedflat.backends.mlp.dense import DenseProblem
 from fedflat.backends.mlp.lowrank import LowRankProblem
-from fedflat.backends.ray.session import require_ray
-from fedflat.backends.ray.tasks import RayTasks
+from fedflat.backends.ray import RayTasks
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.trial import (
     Choice,
@@ -30,6 +30,7 @@ from fedflat.backends.trial import (
 from fedflat.backends.vectorized import Vectorized
 from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import InputError, one_of, wrong
+from fedflat.core.extras import missing
 from fedflat.core.threads import using_threads
 from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import width_of
@@ -96,8 +97,8 @@ def backend_for(
     if name == "auto":
         choice = Choice("sequential") if compiled else _fastest(makers)
         return makers.make(choice.backend, block or choice.block, threads=choice.threads)
-    if name == "ray":
-        require_ray()
+    if name == "ray" and importlib.util.find_spec("ray") is None:
+        raise missing("engine.backend", "ray", "scale")
     unsent = portable(problem, parts.algorithm) if name in PROCESSES else ""
     if unsent and (name == "workers" or unsent == "a model"):  # Ray sends functions of any place
         raise InputError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -59,15 +59,34 @@ class Sequential:
 
     def _train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
         broadcast = sent(broadcast, self.problem.device)
-        for client in cohort.tolist():
-            size = len(self.data.parts[client])
-            if size == 0:
+
+        def results(clients: list[int]) -> Iterator[LocalResult]:
+            for client in clients:
+                states = states_of(self.algorithm, heads, client, broadcast.shared)
+                yield self.one(client, broadcast, heads.whole(broadcast.shared, client), states)
+
+        self.add_all(cohort, broadcast, accumulator, heads, results)
+        self.problem.settle(everything=True)
+
+    def add_all(
+        self,
+        cohort: np.ndarray,
+        broadcast: Broadcast,
+        accumulator: Accumulator,
+        heads: PersonalState,
+        train: Callable[[list[int]], Iterator[LocalResult]],
+    ) -> None:
+        """Add each client's message, in client order: as ``train`` gives them of clients with data, zeros of others."""
+        clients = cohort.tolist()
+        results = train([client for client in clients if len(self.data.parts[client])])
+        for client in clients:
+            if len(self.data.parts[client]):
+                self.keep(accumulator, heads, broadcast, client, next(results))
+            else:
                 accumulator.add(torch.zeros(1, self.algorithm.vectors * broadcast.shared.numel()), [0])
-                continue
-            states = states_of(self.algorithm, heads, client, broadcast.shared)
-            result = self.one(client, broadcast, heads.whole(broadcast.shared, client), states)
-            self.keep(accumulator, heads, broadcast, client, result)
-        self.settle()
+        for _ in results:  # what it does after its last client
+            pass
+        refuse_change(self._pieces, "algorithm", everything=True)
 
     def settle(self) -> None:
         """Before a round is released: raise InputError, by name, where the module or a piece is not as it was."""

@@ -14,6 +14,7 @@ import os
 import pickle
 import queue
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
 from fedflat.engine.kept import states_of
-from fedflat.engine.problem import ModuleProblem, refuse_change
+from fedflat.engine.problem import ModuleProblem
 
 WAIT = 5.0
 """Seconds after which a process that hears nothing looks whether the other is still alive: it costs nothing, and a
@@ -64,21 +65,14 @@ class Workers:
         """Train each client of the cohort and add its message, in client order."""
         if self._pool is None:
             self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))
-        sizes = {int(c): len(self.inner.data.parts[c]) for c in cohort}
-        message, head = self._pool.spans[:2]
-        self._pool.broadcast(broadcast)
-        results = self._pool.train([c for c, size in sizes.items() if size], broadcast, heads)
-        for client, size in sizes.items():
-            if size == 0:
-                accumulator.add(torch.zeros(1, message.stop), [0])
-                continue
-            done, vector = next(results)
-            loss, accuracy = torch.tensor(done.loss), torch.tensor(done.accuracy)
-            result = LocalResult(vector[message], vector[head], loss, accuracy)
-            self.inner.keep(accumulator, heads, broadcast, client, result)
-        for _ in results:  # lets the last slot go back
-            pass
-        refuse_change(self.inner._pieces, "algorithm", everything=True)
+        pool, (message, head) = self._pool, self._pool.spans[:2]
+        pool.broadcast(broadcast)
+
+        def results(clients: list[int]) -> Iterator[LocalResult]:
+            for done, vector in pool.train(clients, broadcast, heads):
+                yield LocalResult(vector[message], vector[head], torch.tensor(done.loss), torch.tensor(done.accuracy))
+
+        self.inner.add_all(cohort, broadcast, accumulator, heads, results)
 
     def close(self) -> None:
         """Stop the worker processes and wait for them to end."""

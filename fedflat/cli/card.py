@@ -72,8 +72,3 @@ def _written(found: Card, target: Path) -> list[str]:
     except OSError as error:
         raise wrong("--out", f"{target}, which cannot be written ({error.strerror})", "a folder to write") from error
     return list(files)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(card)

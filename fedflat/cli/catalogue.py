@@ -140,9 +140,3 @@ def report(
         from fedflat.report.metrics import read_runs
 
         print_plates(figures_of(read_runs(runs)), plates)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    app.command("list")(list_names)
-    app.command()(report)

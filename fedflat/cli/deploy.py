@@ -47,8 +47,3 @@ def deploy(
     print(f"Try it here: python -m fedflat.federation.local {made.folder}")
     print(f"Every command: {made.folder / 'README.md'}")
     print(f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(deploy)

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from fedflat.core.checks import one_line
 from fedflat.core.extras import install
 
 SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
@@ -169,8 +170,7 @@ def _computing() -> Iterator[Finding]:
         same = np.array_equal((torch.from_numpy(left) @ torch.from_numpy(left.T)).numpy(), left @ left.T)
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
     except Exception as error:  # a broken binary raises whatever it likes
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield Finding("computing", "broken", words, f"{install()}, into a new environment")
+        yield Finding("computing", "broken", one_line(error), f"{install()}, into a new environment")
         return
     remedy = "" if same else "another build of torch or NumPy for this processor"
     found = "torch and NumPy agree" if same else "torch and NumPy disagree on a product of small whole numbers"
@@ -259,8 +259,3 @@ def _tested() -> dict[str, str]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _python, _packages, _extras, _machine, _computing, _text, _folders, _clock,
 )  # fmt: skip
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(doctor)

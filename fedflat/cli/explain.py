@@ -41,8 +41,3 @@ def _paragraph(key: Key) -> str:
     if key.example:
         lines.append(f"-o {key.path}={key.example}" if " " not in key.example else f"-o '{key.path}={key.example}'")
     return "\n  ".join(line for piece in lines for line in textwrap.wrap(piece, WIDTH - 2, break_on_hyphens=False))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(explain)

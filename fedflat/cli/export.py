@@ -46,8 +46,3 @@ def export(
     print("Left out:")
     for name, why in found.left.items():
         print(f"  {name}: {why}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(export)

@@ -137,8 +137,3 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(
         [*lines, "", *(row for each in said for row in textwrap.wrap(each, WIDTH, subsequent_indent="  "))]
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(landscape)

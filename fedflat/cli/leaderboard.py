@@ -116,8 +116,3 @@ def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*every)]
     for row in every:
         print("  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip())
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(leaderboard)

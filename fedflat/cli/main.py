@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated
 
@@ -79,25 +80,30 @@ def _assemble() -> None:
         verify,
     )
 
-    training.add_to(app)
-    planning.add_to(app)
-    tune.add_to(app)
-    pretrain.add_to(app)
-    privacy.add_to(app)
-    audit.add_to(app)
-    deploy.add_to(app)
-    landscape.add_to(app)
-    reproduce.add_to(app)
-    leaderboard.add_to(app)
-    bounds.add_to(app)
-    catalogue.add_to(app)
-    explain.add_to(app)
-    export.add_to(app)
-    card.add_to(app)
-    verify.add_to(app)
-    doctor.add_to(app)
-    for command in app.registered_commands:
-        command.help = _flowing(inspect.getdoc(command.callback) or "")
+    commands: dict[str, Callable[..., None]] = {
+        "run": training.run,
+        "compare": training.compare,
+        "plan": planning.plan,
+        "tune": tune.tune,
+        "pretrain": pretrain.pretrain,
+        "budget": privacy.budget,
+        "calibrate": privacy.calibrate,
+        "audit": audit.audit,
+        "deploy": deploy.deploy,
+        "landscape": landscape.landscape,
+        "reproduce": reproduce.reproduce,
+        "leaderboard": leaderboard.leaderboard,
+        "bounds": bounds.bounds,
+        "list": catalogue.list_names,
+        "report": catalogue.report,
+        "explain": explain.explain,
+        "export": export.export,
+        "card": card.card,
+        "verify": verify.verify,
+        "doctor": doctor.doctor,
+    }
+    for name, command in commands.items():
+        app.command(name, help=_flowing(inspect.getdoc(command) or ""))(command)
 
 
 def _flowing(text: str) -> str:

@@ -41,8 +41,3 @@ def pretrain(
         return
     print(f"{out}: sha256 {card['sha256']}")
     print(f"loss {card['loss']} after {steps} steps, {card['minutes']} minutes; card: {out.with_suffix('.json')}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(pretrain)

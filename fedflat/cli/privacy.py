@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-import typer
 from typer import Argument, Option
 
 from fedflat.cli.settings import KEYS, Setting, scheduled_plan_of, setting_of
@@ -362,9 +361,3 @@ def _print_json(found: Row) -> None:
     from fedflat.privacy.ledger import plain_json
 
     print(json.dumps(plain_json("budget", found), ensure_ascii=False, indent=2))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    app.command()(budget)
-    app.command()(calibrate)

@@ -204,8 +204,3 @@ def _list(as_json: bool) -> None:
     for name, about in every.items():
         cited = CITED[name.split(" ")[0]]
         print(textwrap.fill(f"{name:<15} {cited}. {about}", WIDTH, subsequent_indent=" " * 16))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(reproduce)

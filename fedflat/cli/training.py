@@ -161,9 +161,3 @@ def compare(
         print_comparison(found, time.perf_counter() - began)
     if not found.complete:
         raise typer.Exit(1)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    app.command()(run)
-    app.command()(compare)

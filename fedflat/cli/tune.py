@@ -178,8 +178,3 @@ def _unfinished(failed: Any, left: int) -> None:
 
 def _say(text: str) -> None:
     print(textwrap.fill(text, WIDTH, break_on_hyphens=False, break_long_words=False))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(tune)

@@ -37,8 +37,3 @@ def verify(
         print(f"{run}: {outcome}, {open_} could not be checked")
     if bad:
         raise typer.Exit(1)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command of this module."""
-    app.command()(verify)

@@ -23,6 +23,11 @@ def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError
     return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
 
 
+def one_line(error: BaseException, width: int | None = 300) -> str:
+    """An error's kind and the beginning of what it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """A sentence naming the closest valid spelling of ``name``, or the empty string."""
     close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)

@@ -12,6 +12,9 @@ from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
 
+USER_FILES = "fedflat_user_"
+"""Before the names of modules read from a user's file; other processes have no such modules."""
+
 
 def imported(where: str, path: str) -> Callable[..., Any]:
     """The callable at ``path``; ``where`` names the recipe key in error sentences. Raises InputError."""
@@ -36,7 +39,7 @@ def _package(where: str, name: str) -> ModuleType:
 def _file(where: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise wrong(where, f"no file {path}", "path/to/file.py:callable")
-    name = f"fedflat_user_{path.stem}"
+    name = f"{USER_FILES}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise wrong(where, f"{path}, which cannot be imported", "a Python file")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
-import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.core.cache import cache_folder
+from fedflat.core.cache import cache_folder, read_tensors, write_tensors
 from fedflat.core.checks import wrong
 
 FORMAT = "fedflat-images-1"
@@ -85,40 +82,10 @@ def cached(key: str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
     if key is None:
         return build()
     path = cache_folder() / f"{key}.safetensors"
-    found = _read(path)
+    found = (read_tensors(path) or {}).get("images")
     if found is not None:
         return found
     images = build()
     with contextlib.suppress(OSError):
-        _write(path, images)
+        write_tensors(path, {"images": images})
     return images
-
-
-def _checksum(images: torch.Tensor) -> str:
-    return f"{zlib.crc32(images.numpy().reshape(-1).data):08x}"
-
-
-def _read(path: Path) -> torch.Tensor | None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            images = file.get_tensor("images")
-            sound = (file.metadata() or {}).get("crc32") == _checksum(images)
-    except (OSError, SafetensorError, KeyError, ValueError):
-        return None
-    return images if sound and images.dtype == torch.uint8 and images.ndim == 4 else None
-
-
-def _write(path: Path, images: torch.Tensor) -> None:
-    """Write beside and rename: another process never sees half a file."""
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    try:
-        save_file({"images": images}, name, metadata={"crc32": _checksum(images)})
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)

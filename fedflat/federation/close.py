@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.engine.resume import compare
 from fedflat.engine.train import Job, Outcome
@@ -27,7 +28,6 @@ from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
 from fedflat.records.folder import LEDGER, METRICS, RECIPE, STATEMENT, read_lines
-from fedflat.records.folder import replace as write_whole
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
 
@@ -65,7 +65,7 @@ def close(task: Task, out: Path) -> Closed:
 
 def _mark(out: Path, deleted: bool) -> None:
     """What ``serve`` refuses; first of all, so that a kill in here leaves no run that goes on."""
-    write_whole(out / ENDED, json.dumps({"ended": "by its operator", "key_deleted": deleted}) + "\n")
+    durable.replace(out / ENDED, json.dumps({"ended": "by its operator", "key_deleted": deleted}) + "\n", mode=0o644)
 
 
 def _deleted_before(out: Path) -> bool:

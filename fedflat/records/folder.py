@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.durable import flush
 
@@ -150,8 +151,8 @@ class RunFolder:
             notes.append(f"{name} is not as it was written ({gone}); set aside as {' and '.join(aside) or 'nothing'}")
         lines = {r: f"{r} {self._seal(name, kept[r])}\n" if r in kept else f"{r} {_LOST}\n" for r in range(finished)}
         private = name.startswith("private/")
-        replace(path, "".join(kept[r] for r in sorted(kept)), mode=0o600 if private else 0o644)
-        replace(seals, "".join(lines.values()), mode=0o600 if private else 0o644)
+        durable.replace(path, "".join(kept[r] for r in sorted(kept)), mode=0o600 if private else 0o644)
+        durable.replace(seals, "".join(lines.values()), mode=0o600 if private else 0o644)
         return [json.loads(kept[r]) for r in sorted(kept)]
 
 
@@ -251,14 +252,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
-
-
-def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write a whole file so that a kill leaves the old one or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

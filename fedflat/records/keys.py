@@ -12,8 +12,8 @@ import os
 import stat
 from pathlib import Path
 
+from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.core.durable import flush
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -52,12 +52,7 @@ def create(run: str) -> bytes:
     path, key = path_of(run), fresh_key()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(key)
-            file.flush()
-            os.fsync(file.fileno())
-        flush(path.parent)
+        durable.create(path, key)
     except OSError as error:
         raise RunError(f"{path}: the noise key cannot be written ({error.strerror}); nothing was released") from error
     return key
@@ -128,16 +123,9 @@ class Mark:
         Raises:
             RunError: it cannot be written.
         """
-        part = self.path.with_name(self.path.name + ".part")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part.unlink(missing_ok=True)
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self.path)
-            flush(self.path.parent)
+            durable.replace(self.path, lines)
         except OSError as error:
             raise RunError(
                 f"{self.path}: the mark of the noise key cannot be written ({error.strerror}); nothing was released"

@@ -7,21 +7,21 @@ under a secret of the run's own, so no file tells whose data it was, or which se
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedflat.core import durable
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.rng import digest
-from fedflat.records.folder import OPENING, replace
+from fedflat.records.folder import OPENING
 
 FORMAT = 2
 PARTS = ("recipe", "data", "model", "method")
@@ -97,7 +97,9 @@ class Opening:
         """Write private/run.json, readable by its owner only; a kill leaves the old one or the new one."""
         body = {**vars(self), "digests": dict(self.digests), "software": dict(self.software)}
         (folder / OPENING).parent.mkdir(mode=0o700, exist_ok=True)
-        replace(folder / OPENING, json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n", mode=0o600)
+        durable.replace(
+            folder / OPENING, json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n", mode=0o600
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Opening:
@@ -140,17 +142,17 @@ def software(backend: Any = None, device: str = "cpu", compiled: bool = False) -
     engine = {"backend": getattr(backend, "name", None), "block": getattr(backend, "block", None)}
     engine |= {"device": device.partition(":")[0], "compile": compiled}
     machine = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    return {**engine, **machine, **dict(_versions())}
+    return {**engine, **machine, **versions(("fedflat", "torch", "numpy"))}
 
 
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of Python and of packages."""
     from importlib import metadata
 
-    found = [("python", platform.python_version())]
-    for package in ("fedflat", "torch", "numpy"):
+    found = {"python": platform.python_version()}
+    for package in packages:
         try:
-            found.append((package, metadata.version(package)))
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:  # run from a folder
-            found.append((package, "not installed"))
-    return tuple(found)
+            found[package] = "not installed"
+    return found

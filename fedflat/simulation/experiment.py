@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedflat.core import stopping
+from fedflat.core import durable, stopping
 from fedflat.core.checks import RunError, whole
-from fedflat.records.folder import replace as write_whole
 from fedflat.report import metrics, tables
 from fedflat.report.groups import Group
 from fedflat.report.html import write_report
@@ -266,7 +265,7 @@ def _collect(folder: Path, settings: list[Setting], crew: _WorkerCrew) -> Compar
         return Comparison(folder, None, None, tuple(notes), crew.failed, left, total)
     table = tables.comparison_table(groups)
     for ending, kind in FILES.items():
-        write_whole(folder / f"table.{ending}", tables.RENDERERS[kind](table))
+        durable.replace(folder / f"table.{ending}", tables.RENDERERS[kind](table), mode=0o644)
     page = write_report(paths, folder / "report.html")
     return Comparison(folder, page, table, tuple(notes), crew.failed, left, total)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.checks import InputError, wrong
 from fedflat.records.folder import RECIPE
-from fedflat.records.folder import replace as write_whole
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
 REQUESTED = "setting.yaml"  # the recipe as asked for, before defaults that depend on data are resolved
@@ -158,7 +158,7 @@ def claim(folder: Path, settings: Sequence[Setting]) -> None:
             continue
         try:
             place.mkdir(parents=True, exist_ok=True)
-            write_whole(place / REQUESTED, _text(setting))
+            durable.replace(place / REQUESTED, _text(setting), mode=0o644)
         except OSError as error:
             raise wrong(
                 "--out", f"{folder}, which cannot be written ({error.strerror})", "a folder to write"

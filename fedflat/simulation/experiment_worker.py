@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, one_line
 from fedflat.core.stopping import leave_to_parent
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
@@ -86,16 +86,16 @@ def work(task: Task) -> str:
     except (InputError, RunError) as error:
         raise RunError(str(error)) from None
     except Exception as error:  # a failed run must not end the others; its kind and place are told in one line
-        raise RunError(_one_line(error)) from None
+        raise RunError(_with_place(error)) from None
     return result.stopped
 
 
-def _one_line(error: Exception) -> str:
+def _with_place(error: Exception) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     place = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace is not None else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    return one_line(error, None) + place
 
 
 def finished(task: Task) -> bool:

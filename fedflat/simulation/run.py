@@ -16,6 +16,7 @@ from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.records import resolved, state_privacy, write_frozen
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.core.loss import CustomLoss
 from fedflat.core.rng import fresh_key
@@ -29,7 +30,6 @@ from fedflat.engine.train import Job, OnRound, Outcome, final_module, train
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
 from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds, check_new
-from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
 from fedflat.simulation.result import Result
 
@@ -164,7 +164,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
             keys.create(name)
         job.opening.write(path)
         write_frozen(job, path)
-        write_whole(path / RECIPE, text)
+        durable.replace(path / RECIPE, text, mode=0o644)
     job.folder = replace(folder, run=job.opening.run)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.tasks import objective_of
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.rng import digest, fresh_key, noise_key, stream
 from fedflat.data.sources import load_validation
@@ -33,7 +34,6 @@ from fedflat.privacy.accounting.selection import Trials
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
 from fedflat.records import keys
-from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
 from fedflat.report.progress import RunEvent
 from fedflat.simulation.tuning_records import CHARGE, PUBLIC, WINNER, charge, public_digest, read_public
@@ -206,7 +206,7 @@ def _claim(place: Path, asked: Asked) -> None:
     keys.check_outside(place)
     try:
         (place / "private").mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(place / PUBLIC, yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+        durable.replace(place / PUBLIC, yaml.safe_dump(public, sort_keys=False, allow_unicode=True), mode=0o644)
     except OSError as error:
         raise wrong("--out", f"{place}, which cannot be written ({error.strerror})", "a folder to write") from error
 
@@ -239,7 +239,7 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
 
 def _keep(place: Path, drawn: Mapping[str, Any]) -> None:
     (place / "private").mkdir(mode=0o700, exist_ok=True)
-    write_whole(place / DRAW, json.dumps(drawn, indent=1) + "\n", mode=0o600)
+    durable.replace(place / DRAW, json.dumps(drawn, indent=1) + "\n", mode=0o600)
 
 
 def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:

@@ -10,9 +10,9 @@ from pathlib import Path
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.proxy import on_proxy
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.rng import stream
 from fedflat.records.folder import METRICS, read_lines
-from fedflat.records.folder import replace as write_whole
 from fedflat.report.progress import RunEvent
 from fedflat.report.tuning import write_csv, write_picture
 from fedflat.simulation.experiment import compare
@@ -79,7 +79,7 @@ def tune_on_proxy(
     runs = tasks(place, expand(recipes, (), 1))
     rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
     chosen = applied(recipe, rows[0][0])
-    write_whole(place / CHOSEN, _yaml(chosen))
+    durable.replace(place / CHOSEN, _yaml(chosen), mode=0o644)
     write_csv(place / TABLE, rows)
     write_picture(place / PICTURE, rows)
     return OnProxy(place, there.data.dataset, tuple(rows), place / CHOSEN)

@@ -121,7 +121,7 @@ def test_another_software_charges_the_open_round(tmp_path: Path, monkeypatch: py
     folder = tmp_path / "run"
     stopped(folder, 2, secure=False)
     (folder / "checkpoints" / "round-000002.safetensors").unlink()
-    monkeypatch.setattr(opening_module, "_versions", lambda: (("torch", "another"),))
+    monkeypatch.setattr(opening_module, "versions", lambda packages: {"torch": "another"})
     found = stopped(folder, 3, resume=True, secure=False)
     lines = read(folder / "ledger.jsonl")
     assert [(line["round"], line.get("attempt", 1)) for line in lines] == [(0, 1), (1, 1), (1, 2), (2, 1)]
@@ -132,7 +132,7 @@ def test_another_software_charges_the_open_round(tmp_path: Path, monkeypatch: py
 def test_without_an_open_round_other_software_is_only_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     stopped(folder, 2, secure=False)
-    monkeypatch.setattr(opening_module, "_versions", lambda: (("torch", "another"),))
+    monkeypatch.setattr(opening_module, "versions", lambda packages: {"torch": "another"})
     found = stopped(folder, 3, resume=True, secure=False)
     assert [line.get("attempt", 1) for line in read(folder / "ledger.jsonl")] == [1, 1, 1] and len(found.notes) == 1
 

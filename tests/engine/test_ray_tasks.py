@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.ray import tasks as ray_tasks
-from fedflat.backends.ray.tasks import IN_FLIGHT, RayTasks
+from fedflat.backends import ray as ray_tasks
+from fedflat.backends.ray import IN_FLIGHT, RayTasks
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Phase
@@ -294,9 +294,9 @@ class FailsOddly(Fails):
 
 def test_what_a_model_raises_names_the_client() -> None:
     everybody = {"cohort": {"size": len(SIZES)}}
-    with pytest.raises(RunError, match=r"^Ray task, client 4: round 0, client 4, local training: sizes do not fit$"):
+    with pytest.raises(RunError, match=r"^Ray task: round 0, client 4, local training: sizes do not fit$"):
         both(network=lambda: Fails(6, 3), changes=everybody)
-    with pytest.raises(RunError, match=r"^Ray task, client 4: round 0, client 4, local training: 'sizes do not fit'$"):
+    with pytest.raises(RunError, match=r"^Ray task: round 0, client 4, local training: 'sizes do not fit'$"):
         both(network=lambda: FailsOddly(6, 3), changes=everybody)
     same(*both())  # the session is as good as before
 

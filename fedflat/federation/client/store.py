@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.core.durable import flush
 
 HEAD, STATES, ROUNDS, SESSION, NODE = (
     "head.safetensors",
@@ -33,7 +33,7 @@ def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
     from safetensors.torch import save
 
     whole = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}
-    replace_file(Path(path), save(whole))
+    durable.replace(Path(path), save(whole))
 
 
 def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ class Store:
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""
-        replace_file(self.folder / SESSION, json.dumps(session).encode())
+        durable.replace(self.folder / SESSION, json.dumps(session).encode())
 
     def session(self) -> dict[str, Any]:
         """The session that is open, or an empty one."""
@@ -140,7 +140,7 @@ class Store:
     def note_node(self, node: int) -> None:
         """Remember Flower's number, which a restart after a kill needs (``fedflat.federation.rejoin``)."""
         if self.node() != node:
-            replace_file(self.folder / NODE, json.dumps({"node": node}).encode())
+            durable.replace(self.folder / NODE, json.dumps({"node": node}).encode())
 
     def accuracies(self) -> list[dict[str, Any]]:
         """What this client noted of models on its own held-back examples, by round; the newest of each round."""
@@ -153,17 +153,12 @@ class Store:
         """Note one model's accuracy (``fedflat.federation.personal``), for the client's owner only."""
         kept = [row for row in self.accuracies() if row["round"] != record["round"]]
         rows = sorted([*kept, record], key=lambda row: int(row["round"]))
-        replace_file(self.folder / ACCURACY, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        durable.replace(self.folder / ACCURACY, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def note_participation(self, round: int) -> None:
         """Count an answer, durably, before it leaves."""
         try:
-            descriptor = os.open(self.folder / ROUNDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with open(descriptor, "ab") as file:
-                file.write(json.dumps({"round": round}).encode() + b"\n")
-                file.flush()
-                os.fsync(descriptor)
-            flush(self.folder)  # its name too, or a power cut forgets the first answer
+            durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
         except OSError as error:
             raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
 
@@ -173,7 +168,7 @@ def _keep(path: Path, round: int, before: Mapping[str, Tensor], after: Mapping[s
 
     both = {"before": before, "after": after}
     held = {when + name: v.contiguous().clone() for when, values in both.items() for name, v in values.items()}
-    replace_file(path, save(held, {"round": str(round)}))
+    durable.replace(path, save(held, {"round": str(round)}))
 
 
 def _kept(path: Path, round: int) -> dict[str, Tensor]:
@@ -190,15 +185,3 @@ def _kept(path: Path, round: int) -> dict[str, Tensor]:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         allowed = "the file fedflat wrote, or none to start anew"
         raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file, readable by its owner only, so that a kill leaves the old one or the new one."""
-    part = path.with_name(path.name + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    flush(path.parent)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fedflat.core import durable
 from fedflat.core.checks import RunError
-from fedflat.core.durable import flush
 from fedflat.core.schedules import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 
@@ -48,11 +48,7 @@ class CheckIns:
         chosen = self.sampler.next_of(np.array(sorted(self.present()), dtype=np.int64), self._last, state.round)
         line = json.dumps({"round": state.round, "clients": chosen.tolist()}) + "\n"
         try:
-            with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            flush(self.path.parent)
+            durable.append(self.path, line.encode())
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); nobody was asked") from error
         self._last[chosen] = state.round

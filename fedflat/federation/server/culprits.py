@@ -7,15 +7,13 @@ complaint, signature or share. Silence is none of these, and nobody is put off f
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedflat.core import durable
 from fedflat.core.checks import RunError
-from fedflat.core.durable import flush
-from fedflat.federation.client.store import replace_file
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Culprits:
         text = self.path.read_bytes() if self.path.exists() else b""
         if last := text.rpartition(b"\n")[2]:  # a kill in ``note``: half a line goes, a whole one gets its end
             text = text + b"\n" if last.endswith(b"}}") else text.removesuffix(last)
-            replace_file(self.path, text)
+            durable.replace(self.path, text)
         try:
             self.strikes = Counter(int(client) for line in text.splitlines() for client in json.loads(line)["excluded"])
         except (ValueError, KeyError, TypeError) as error:
@@ -56,12 +54,7 @@ class Culprits:
             return set()
         before = self.off
         line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with open(descriptor, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(descriptor)
-        flush(self.path.parent)
+        durable.append(self.path, line.encode() + b"\n")
         self.strikes.update(excluded.keys())
         return self.off - before
 

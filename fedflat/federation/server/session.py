@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedflat.core import durable
 from fedflat.core.checks import RunError, whole, wrong
 from fedflat.core.personal import PersonalState
 from fedflat.core.rng import fresh_key
@@ -44,7 +45,6 @@ from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder, plain
-from fedflat.records.folder import replace as write_whole
 from fedflat.records.opening import Opening
 from fedflat.simulation.planning import drowned
 
@@ -219,7 +219,8 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """The run's folder: new, or the one of the same recipe, data form and model. The job gets what the run is."""
     import yaml
 
-    from fedflat.assembly.records import settled, versions, write_frozen
+    from fedflat.assembly.records import settled, write_frozen
+    from fedflat.records.opening import versions
 
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
@@ -236,7 +237,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name)
         job.opening.write(out)
         write_frozen(job, out)
-        write_whole(out / RECIPE, text)
+        durable.replace(out / RECIPE, text, mode=0o644)
         return RunFolder(out, deployment=True, run=name)
     if _versions(out).get("task") != task.identity:
         raise wrong(

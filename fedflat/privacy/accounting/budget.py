@@ -165,18 +165,6 @@ def _needed_row(find: str, solve: Any, target: float, base: Row, trust: str, sam
         return row | {"reason": str(error)}
 
 
-def affordable(
-    *, target: float, clients: int, cohort: float, rounds: int, noise_multiplier: float, **setting: Any
-) -> Row:
-    """What ε = ``target`` allows when one quantity may move and σ stays: most rounds, largest cohort, least clients."""
-    common = {"noise_multiplier": noise_multiplier, **setting}
-    return {
-        "rounds": rounds_for(epsilon=target, clients=clients, cohort=cohort, **common),
-        "cohort": cohort_for(epsilon=target, clients=clients, rounds=rounds, **common),
-        "clients": clients_for(epsilon=target, cohort=cohort, rounds=rounds, **common),
-    }
-
-
 def epsilon_against(axis: str, values: Sequence[float], **setting: Any) -> list[Row]:
     """A series to plot: ``[{axis: value, "epsilon": ε}, …]``; ``setting`` are the other arguments of epsilon.
 

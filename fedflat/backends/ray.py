@@ -1,0 +1,262 @@
+"""Clients as Ray tasks: the sequential loop over blocks of a cohort, on the cores of one machine or of many.
+
+Data and module go into Ray's object store once a run, the broadcast once a round; workers read both in place. A task
+gets client numbers (and what is their own) and answers with their messages, one vector a client. The driver adds them
+in client order, one by one, so the result is bit for bit that of one process with one thread, for any number of workers
+and any block size. A task is a function of (seed, round, client, broadcast): one that is lost with its worker is run
+again, with the same result. At most ``IN_FLIGHT`` blocks a worker are under way: memory does not grow with the cohort.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.backends.resident import keep_freed_memory, shown, stored
+from fedflat.backends.sequential import Sequential, words_of
+from fedflat.core.checks import InputError, RunError, one_line
+from fedflat.core.imports import USER_FILES
+from fedflat.core.personal import PersonalState
+from fedflat.core.types import Broadcast
+from fedflat.data.clients import FederatedData
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.client import LocalResult
+from fedflat.engine.kept import states_of
+from fedflat.engine.problem import ModuleProblem
+
+RETRIES = 3
+"""How often a task is run again whose worker process, or machine, was lost."""
+IN_FLIGHT = 2
+"""Blocks per worker handed out and not yet added: one that is trained, one that waits."""
+PER_WORKER, LARGEST, ENTRIES = 4, 64, 2_500_000
+"""When the recipe names no block size: blocks per worker in a round, at least, so that workers end at about the same
+time; clients in a block and entries of its messages (10 MB in float32), at most."""
+
+
+@dataclass
+class RayTasks:
+    """Trains a cohort as Ray tasks. processes: CPUs of a session that is started here; a joined cluster has its own.
+
+    block: clients of a task, or None for a size that fits the cohort, the workers and the model. It changes no result.
+    """
+
+    inner: Sequential
+    processes: int
+    block: int | None = None
+    name: str = "ray"
+    _session: str = field(default="", repr=False)
+    _run: Any = field(default=None, repr=False)
+    _task: Any = field(default=None, repr=False)
+
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
+        """Train each client of the cohort and add its message, in client order."""
+        if (session := connect(self.processes)) != self._session:
+            self._start(torch.cat([broadcast.shared, heads.first]))
+            self._session = session
+        self.inner.add_all(cohort, broadcast, accumulator, heads, lambda ids: self._results(ids, broadcast, heads))
+
+    def _start(self, weights: Tensor) -> None:
+        """Put the run into the object store."""
+        import ray
+
+        self.inner.problem.bind(weights)  # buffers as at w^0
+        try:
+            # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
+            self._run = [versions(), ray.put(packed(self.inner))]
+        except Exception as error:  # any class may refuse in its own way
+            raise InputError(
+                "engine.backend: found ray with a model or method that cannot be sent to another process "
+                f"({one_line(error)}); allowed: one that can be pickled, or engine.backend=sequential."
+            ) from error
+        self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(train_block)
+
+    def blocks(self, clients: list[int], count: int) -> list[list[int]]:
+        """Neighbouring clients in blocks, for ``count`` workers."""
+        even = math.ceil(len(clients) / (PER_WORKER * count))
+        size = self.block or max(1, min(LARGEST, ENTRIES // max(self.inner.problem.layout.size, 1), even))
+        return [clients[start : start + size] for start in range(0, len(clients), size)]
+
+    def _results(self, clients: list[int], broadcast: Broadcast, heads: PersonalState) -> Iterator[LocalResult]:
+        """Trained clients in client order; a block is handed out for each one taken back."""
+        import ray
+
+        count = max(1, int(ray.cluster_resources().get("CPU", 1)))  # as many tasks run at a time
+        told, waiting = ray.put(in_place(broadcast)), iter(self.blocks(clients, count))
+        pending: deque[tuple[list[int], Any]] = deque()
+
+        def send(most: int) -> None:
+            for block in itertools.islice(waiting, most):
+                states = (states_of(self.inner.algorithm, heads, client, broadcast.shared) for client in block)
+                own = [(in_place(heads.of(client)), in_place(each)) for client, each in zip(block, states)]
+                pending.append((block, self._task.remote(self._run, told, block, own)))
+
+        try:
+            send(IN_FLIGHT * count)
+            while pending:
+                found = self._fetch(pending, broadcast.round)
+                send(1)
+                yield from found
+        finally:
+            for _, lost in pending:
+                ray.cancel(lost)
+
+    def _fetch(self, pending: deque[tuple[list[int], Any]], round: int) -> list[LocalResult]:
+        """The oldest block's answer. Blocks that are ready on other machines are brought here meanwhile."""
+        import ray
+
+        ray.wait([reference for _, reference in pending], num_returns=len(pending), timeout=0, fetch_local=True)
+        block, reference = pending[0]
+        try:
+            found = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            raise RunError(
+                f"round {round}, clients {block[0]} to {block[-1]}: a Ray task was lost, {RETRIES} retries included; "
+                f"resume the run, with engine.block=1 if memory is short ({one_line(error)})"
+            ) from error
+        if isinstance(found, Exception):
+            raise found
+        pending.popleft()
+        return found  # type: ignore[no-any-return]
+
+
+def train_block(
+    run: list[Any], broadcast: Broadcast, clients: list[int], own: list[tuple[Tensor, dict[str, Tensor]]]
+) -> list[LocalResult] | Exception:
+    """A task: train clients on one thread, each with its head and states. Gives their results, or what to raise."""
+    try:
+        inner, found = _unpacked(*run), []
+        for client, (head, states) in zip(clients, own):
+            found.append(in_place(inner.one(client, broadcast, torch.cat([broadcast.shared, head]), states)))
+        inner.problem.settle(everything=True)
+        return found
+    except InputError as error:
+        return InputError(str(error))
+    except Exception as error:
+        return RunError(f"Ray task: {words_of(error)}")
+
+
+@functools.lru_cache(maxsize=1)
+def _unpacked(wanted: str, reference: Any) -> Sequential:
+    """In a worker: the run it works for. Raises RunError where other versions would compute it."""
+    import ray
+
+    if versions() != wanted:
+        raise RunError(f"a machine of the Ray cluster has {versions()}, the driver {wanted}")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    return ray.get(reference)  # type: ignore[no-any-return]
+
+
+def versions() -> str:
+    """What decides the numbers a worker computes."""
+    return ", ".join(f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy"))
+
+
+class Made:
+    """Travels as a call: what arrives is what ``make(*given)`` gives there."""
+
+    def __init__(self, make: Callable[..., Any], *given: Any) -> None:
+        self.call = make, given
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def packed(inner: Sequential) -> Made:
+    """Arrives as the same back end on its training data alone: neither test data nor held-back examples travel.
+
+    Classes and functions of a user's own file, which other processes cannot import, are sent along by value.
+    """
+    from ray import cloudpickle
+
+    for name in [name for name in sys.modules if name.startswith(USER_FILES)]:
+        cloudpickle.register_pickle_by_value(sys.modules[name])
+    data, own = inner.data, inner.problem
+    used, rows = np.unique(np.concatenate([*data.parts, np.empty(0, np.int64)]), return_inverse=True)
+    kept = torch.from_numpy(used) if len(used) < len(data.inputs) else slice(None)
+    (inputs, last), constants = stored(data.inputs), (data.classes, data.name, data.vocabulary, data.padding, data.most)
+    examples = Made(shown, in_place(inputs[kept]), last), in_place(data.targets[kept])
+    parts = Made(tuple, Made(np.split, rows, np.cumsum(data.sizes)[:-1]))
+    federation = Made(FederatedData, *examples, parts, (), None, None, *constants)
+    weights = [weight for weight in own.module.parameters() if weight.is_contiguous()]
+    there: dict[int, Any] = {id(w): Made(nn.Parameter, in_place(w), w.requires_grad) for w in weights}
+    module = copy.deepcopy(own.module, there)
+    problem = functools.partial(
+        ModuleProblem, module, own.layout, own.precision, onednn=own.onednn, objective=own.objective
+    )
+    return Made(Sequential, inner.algorithm, Made(problem), inner.local, federation, inner.seed)
+
+
+def in_place(value: Any) -> Any:
+    """A tensor, or those of a dictionary, a broadcast or a result, such that it is an array on its way, which is read
+    in place, never written to, where it arrives. Bfloat16, which no array has, and other things travel as they are."""
+    if isinstance(value, Broadcast | LocalResult):
+        return type(value)(**in_place(vars(value)))
+    if isinstance(value, dict):
+        return {name: in_place(each) for name, each in value.items()}
+    if not isinstance(value, Tensor) or value.dtype == torch.bfloat16:
+        return value
+    return Made(_view, value.detach().cpu().contiguous().numpy())
+
+
+def _view(array: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the memory may be read-only
+        return torch.from_numpy(array)
+
+
+_STARTED: dict[str, int] = {}
+"""Sessions started here, not joined: their number of CPUs."""
+
+
+def connect(processes: int) -> str:
+    """Name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
+
+    processes: CPUs of a local session; one started here for another number is closed and started again. Recent versions
+    of Ray guard it with a token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a warning about GPUs, which no task asks for
+    import ray
+
+    if ray.is_initialized():
+        if _STARTED.get(name := _name(ray), processes) == processes:
+            return name
+        ray.shutdown()
+    address = os.environ.get("RAY_ADDRESS", "")
+    local = address in ("", "local")
+    place = {"address": "local", "num_cpus": processes, "include_dashboard": False} if local else {"address": address}
+    before = signal.getsignal(signal.SIGTERM)  # Ray takes it over
+    try:
+        ray.init(**place, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises many kinds
+        where = f"RAY_ADDRESS={address} (RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')})" if address else "a local Ray"
+        raise RunError(f"engine.backend=ray: {where} could not be used: {one_line(error)}") from error
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+    if local:
+        _STARTED[_name(ray)] = processes
+    return _name(ray)
+
+
+def _name(ray: Any) -> str:
+    """A session's name: another one after every ``ray.init``, whoever called it."""
+    context = ray.get_runtime_context()
+    return f"{context.get_node_id()} {context.get_job_id()}"

@@ -1,1 +1,0 @@
-"""Clients as Ray tasks."""
