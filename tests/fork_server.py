@@ -14,7 +14,10 @@ import pytest
 import torch.multiprocessing as multiprocessing
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dp_accounting.pld.privacy_loss_distribution", "scipy.stats", "fedflat.simulation.run"])
+CONTEXT.set_forkserver_preload([
+    "dp_accounting.pld.privacy_loss_distribution", "scipy.stats", "sklearn.datasets", "flwr_datasets",
+    "fedflat.simulation.run",
+])  # fmt: skip
 
 
 @contextmanager

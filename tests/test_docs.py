@@ -42,6 +42,7 @@ SMALL = {
 PYTHON = [(page, i, code) for page in PAGES for i, code in enumerate(blocks(page, "python"))]
 
 
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize(("page", "number", "code"), PYTHON, ids=[f"{p.stem}-{i}" for p, i, _ in PYTHON])
 def test_python_blocks_run(page: Path, number: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,6 +60,7 @@ SHELL = [page for page in PAGES if blocks(page, "sh")]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("page", SHELL, ids=[page.stem for page in SHELL])
 def test_shell_blocks_run(page: Path, command: Any) -> None:
     """All ``sh`` blocks of a page one after the other, in one folder."""

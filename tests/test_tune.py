@@ -470,6 +470,7 @@ def test_a_mistake_is_one_line_and_status_2(command: Callable[..., Any], words: 
     assert said.status == 2 and said.err.count("\n") == 1 and says in said.err
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_the_command(command: Callable[..., Any], tmp_path: Path, here: Callable[..., Here]) -> None:
     here()
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))

@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def serve(project: Path) -> int:
     shutil.rmtree(own, ignore_errors=True)
     write_authority_and_server(own, [addresses.control[0]], keep=False)  # new at each start, for this process
     runtime = Runtime(shown(addresses.control), own / "ca.crt", secrets.token_bytes(32))
-    start_worker(runtime, "flwr-serverapp", server_work((project / "app").absolute()))
+    start_worker(runtime, "flwr-serverapp", partial(server_work, (project / "app").absolute()))
     app = _application(addresses, own, lock, runtime.secret)
     _run(app, fleet_only(app, _register(app, roster)), addresses, own, project / "certificates")
     return 0

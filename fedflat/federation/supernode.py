@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from fedflat.core.checks import InputError, RunError, wrong
@@ -52,7 +53,7 @@ def serve(given: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"{own}: found {error.strerror}; allowed: a folder you may write to.") from error
     runtime = Runtime(f"{HERE}:{given.port}", own / "ca.crt", secrets.token_bytes(32))
-    start_worker(runtime, "flwr-clientapp", client_work(app))
+    start_worker(runtime, "flwr-clientapp", partial(client_work, app))
     _be_the_supernode(given, key, own, runtime.secret)
     with suppress(SystemExit):
         signal.raise_signal(signal.SIGTERM)  # Flower came back from a lost connection, but its own port is still open

@@ -61,9 +61,11 @@ class Runtime:
         return self.client(RuntimeTokenHttpInterceptor(token))
 
 
-def start_worker(runtime: Runtime, kind: str, work: Work) -> None:
+def start_worker(runtime: Runtime, kind: str, made: Callable[[], Work]) -> None:
     """Fork the worker of this program, for tasks of one kind (Flower's TaskType). To be called before any thread is
     started. Each of the two ends with the other.
+
+    made: gives the work. It loads what tasks need, in the worker, while this program starts.
     """
     parent = os.getpid()
     child = os.fork()
@@ -73,7 +75,7 @@ def start_worker(runtime: Runtime, kind: str, work: Work) -> None:
     try:
         end_with_an_exit()
         dies_with(parent)
-        _take_tasks(runtime, kind, work)
+        _take_tasks(runtime, kind, made())
     except SystemExit:
         os._exit(0)
     except BaseException:
@@ -136,6 +138,10 @@ def _fork(runtime: Runtime, task: Any, token: str, work: Work) -> int:
 
 def server_work(app: Path) -> Work:
     """Run the ServerApp of a run, if the run is of the app in this folder."""
+    from flwr.superlink.runtime import run_serverapp
+
+    import fedflat.federation.server.session
+    import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
     def work(runtime: Runtime, task: Any, token: str) -> None:
         from queue import Queue
@@ -143,7 +149,6 @@ def server_work(app: Path) -> Work:
         from flwr.cli.build import build_fab_from_disk
         from flwr.proto.runtime_pb2 import PushTaskOutputRequest
         from flwr.supercore.logger import mirror_output_to_queue
-        from flwr.superlink.runtime import run_serverapp
 
         if hashlib.sha256(build_fab_from_disk(app)).hexdigest() != task.fab_hash:
             log.error("refused: run %d is of another app than %s", task.run_id, app)
@@ -162,19 +167,23 @@ def server_work(app: Path) -> Work:
 
 def client_work(app: Path) -> Work:
     """Answer a message with the installed fedflat and the owner's copy of the app; refuse runs of another app."""
+    from flwr.app import Error, Message
+    from flwr.common.constant import ErrorCode, SubStatus
+    from flwr.common.serde import context_to_proto
+    from flwr.proto.runtime_pb2 import PushTaskOutputRequest
+    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+    from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
+
     import fedflat.federation.client.session
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
+    from fedflat.assembly.plans import algorithm_of, plan_of
+    from fedflat.federation.apps import client_app
+    from fedflat.federation.task import Task
+
+    task = Task.read(app)
+    plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)  # seconds with correlated noise, but kept
 
     def work(runtime: Runtime, task: Any, token: str) -> None:
-        from flwr.app import Error, Message
-        from flwr.common.constant import ErrorCode, SubStatus
-        from flwr.common.serde import context_to_proto
-        from flwr.proto.runtime_pb2 import PushTaskOutputRequest
-        from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
-        from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
-
-        from fedflat.federation.apps import client_app
-
         client = runtime.task_client(token)
         HeartbeatSender(make_task_heartbeat_fn_http(client)).start()
         message, context, _, fab = pull_task_input(client)

@@ -227,12 +227,15 @@ def test_a_poisoned_client_moves_the_sum_by_at_most_the_clip(method: str, backen
     for network in (module(), Fragile()):
         without = _sum(method, backend, "gone", network)
         assert bool(torch.isfinite(without).all())
-        for kind in ("huge inputs", "large inputs", "one huge example", "as it was"):
-            moved = float(torch.linalg.vector_norm(_sum(method, backend, kind, network) - without))
+        sums = {
+            kind: _sum(method, backend, kind, network)
+            for kind in ("huge inputs", "large inputs", "one huge example", "as it was")
+        }
+        for kind, found in sums.items():
+            moved = float(torch.linalg.vector_norm(found - without))
             assert moved <= 0.2 * (1 + 1e-6), (kind, moved)
-        broken = _sum(method, backend, "huge inputs", Fragile())
-        gone = _sum(method, backend, "gone", Fragile())
-        torch.testing.assert_close(broken, gone, rtol=0, atol=0 if backend == "sequential" else 1e-7)
+    # Fragile's, the last network
+    torch.testing.assert_close(sums["huge inputs"], without, rtol=0, atol=0 if backend == "sequential" else 1e-7)
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])

@@ -123,6 +123,12 @@ def flwr(home: Path, federation: Federation, *words: str) -> subprocess.Complete
     )  # fmt: skip
 
 
+def listening(port: int) -> bool:
+    """Whether it is worth a ``flwr``, which takes a second to say that nobody is there."""
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0
+
+
 def status_of(url: str) -> int:
     """The HTTP status of an empty order, without looking at certificates."""
     lax = ssl._create_unverified_context()
@@ -186,6 +192,8 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
         federation._spawn("open", [*old, *tls])
         home = connection(place / "anybody", address, held / "ca.crt")
         until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not listening(federation.port):
+            time.sleep(0.1)
         for client in range(2):
             key = str(client_folder(place / "fed", client) / "auth.pub")
             while flwr(home, federation, "supernode", "register", key, "fedflat").returncode:

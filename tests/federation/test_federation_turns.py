@@ -19,9 +19,11 @@ from stand_in import deployed, grid_of, settings, small
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.schedules import MinSeparation
 from fedflat.core.types import RoundState
-from fedflat.federation.launch.project import _taking_turns, write_project
+from fedflat.federation.launch.project import PACKAGE, _taking_turns, write_project
 from fedflat.federation.server import session as server
 from fedflat.federation.server.check_ins import CheckIns
+from fedflat.federation.worker import client_work
+from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.verify import verify_run
@@ -226,3 +228,14 @@ def test_where_secret_coins_stay(changes: dict[str, Any], said: str) -> None:
 def test_turns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cohort\.separation"):
         write_project(small(**{**TURNS, "cohort": {**TURNS["cohort"], "separation": 9}}), tmp_path / "fed")
+
+
+def test_factors_are_made_once_for_a_node_and_not_for_each_message(tmp_path: Path) -> None:
+    """A message is answered by a fork of what has loaded the work."""
+    folder = tmp_path / "fed"
+    _, clients = deployed(folder, small(**TURNS))
+    factor_for.cache_clear()
+    client_work(folder / "app" / PACKAGE)
+    made = factor_for.cache_info().misses
+    assert clients[0].job.parts.plan.rounds == 6
+    assert made == factor_for.cache_info().misses == 1

@@ -17,11 +17,15 @@ from fedflat.core.params import flatten, layout_of
 from fedflat.models import build
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 # by transformers' RoBERTa: dense 8×8+8 and projection 8×2+2; adapters 2·(r·8) on query and value of one layer
 HEAD, ADAPTERS = 8 * 8 + 8 + 8 * 2 + 2, 2 * 2 * (2 * 8)
 TRAINED = {"head": HEAD, "lora": HEAD + ADAPTERS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    pytest.importorskip("peft")  # seconds of imports: not for a process that only collects
 
 
 @pytest.fixture(scope="module")

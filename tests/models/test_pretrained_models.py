@@ -15,7 +15,6 @@ from fedflat.core.checks import InputError
 from fedflat.models import NAMES, build, refuse_unclipped_state
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
 torch.set_num_threads(1)
 
 LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -23,6 +22,11 @@ TINY: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "vit-base": ((3, 8, 8), {**LAYERS, "image_size": 16, "patch_size": 8}),
     "roberta-base": ((7,), {**LAYERS, "vocab_size": 30, "max_position_embeddings": 12}),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    pytest.importorskip("peft")  # seconds of imports: not for a process that only collects
 
 
 def tiny(name: str, seed: int = 0, **options: Any) -> nn.Module:

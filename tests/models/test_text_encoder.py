@@ -15,7 +15,6 @@ from fedflat.core.checks import InputError
 from fedflat.models import build, refuse_unclipped_state
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
 torch.set_num_threads(1)
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -23,6 +22,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "Bert": {"pad_token_id": 0, "type_vocab_size": 2, "max_position_embeddings": 12},
     "Roberta": {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 14},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    pytest.importorskip("peft")  # seconds of imports: not for a process that only collects
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,9 @@ def poisson(q: float, sigma: float) -> dp.DpEvent:
     return dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma))
 
 
-def naive(event: dp.DpEvent, rounds: int, delta: float) -> float:
-    return float(pld.PLDAccountant().compose(event, rounds).get_epsilon(delta))
+def naive(event: dp.DpEvent, rounds: int, delta: float, step: float = 5e-4) -> float:
+    """By the library alone. step: five times its own is as close where ε is not small, in a tenth of the time."""
+    return float(pld.PLDAccountant(value_discretization_interval=step).compose(event, rounds).get_epsilon(delta))
 
 
 # Pinned values of the specification, at the precision it prints.
@@ -317,7 +318,7 @@ def test_no_noise_means_no_bound(accountant: str) -> None:
 
 def test_other_events_go_to_the_library() -> None:
     laplace = dp.LaplaceDpEvent(2.0)
-    assert compose_epsilon(laplace, 3, 1e-5) == naive(laplace, 3, 1e-5)
+    assert compose_epsilon(laplace, 3, 1e-5) == pld.PLDAccountant().compose(laplace, 3).get_epsilon(1e-5)
     assert compose_epsilon(laplace, 3, 1e-5, "rdp") > 0
     listed = dp.ComposedDpEvent([dp.GaussianDpEvent(2.0), dp.GaussianDpEvent(3.0)])  # not hashable
     assert compose_epsilon(listed, 2, 1e-5) == pytest.approx(
@@ -466,7 +467,7 @@ def test_calibrated_noise_meets_its_target_from_below(target: float) -> None:
     sigma = noise_multiplier(epsilon=target, rounds=300, **PAPER)
     found = epsilon(rounds=300, noise_multiplier=sigma, **PAPER)
     assert target * (1 - 1e-3) <= found <= target
-    assert naive(poisson(0.1, sigma), 300, 1 / 500) <= target * (1 + 1e-4)
+    assert naive(poisson(0.1, sigma), 300, 1 / 500, 1e-4 if target < 1 else 5e-4) <= target * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(

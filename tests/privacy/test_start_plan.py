@@ -52,7 +52,7 @@ def test_epsilon_is_that_of_both_laws(share: float) -> None:
 
 def test_sampled_rounds_compose_as_the_library_composes_them() -> None:
     plan = plan_of(cohort=10, noise_multiplier=1.2)
-    accountant = dp.pld.PLDAccountant()
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=1e-3)
     accountant.compose(plan.sampler.event(1.2 * plan.first), 1).compose(plan.sampler.event(1.2), 19)
     assert plan.epsilon() == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-2)
     assert replace(plan, first=1.0).epsilon() < plan.epsilon() * 0.95  # the twin states too little

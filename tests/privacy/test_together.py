@@ -43,9 +43,9 @@ def by_library(steps: dict[Step, int], way: str, delta: float = DELTA) -> float:
     found = None
     for step, count in steps.items():
         if step.kind == "gaussian":
-            made = library.from_gaussian_mechanism(step.sigma)
+            made = library.from_gaussian_mechanism(step.sigma, value_discretization_interval=1e-3)
         else:
-            made = library.from_gaussian_mechanism(step.sigma, sampling_prob=step.q)
+            made = library.from_gaussian_mechanism(step.sigma, sampling_prob=step.q, value_discretization_interval=1e-3)
         mass = (made._pmf_remove if way == "remove" else made._pmf_add).self_compose(count)
         found = mass if found is None else found.compose(mass)
     return float(found.get_epsilon_for_delta(delta))
