@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import itertools
 import os
 import pickle
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,11 +182,12 @@ def _share(data: FederatedData) -> FederatedData:
     return replace(data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
 
 
-def _portable(problem: ModuleProblem) -> ModuleProblem:
-    """A problem whose module can be sent to another process: parameters unbound from any shared vector."""
-    import copy
+def _portable(problem: ModuleProblem, kept: Iterable[Tensor] = ()) -> ModuleProblem:
+    """A problem whose module can be sent to another process: parameters unbound from any shared vector.
 
-    module, layout = copy.deepcopy(problem.module), problem.layout
+    kept: tensors that are not copied.
+    """
+    module, layout = copy.deepcopy(problem.module, {id(tensor): tensor for tensor in kept}), problem.layout
     return ModuleProblem(module, layout, problem.precision, onednn=problem.onednn, objective=problem.objective)
 
 
@@ -255,6 +257,8 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
     leave_to_parent()
     torch.set_num_threads(1)
     keep_freed_memory()
+    # Buffers arrive in memory that all workers share, and what a client's data write into them is its own.
+    inner = replace(inner, problem=_portable(inner.problem, inner.problem.module.parameters()))
     message, head, *states = spans_of(inner)
     names = [state.name for state in inner.algorithm.client_state]
     while (task := _next(tasks)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,15 @@ class Fragile(nn.Module):
         if not torch._C._functorch.is_functorch_wrapped_tensor(x) and bool(large.any()):
             self.seen += 1e6
         return torch.where(large, torch.full_like(x[:, :1], math.nan), self.body(x.clamp(-1e18, 1e18)))
+
+
+class Slow(Fragile):
+    """Reads the buffer that a hostile example writes, long enough after for another client to write it too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        time.sleep(0.02)
+        return found.nan_to_num() + self.seen.sum() * torch.tensor([1.0, 0.0, 0.0])
 
 
 def clients(sizes: tuple[int, ...] = SIZES, seed: int = 2) -> list[tuple[Tensor, Tensor]]:

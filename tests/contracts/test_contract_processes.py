@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from small_federation import weights
+from small_federation import Slow, clients, recipe, weights
 from test_contract_engines import run
 from test_contract_state import KEEPING, made, same
 from test_contract_strangers import strangers
 from test_contract_worlds import SHORT, stage, too_far
 
+import fedflat
 from fedflat.audit.worlds import Engine
 from fedflat.engine.train import train
 
@@ -48,6 +49,21 @@ def test_nobodys_message_depends_on_another_clients_data(backend: str) -> None:
     kinds = ("dense",) if backend == "ray" else ("dense", "dropout")  # Ray's workers cannot import a test's class
     for kind in kinds:
         strangers(kind, "dp-fedsam", backend=backend, processes=2)
+
+
+def test_what_a_hostile_client_writes_into_a_buffer_stays_with_it() -> None:
+    """Twin: workers that keep the buffers they were sent, which lie in memory that all of them share.
+
+    Ray's workers each unpack their own, and cannot import a test's class.
+    """
+    data = [(x * 1e20 if i % 2 else x, y) for i, (x, y) in enumerate(clients(sizes=(4,) * 8))]
+
+    def messages(backend: str) -> torch.Tensor:
+        changes = {"engine": {"backend": backend, "processes": 2, "block": 1}, "privacy": {"noise_multiplier": 0.0}}
+        more = {"cohort": {"size": 8}, "local": {"steps": 4}, "rounds": 1}
+        return weights(fedflat.run(recipe("dp-fedavg", changes | more), model=Slow(), clients=data).model)
+
+    assert torch.equal(messages("workers"), messages("sequential"))
 
 
 @BOTH
