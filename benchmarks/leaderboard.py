@@ -48,8 +48,10 @@ def _same(row: dict[str, Any], cell: Cell) -> bool:
 
 def _keep(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:
     found = load()
-    found = {**found, "ceilings": found["ceilings"] | ceilings, "rows": rows}
-    write(json.dumps(found, ensure_ascii=False, indent=1) + "\n", FILE)
+    rest = {**found, "ceilings": found["ceilings"] | ceilings, "rows": []}
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    text = json.dumps(rest, ensure_ascii=False, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n]')
+    write(text + "\n", FILE)
 
 
 if __name__ == "__main__":
