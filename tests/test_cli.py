@@ -76,6 +76,7 @@ def test_run_as_json_prints_json_only(fedflat: Any, recipe: str) -> None:
         (["-o", "rounds"], ["-o: found rounds", "key.path=value"]),
         (["-o", "algorithm.name=dp-fedsm"], ["algorithm.name", "dp-fedsm", "Did you mean dp-fedsam?"]),
         (["-o", "algorithm.roh=1"], ["algorithm.roh", "Did you mean rho?"]),
+        (["-o", "algorithm.adaptive=maybe"], ["algorithm.adaptive: found maybe", "true or false"]),
         (["-o", "data.dataset=digts"], ["data.dataset", "digts", "Did you mean digits?"]),
         (["-o", "model.name=mpl"], ["model.name", "mpl", "Did you mean mlp?"]),
         (["-o", "engine.backend=gpu"], ["engine.backend", "gpu"]),

@@ -60,6 +60,8 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
         if named and one.default is one.empty and one.name not in options:
             raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
+        if isinstance(one.default, bool) and not isinstance(options.get(one.name, one.default), bool):
+            raise wrong(f"algorithm.{one.name}", options[one.name], "true or false")
     method = factory(**options)
     if not isinstance(method, Algorithm):
         raise wrong(
