@@ -20,6 +20,7 @@ EXAMPLE = "Example: "
 PLURALS: dict[type, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 ALGORITHM_KEYS = {
     "rho": "ρ, the radius in L2 at which SAM and PGN take their gradient. Small networks want about 0.05.",
+    "adaptive": "ρ is a share of each weight's own size, as the code of Shi et al. 2023a and b has it.",
     "lam": "λ, weight of BLUR's penalty on updates longer than the clip.",
     "sparsity": "c, the share of each tensor that LUS sets to zero.",
     "keep": "p, the share of coordinates kept: per tensor by a client's own mask, of the whole vector by a common one.",

@@ -157,7 +157,8 @@ def test_a_real_run_writes_what_metrics_jsonl_holds(fakes: None, tmp_path: Path)
     from fedflat.cli import training
 
     app = typer.Typer()
-    training.add_to(app)
+    app.command("run")(training.run)
+    app.command("compare")(training.compare)
     changes = ("rounds=2", "data.clients=20", "cohort.size=10", "privacy.accountant=rdp", "local.steps=1")
     words = ["run", "quick-start", *(word for change in changes for word in ("-o", change))]
     words += ["--out", str(tmp_path / "r"), "--tensorboard", str(tmp_path / "tb")]
