@@ -24,25 +24,16 @@ LONG = (
     "test_federation_processes", "test_federation_doors", "test_federation_partition",
     "test_federation_turns_processes", "test_ray_tasks", "test_graphs", "test_audit_mechanism",
     "test_contract_processes", "test_contract_worlds", "test_docs", "test_published_runs", "test_secure_runs",
-    "test_experiment", "test_accounting",
+    "test_experiment",
 )  # fmt: skip
 """Modules that take long, some mostly by waiting for processes: begun first, so that none is left alone at the end."""
-COUNTED = (
-    "privacy", "pieces", "core", "test_noise_laws", "test_class_statistics",
-    "test_contract_correlated", "test_contract_guard", "test_contract_pieces", "test_contract_state",
-)  # fmt: skip
-"""Folders and modules in which ``--cov`` counts branches, which slows a test; they reach every one that has to be."""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadscope --no-loadscope-reorder`` a worker takes module by module in this order."""
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
-    if config.pluginmanager.hasplugin("_cov"):
-        for item in items:
-            if not {item.path.parent.name, item.path.stem} & set(COUNTED):
-                item.add_marker("no_cover")
 
 
 @pytest.fixture(scope="session", autouse=True)
