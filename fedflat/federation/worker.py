@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedflat.core.checks import InputError
 from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, gone, named
 
 log = logging.getLogger("fedflat.worker")
@@ -181,7 +182,8 @@ def client_work(app: Path) -> Work:
     from fedflat.federation.task import Task
 
     task = Task.read(app)
-    plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)  # seconds with correlated noise, but kept
+    with suppress(InputError):  # said where a message is answered
+        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)  # seconds with correlated noise, but kept
 
     def work(runtime: Runtime, task: Any, token: str) -> None:
         client = runtime.task_client(token)

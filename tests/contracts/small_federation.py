@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,13 +66,38 @@ class Fragile(nn.Module):
         return torch.where(large, torch.full_like(x[:, :1], math.nan), self.body(x.clamp(-1e18, 1e18)))
 
 
-class Slow(Fragile):
-    """Reads the buffer that a hostile example writes, long enough after for another client to write it too."""
+class Meeting(Fragile):
+    """In worker processes a hostile example's pass is not over before another client has read the buffer that it wrote.
+
+    folder: where they tell each other.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
 
     def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        time.sleep(0.02)
-        return found.nan_to_num() + self.seen.sum() * torch.tensor([1.0, 0.0, 0.0])
+        found, hostile = super().forward(x).nan_to_num(), bool(x.abs().max() > 1e19)
+        if multiprocessing.parent_process() and not hostile:
+            _wait_for(self.folder / "written")
+        found = found + self.seen.sum() * torch.tensor([1.0, 0.0, 0.0])
+        if multiprocessing.parent_process():
+            (self.folder / ("written" if hostile else "read")).touch()
+            _wait_for(self.folder / "read")
+        return found
+
+
+class Sharing(Meeting):
+    """Broken twin: a worker's copy is what it was sent, buffers in memory that all workers share included."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:
+        return self
+
+
+def _wait_for(file: Path) -> None:
+    until = time.monotonic() + 120
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.002)
 
 
 def clients(sizes: tuple[int, ...] = SIZES, seed: int = 2) -> list[tuple[Tensor, Tensor]]:

@@ -6,10 +6,11 @@ One module, so that all of it is done by one process with one Ray session and on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from small_federation import Slow, clients, recipe, weights
+from small_federation import Meeting, Sharing, clients, recipe, weights
 from test_contract_engines import run
 from test_contract_state import KEEPING, made, same
 from test_contract_strangers import strangers
@@ -17,6 +18,7 @@ from test_contract_worlds import SHORT, stage, too_far
 
 import fedflat
 from fedflat.audit.worlds import Engine
+from fedflat.core.checks import InputError
 from fedflat.engine.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_workers")]
@@ -51,19 +53,23 @@ def test_nobodys_message_depends_on_another_clients_data(backend: str) -> None:
         strangers(kind, "dp-fedsam", backend=backend, processes=2)
 
 
-def test_what_a_hostile_client_writes_into_a_buffer_stays_with_it() -> None:
-    """Twin: workers that keep the buffers they were sent, which lie in memory that all of them share.
+@pytest.mark.parametrize("kind", [Meeting, Sharing])
+def test_what_a_hostile_client_writes_into_a_buffer_stays_with_it(kind: type[Meeting], tmp_path: Path) -> None:
+    """Ray's workers each unpack a copy of their own, and cannot import a test's class."""
+    data = [(x * 1e20 if i % 2 else x, y) for i, (x, y) in enumerate(clients(sizes=(4, 4)))]
 
-    Ray's workers each unpack their own, and cannot import a test's class.
-    """
-    data = [(x * 1e20 if i % 2 else x, y) for i, (x, y) in enumerate(clients(sizes=(4,) * 8))]
+    def released(backend: str) -> torch.Tensor:
+        changes = {"engine": {"backend": backend, "processes": 2}, "privacy": {"noise_multiplier": 0.0}}
+        more = {"cohort": {"size": 2}, "rounds": 1}
+        given = recipe("dp-fedavg", changes | more)
+        return weights(fedflat.run(given, model=kind(tmp_path), clients=data).model)
 
-    def messages(backend: str) -> torch.Tensor:
-        changes = {"engine": {"backend": backend, "processes": 2, "block": 1}, "privacy": {"noise_multiplier": 0.0}}
-        more = {"cohort": {"size": 8}, "local": {"steps": 4}, "rounds": 1}
-        return weights(fedflat.run(recipe("dp-fedavg", changes | more), model=Slow(), clients=data).model)
-
-    assert torch.equal(messages("workers"), messages("sequential"))
+    alone = released("sequential")
+    if kind is Meeting:
+        assert torch.equal(released("workers"), alone)
+    else:
+        with pytest.raises((InputError, AssertionError)):  # mostly the watch on state sees it
+            assert torch.equal(released("workers"), alone)
 
 
 @BOTH
