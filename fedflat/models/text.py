@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import whole, wrong
+from fedflat.models.headed import Headed
 
 
 def text_length(name: str, input_shape: Sequence[int]) -> int:
@@ -124,6 +125,33 @@ def char_gru(
     return _character(GRU, "char-gru", input_shape, classes, (embedding, hidden, layers))
 
 
+class CharacterScores(nn.Module):
+    """Next-character prediction from the last ``context`` characters alone: ids (b, T) -> logits (b, T, vocabulary).
+
+    A character, or the text's beginning, at each distance has a score for every next one; logits are their sum and a
+    bias, all 0 at the start.
+    """
+
+    def __init__(self, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.vocabulary, self.context = vocabulary, context
+        self.scores = nn.Parameter(torch.zeros(context * (vocabulary + 1), vocabulary))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        total = self.bias
+        for back in range(self.context):
+            earlier = F.pad(ids, (back, 0), value=self.vocabulary)[:, : ids.shape[1]]
+            total = total + F.embedding(earlier + back * (self.vocabulary + 1), self.scores)
+        return total
+
+
+def char_linear(input_shape: Sequence[int], classes: int, *, context: int = 3) -> nn.Module:
+    """Multinomial logistic regression on the last ``context`` characters; ``classes`` is the vocabulary."""
+    text_length("char-linear", input_shape)
+    return CharacterScores(classes, whole("model.context", context, 1))
+
+
 class BagOfWords(nn.Module):
     """Mean of the embeddings of the ids that are not ``padding``, then a linear layer: (b, T) -> (b, classes)."""
 
@@ -141,6 +169,56 @@ class BagOfWords(nn.Module):
         return cast(Tensor, self.head(mean))
 
 
+class WordCounts(Headed):
+    """Logistic regression on a text's words: (b, T) -> (b, classes).
+
+    Features: how often each id but ``padding`` is in the text (b, vocabulary), divided by the root of their number:
+    counts of different words have length 1.
+    """
+
+    trained = "classifier."
+
+    def __init__(self, vocabulary: int, classes: int, padding: int = 0) -> None:
+        super().__init__()
+        self.vocabulary, self.padding = vocabulary, padding
+        self.classifier = nn.Linear(vocabulary, classes)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        word = (inputs != self.padding).to(self.classifier.weight.dtype)
+        counts = word.new_zeros(len(inputs), self.vocabulary).scatter_add(1, inputs, word)
+        return counts / word.sum(1, keepdim=True).clamp(min=1.0).sqrt()
+
+    def head(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.classifier(features))
+
+
+class WordOverlap(Headed):
+    """Whether two sentences use the same words, and logistic regression on that: (b, T) -> (b, classes).
+
+    One feature: the share of ids without their like in the other sentence, from -1 (none) to 1 (all). The first
+    sentence ends at ``separator``. A head so small takes little noise.
+    """
+
+    trained = "classifier."
+
+    def __init__(self, classes: int, padding: int = 0, separator: int = 1) -> None:
+        super().__init__()
+        self.padding, self.separator = padding, separator
+        self.classifier = nn.Linear(1, classes)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        border = inputs == self.separator
+        second = border.long().cumsum(1).clamp(max=1)
+        word = (inputs != self.padding) & ~border
+        same = (inputs[:, :, None] == inputs[:, None, :]) & (second[:, :, None] != second[:, None, :])
+        alone = word & ~(same & word[:, None, :]).any(2)
+        share = alone.sum(1, keepdim=True) / word.sum(1, keepdim=True).clamp(min=1)
+        return (2 * share - 1).to(self.classifier.weight.dtype)
+
+    def head(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.classifier(features))
+
+
 def bow(
     input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0, embedding: int = 64
 ) -> nn.Module:
@@ -153,3 +231,21 @@ def bow(
         raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included")
     size = whole("model.vocabulary", vocabulary, 2)
     return BagOfWords(size, classes, whole("model.embedding", embedding, 1), whole("model.padding", padding, 0))
+
+
+def bow_linear(
+    input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0
+) -> nn.Module:
+    """Logistic regression on the words of a text; ``vocabulary`` and ``padding`` as :func:`bow` has them."""
+    text_length("bow-linear", input_shape)
+    if vocabulary is None:
+        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included")
+    return WordCounts(whole("model.vocabulary", vocabulary, 2), classes, whole("model.padding", padding, 0))
+
+
+def bow_overlap(input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> nn.Module:
+    """Logistic regression on how far two sentences use the same words; ``separator``: the id between them."""
+    text_length("bow-overlap", input_shape)
+    if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
+        raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
+    return WordOverlap(classes, padding, separator)

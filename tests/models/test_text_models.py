@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
-from fedflat.models import NAMES, build, refuse_unclipped_state
+from fedflat.data.text import SEPARATOR
+from fedflat.models import NAMES, build, refuse_unclipped_state, text
 
 torch.set_num_threads(1)
 
@@ -23,7 +26,10 @@ def ids(*shape: int, high: int = 11, seed: int = 0) -> torch.Tensor:
     [
         ("char-lstm", 90, {}, 820_522),
         ("char-gru", 90, {}, 64_938),
+        ("char-linear", 90, {}, 24_660),
         ("bow", 2, {"vocabulary": 5000}, 320_130),
+        ("bow-linear", 2, {"vocabulary": 5000}, 10_002),
+        ("bow-overlap", 2, {}, 4),
     ],
 )
 def test_the_stated_number_of_parameters(name: str, classes: int, options: dict[str, int], count: int) -> None:
@@ -47,9 +53,12 @@ def test_a_recurrent_layer_is_torchs_layer(name: str, reference: type[nn.LSTM] |
     torch.testing.assert_close(module(x), expected)
 
 
-@pytest.mark.parametrize("name", ["char-lstm", "char-gru"])
+@pytest.mark.parametrize("name", ["char-lstm", "char-gru", "char-linear"])
 def test_a_prediction_does_not_see_the_future(name: str) -> None:
-    module = build(name, (9,), 11, 0, hidden=6)
+    module = build(name, (9,), 11, 0, **({} if name == "char-linear" else {"hidden": 6}))
+    with torch.no_grad():
+        for p in module.parameters():  # scores are 0 at the start
+            p.add_(torch.linspace(-1, 1, p.numel()).reshape(p.shape))
     x = ids(2, 9)
     later = x.clone()
     later[:, 5:] = (later[:, 5:] + 1) % 11
@@ -59,7 +68,14 @@ def test_a_prediction_does_not_see_the_future(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("char-lstm", {"hidden": 6}), ("char-gru", {"hidden": 6}), ("bow", {"vocabulary": 11, "embedding": 3})],
+    [
+        ("char-lstm", {"hidden": 6}),
+        ("char-gru", {"hidden": 6}),
+        ("char-linear", {}),
+        ("bow", {"vocabulary": 11, "embedding": 3}),
+        ("bow-linear", {"vocabulary": 11}),
+        ("bow-overlap", {}),
+    ],  # fmt: skip
 )
 def test_three_clients_under_vmap_equal_three_calls(name: str, options: dict[str, int]) -> None:
     modules = [build(name, (7,), 11, seed, **options) for seed in range(3)]
@@ -105,9 +121,55 @@ def test_text_models_hold_no_unclipped_state_and_follow_the_seed() -> None:
         ("char-gru", (8,), {"layers": 0}, "model.layers: found 0"),
         ("bow", (8,), {}, "model.vocabulary: found nothing"),
         ("bow", (8,), {"vocabulary": 1}, "model.vocabulary: found 1"),
+        ("bow-linear", (8,), {}, "model.vocabulary: found nothing"),
+        ("bow-overlap", (8,), {"padding": 1}, "model.separator: found 1"),
+        ("char-linear", (8,), {"context": 0}, "model.context: found 0"),
     ],
 )
 def test_impossible_options(name: str, shape: tuple[int, ...], options: dict[str, int], words: str) -> None:
     with pytest.raises(InputError) as error:
         build(name, shape, 4, 0, **options)
     assert words in str(error.value)
+
+
+def test_logistic_regression_on_words_has_counts_of_length_one() -> None:
+    module = build("bow-linear", (6,), 3, 0, vocabulary=11)
+    x = torch.tensor([[3, 5, 7, 4, 0, 0], [5, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+    features = module.features(x)
+    torch.testing.assert_close(features.norm(dim=1), torch.tensor([1.0, 2**0.5, 0.0]))
+    assert torch.equal(features[0].nonzero().flatten(), torch.tensor([3, 4, 5, 7]))
+    assert features[1, 5] == 2 / 2**0.5
+    torch.testing.assert_close(module(x), module(features))
+    assert module.frozen
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ([3, 4, 1, 4, 3, 0], -1.0),  # the same words
+        ([3, 4, 1, 5, 6, 0], 1.0),  # none of them
+        ([3, 4, 5, 1, 4, 0], 0.0),  # 3 and 5 of four words are alone
+        ([3, 3, 1, 3, 0, 0], -1.0),  # a word that is there twice is not alone
+        ([3, 4, 0, 0, 0, 0], 1.0),  # no second sentence
+        ([0, 0, 0, 0, 0, 0], -1.0),
+    ],
+)
+def test_the_share_of_words_that_one_sentence_has_alone(text: list[int], share: float) -> None:
+    module = build("bow-overlap", (6,), 2, 0)
+    assert module.features(torch.tensor([text])).item() == share
+
+
+def test_the_hashed_separator_is_the_one_that_sentences_end_at() -> None:
+    assert inspect.signature(text.bow_overlap).parameters["separator"].default == SEPARATOR
+
+
+def test_a_character_model_without_layers_adds_a_score_for_each_of_the_last_characters() -> None:
+    module = build("char-linear", (4,), 5, 0, context=2)
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    last, before = module.scores[:6], module.scores[6:]  # row 5: before the text's beginning
+    logits = module(torch.tensor([[2, 0, 4, 1]]))[0]
+    torch.testing.assert_close(logits[0], last[2] + before[5] + module.bias)
+    torch.testing.assert_close(logits[3], last[1] + before[4] + module.bias)
+    assert [name for name, _ in module.named_parameters()][-1] == "bias"
