@@ -20,6 +20,7 @@ FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)
 PATCHES, NATURAL, NONE = "random process", "public natural data", "none"
 EVERYBODY = {"cohort.size": 500, "privacy.delta": 0.002}
+ALL_SPEAKERS = {"cohort.size": 252, "privacy.delta": 0.004}
 FOLDER = "FOLDER"
 """What commands call the folder with public weights."""
 

@@ -192,13 +192,13 @@ def _fitted(known: Examples) -> float:
     model = copy.deepcopy(known.head)
     search = torch.optim.LBFGS(model.parameters(), max_iter=FITTED, history_size=20, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
+    def loss() -> float:
         search.zero_grad()
-        total = torch.zeros(())
+        total = 0.0
         for x, y in zip(known.inputs.split(1000), known.targets.split(1000)):
-            part = CROSS_ENTROPY(model(x), y) * len(x) / len(known.targets)
+            part = CROSS_ENTROPY(model(x), y)[0].sum() / len(known.targets)
             part.backward()
-            total += part.detach()
+            total += float(part)
         return total
 
     search.step(loss)

@@ -75,7 +75,7 @@ def test_a_prediction_does_not_see_the_future(name: str) -> None:
         ("bow", {"vocabulary": 11, "embedding": 3}),
         ("bow-linear", {"vocabulary": 11}),
         ("bow-overlap", {}),
-    ],  # fmt: skip
+    ],
 )
 def test_three_clients_under_vmap_equal_three_calls(name: str, options: dict[str, int]) -> None:
     modules = [build(name, (7,), 11, seed, **options) for seed in range(3)]
