@@ -139,7 +139,7 @@ class CharacterScores(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, ids: Tensor) -> Tensor:
-        total = self.bias
+        total: Tensor = self.bias
         for back in range(self.context):
             earlier = F.pad(ids, (back, 0), value=self.vocabulary)[:, : ids.shape[1]]
             total = total + F.embedding(earlier + back * (self.vocabulary + 1), self.scores)

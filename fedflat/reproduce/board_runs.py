@@ -198,7 +198,7 @@ def _fitted(known: Examples) -> float:
         for x, y in zip(known.inputs.split(1000), known.targets.split(1000)):
             part = CROSS_ENTROPY(model(x), y)[0].sum() / len(known.targets)
             part.backward()
-            total += float(part)
+            total += part.item()
         return total
 
     search.step(loss)
