@@ -20,9 +20,7 @@ from fedflat.data.sources import load
 pytest.importorskip("transformers")
 REAL = Path(os.environ.get("FEDFLAT_DATA", "/nonexistent"))
 SMALL = ["rounds=2", "local.steps=2", "cohort.size=3", "evaluation.every=2", "engine.backend=sequential"]
-SIZES = (
-    "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, max_position_embeddings: 66"
-)
+SIZES = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64"
 SCRATCH = f"model={{name: roberta-base, pretrained: false, config: {{{SIZES}, max_position_embeddings: 66}}}}"
 """A small transformer from random weights."""
 LARGE = ["sst2-roberta-base", "mrpc-roberta-base", "cifar10-vit-base"]
