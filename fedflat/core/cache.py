@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-KEPT = 3
-"""Files of one kind that are kept, the newest ones."""
+KEPT = 4 << 30
+"""Bytes of one kind that are kept, of the files used last."""
 
 
 def cache_folder() -> Path:
@@ -33,7 +33,10 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor] | None:
-    """The tensors in a file, as they were written; None where there is none, or where it is damaged."""
+    """The tensors in a file, as they were written; None where there is none, or where it is damaged.
+
+    A file of the cache that is read counts as used now.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -42,6 +45,9 @@ def read_tensors(path: Path) -> dict[str, Tensor] | None:
             sound = (file.metadata() or {}).get("sha256") == digest_of(found)
     except (OSError, SafetensorError, ValueError, AttributeError):
         return None
+    if path.parent == cache_folder():
+        with contextlib.suppress(OSError):
+            os.utime(path)
     return found if sound else None
 
 
@@ -54,14 +60,17 @@ def read_about(path: Path) -> dict[str, str]:
 
 
 def keep(kind: str, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write ``KIND-NAME.safetensors`` into the cache, and delete all but the newest of that kind (a body that somebody
-    put there has a longer name); a cache that cannot be written keeps nothing."""
+    """Write ``KIND-NAME.safetensors`` into the cache, and delete what was used longest ago, beyond ``KEPT`` bytes of
+    its kind (a body that somebody put there has a longer name); a cache that cannot be written keeps nothing."""
     folder = cache_folder()
     with contextlib.suppress(OSError):
         write_tensors(folder / f"{kind}-{name}.safetensors", tensors, about)
         made = [file for file in folder.glob(f"{kind}-*.safetensors") if len(file.stem) == len(f"{kind}-{name}")]
-        for old in sorted(made, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
-            old.unlink()
+        used = 0
+        for place, file in enumerate(sorted(made, key=lambda file: file.stat().st_mtime_ns, reverse=True)):
+            used += file.stat().st_size
+            if place and used > KEPT:
+                file.unlink()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:

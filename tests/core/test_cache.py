@@ -1,0 +1,26 @@
+"""What is kept on this machine, and for how long."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedflat.core import cache
+
+
+def test_what_was_used_longest_ago_goes_first_and_the_newest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDFLAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "KEPT", 2500)
+    for age, name in enumerate(["old", "mid"]):
+        cache.keep("features", name, {"x": torch.zeros(200)})
+        os.utime(tmp_path / f"features-{name}.safetensors", (age, age))
+    assert cache.read_tensors(tmp_path / "features-old.safetensors") is not None, "and now it is used"
+    cache.keep("features", "new", {"x": torch.zeros(200)})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["features-new.safetensors", "features-old.safetensors"]
+    cache.keep("features", "big", {"x": torch.zeros(2000)})
+    assert [p.name for p in tmp_path.iterdir()] == ["features-big.safetensors"]
