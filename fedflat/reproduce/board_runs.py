@@ -68,15 +68,18 @@ class Cell:
     def advised(self) -> dict[str, Any]:
         """The setting that tuning starts from: the method's own where it has a server optimiser of its own.
 
-        A method that follows its last direction has its momentum in that, and gets none besides; its rate makes up.
+        A method that follows its last direction has its momentum in that, and gets none besides. Its clients send β of
+        their gradient: the clip is β of the recipe's and the rate 1/β, so that a round's own part is DP-FedAvg's.
         """
         recipe = self.recipe(TUNING, {})
         method = algorithm_of(recipe)
         if method.optimizer is not None:
             return {"server.momentum": 0.0, "server.lr": method.server_lr}
         server = server_of(recipe, method)
-        if server.momentum and any(isinstance(step, PgnDirection) for step in method.server):
-            return {"server.momentum": 0.0, "server.lr": round((server.lr or 1.0) / (1 - server.momentum), 6)}
+        followed, clip = [step.beta for step in method.server if isinstance(step, PgnDirection)], recipe.privacy.clip
+        if followed and isinstance(clip, float):
+            rate, own = (server.lr or 1.0) / followed[0], clip * followed[0]
+            return {"server.momentum": 0.0, "server.lr": float(f"{rate:.3g}"), "privacy.clip": float(f"{own:.3g}")}
         return {"server.lr": server.lr}
 
 
