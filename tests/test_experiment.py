@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,14 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from fork_server import quick_processes
+from fork_server import CONTEXT, quick_processes
 
+from fedflat.cli import main as cli
 from fedflat.core.checks import InputError
 from fedflat.report.progress import RunEvent
+from fedflat.simulation import experiment
 from fedflat.simulation import experiment_worker as worker
 from fedflat.simulation.experiment import Comparison, compare
 from fedflat.simulation.experiment_settings import axis, check_folders, claim, expand, split_top, tasks
@@ -149,7 +153,7 @@ def test_data_are_kept_for_the_next_run_of_the_same_seed_only(monkeypatch: pytes
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_workers() -> Iterator[None]:
-    """The two experiments that the real command starts have spawned ones."""
+    """The experiment that the real command starts has a spawned one."""
     with quick_processes():
         yield
 
@@ -247,10 +251,33 @@ def wait_for(what: Any, seconds: float = 300.0) -> None:
         time.sleep(0.01)
 
 
+def words_of(folder: Path, recipe: Path) -> list[str]:
+    words = ["fedflat", "compare", str(recipe), "--seeds", "2", "--processes", "1"]
+    return [*words, "-o", METHODS[0], "--out", str(folder)]
+
+
 def start(folder: Path, recipe: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fedflat", "compare", str(recipe), "--seeds", "2", "--processes", "1"]
-    command += ["-o", METHODS[0], "--out", str(folder)]
+    command = [sys.executable, "-m", *words_of(folder, recipe)]
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def be_the_command(words: list[str], said: list[Path], surroundings: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.update(surroundings)
+    for number, path in enumerate(said, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = words
+    fork = multiprocessing.get_context("fork")
+    experiment.multiprocessing = SimpleNamespace(get_context=lambda how: fork)  # type: ignore[attr-defined]
+    cli.main()
+
+
+def forked(folder: Path, recipe: Path) -> tuple[Any, list[Path]]:
+    """The same command from a server that has loaded it, its worker forked in turn; and what they say."""
+    said = [folder.with_name(name) for name in ("out", "err")]
+    process = CONTEXT.Process(target=be_the_command, args=(words_of(folder, recipe), said, dict(os.environ)))
+    process.start()
+    return process, said
 
 
 def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
@@ -258,10 +285,11 @@ def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
 ) -> None:
     recipe, folder = tmp_path / "tiny.yaml", tmp_path / "killed"
     recipe.write_text(yaml.safe_dump(TINY))
-    process = start(folder, recipe)
-    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
+    process, said = forked(folder, recipe)
+    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or not process.is_alive())
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, [path.read_text() for path in said]
     assert len(list(folder.glob("*/seed-*/privacy.json"))) < 4
     found = compare([recipe], METHODS, 2, folder, 1)
     assert found.complete
@@ -271,15 +299,32 @@ def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
         assert same[0] == same[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, number: int) -> None:
-    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
-    recipe.write_text(yaml.safe_dump({**TINY, "rounds": 100_000, "privacy": {"noise_multiplier": 1e3}}))
-    process = start(folder, recipe)
-    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
-    os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+def says_how_to_go_on(status: int | None, number: int, out: str, err: str, folder: Path) -> None:
+    assert status == 128 + number, err
     assert "Traceback" not in out + err and "Stopping after the running rounds" in err
     assert "4 of 4 runs unfinished; the same command goes on" in out
     assert not list(folder.glob("table.*"))
+
+
+ENDLESS = {**TINY, "rounds": 100_000, "privacy": {"noise_multiplier": 1e3}}
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
+    recipe.write_text(yaml.safe_dump(ENDLESS))
+    process = start(folder, recipe)
+    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    says_how_to_go_on(process.returncode, signal.SIGINT, out, err, folder)
+
+
+def test_so_does_an_order_to_end(tmp_path: Path) -> None:
+    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
+    recipe.write_text(yaml.safe_dump(ENDLESS))
+    process, said = forked(folder, recipe)
+    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or not process.is_alive())
+    os.killpg(process.pid, signal.SIGTERM)
+    process.join(60)
+    out, err = (path.read_text() for path in said)
+    says_how_to_go_on(process.exitcode, signal.SIGTERM, out, err, folder)

@@ -11,7 +11,6 @@ import json
 import socket
 import ssl
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +25,7 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("flwr.superlink")
 
+from forked import Forked, finished
 from ports import free_port
 from stand_in import deployed, small
 from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, logs
@@ -116,11 +116,9 @@ def connection(folder: Path, address: str, authority: Path) -> Path:
 
 def flwr(home: Path, federation: Federation, *words: str) -> subprocess.CompletedProcess[str]:
     """What somebody's own ``flwr`` says."""
-    command = [str(Path(sys.executable).parent / "flwr"), *words]
     surroundings = {**federation._environment(), "FLWR_HOME": str(home)}
-    return subprocess.run(
-        command, env=surroundings, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )  # fmt: skip
+    found: subprocess.CompletedProcess[str] = finished(["flwr", *words], surroundings, home, PATIENCE)
+    return found
 
 
 def listening(port: int) -> bool:
@@ -153,7 +151,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> None:
     """``flwr run`` from the network, from this machine without the token, and with it but for another app."""
     app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
-    with Federation(place / "fed", PATIENCE) as federation:
+    with Forked(place / "fed", PATIENCE) as federation:
         federation.start(clients=[])
         addresses = superlink.Addresses.read(federation.project)
         network, inside = (f"127.0.0.1:{port}" for port in (addresses.listen[1], addresses.control[1]))
@@ -183,7 +181,7 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
     ours; the other is the twin, Flower's own, and loses its key. So do the server's noise keys, and the SuperLink's
     database keeps the twin's update in a file."""
     app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
-    with Federation(place / "fed", PATIENCE) as federation:
+    with Forked(place / "fed", PATIENCE) as federation:
         address, held = f"127.0.0.1:{federation.port}", place / "fed" / "certificates"
         tls = ["--ssl-ca-certfile", f"{held}/ca.crt", "--ssl-certfile", f"{held}/server.crt"]
         tls += ["--ssl-keyfile", f"{held}/server.key"]

@@ -28,6 +28,7 @@ from stand_in import client_at, deployed, grid_of, honest, settings, small
 
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation.client.session import Client
+from fedflat.federation.launch.project import PACKAGE
 from fedflat.federation.server.session import serve
 from fedflat.federation.server.transport import Flower
 from fedflat.federation.task import Task
@@ -41,17 +42,34 @@ FORK = multiprocessing.get_context("fork")
 ROUNDS = 3
 
 
+_JOBS: dict[tuple[str, int], Any] = {}
+"""What clients of a task train with, for every forked server: the server is killed here, not they."""
+
+
+def made_ready(task: Task, clients: list[Client]) -> None:
+    _JOBS.update({(task.pin, client.number): client.job for client in clients})
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults") / "fed"
+    made_ready(*deployed(folder, small(rounds=ROUNDS, privacy={"noise_multiplier": 1.0})))
+    return folder
+
+
 @pytest.fixture
-def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Task]:
+def federation(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Task]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
-    task, clients = deployed(tmp_path / "fed", small(rounds=ROUNDS, privacy={"noise_multiplier": 1.0}))
-    _ = [client.job for client in clients]
-    return tmp_path / "fed", task
+    shutil.copytree(project, tmp_path / "fed")
+    return tmp_path / "fed", Task.read(tmp_path / "fed" / "app" / PACKAGE)
 
 
 def watching(folder: Path, task: Task) -> Any:
     """A grid that notes what leaves the server: round, hash of w, and the rounds that the ledger holds by then."""
-    grid = grid_of(task, [client_at(folder, task, number) for number in range(4)])
+    clients = [client_at(folder, task, number) for number in range(4)]
+    for client in clients:
+        client.__dict__["job"] = _JOBS[task.pin, client.number]
+    grid = grid_of(task, clients)
     push = grid.push_messages
 
     def noted(messages: Any) -> Any:
@@ -184,7 +202,6 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
 ) -> None:
     """A server killed in its second round and never started again: an uncertain release counts in the statement."""
     from fedflat.federation import close
-    from fedflat.federation.launch.project import PACKAGE
 
     folder, task = federation
     words = [str(folder / "app" / PACKAGE), str(folder / "run")]
@@ -209,7 +226,6 @@ def test_a_key_in_another_account_is_not_called_deleted(
     federation: tuple[Path, Task], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from fedflat.federation import close
-    from fedflat.federation.launch.project import PACKAGE
 
     folder, task = federation
     words = [str(folder / "app" / PACKAGE), str(folder / "run")]
@@ -237,7 +253,7 @@ def test_a_run_ended_under_a_distrusted_server_is_charged_the_round_that_may_be_
         changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(rounds=3, **changes))
-    _ = [client.job for client in clients]
+    made_ready(task, clients)
     assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
     assert [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")] == [0]
     for key in ("deleted", "gone"):
@@ -417,7 +433,7 @@ def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     recipe = small(algorithm="ddgauss", rounds=2, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
     task, clients = deployed(tmp_path / "fed", recipe)
-    _ = [client.job for client in clients]
+    made_ready(task, clients)
     killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, step, before=True, when=0))
     assert killed == -signal.SIGKILL and not (tmp_path / "fed" / "run" / "ledger.jsonl").read_text()
     assert serve_in_a_process(tmp_path / "fed", task) == 0
@@ -461,7 +477,7 @@ def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path, m
         return Message(Error(code=0, reason="no answer"), reply_to=message)
 
     said: list[str] = []
-    _ = [client.job for client in clients]
+    made_ready(task, clients)
     grid.handlers[0] = full
     serve(grid, task, settings(tmp_path / "fed"))
     assert said and "answered" not in said and ("nothing is sent" in said[0] or "too large" in said[0])

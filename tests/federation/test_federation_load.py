@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import pytest
+from fork_server import CONTEXT
 
 pytest.importorskip("flwr")
 load = pytest.importorskip("benchmarks.server_load")
 
 
 def peak(clients: int, twin: bool, answer: Any) -> None:
-    """MiB beyond the start, in a fresh process (a fork would inherit the peak); the twin keeps every message."""
+    """MiB beyond the start, in a process of its own (a fork of this one would inherit
+    what tests left free); the twin keeps every message."""
     from fedflat.engine.accumulate import Accumulator
 
     load.return_large_blocks()
@@ -26,8 +27,8 @@ def peak(clients: int, twin: bool, answer: Any) -> None:
 
 @pytest.mark.parametrize("twin", [False, True], ids=["server", "twin that keeps messages"])
 def test_memory_is_that_of_a_model(twin: bool) -> None:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=peak, args=(1500, twin, there))
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=peak, args=(1500, twin, there))
     process.start()
     grown = here.recv()
     process.join()

@@ -20,13 +20,14 @@ import torch
 
 pytest.importorskip("flwr")
 
+from forked import Forked, programs
 from ports import free_port
 from stand_in import client_at, small
-from test_federation_processes import logs, programs
+from test_federation_processes import logs
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
-from fedflat.federation.launch.project import node_port, write_project
+from fedflat.federation.launch.project import write_project
 from fedflat.federation.local import Federation
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint
@@ -104,7 +105,7 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network
 
 
 @dataclass
-class Spread(Federation):
+class Spread(Forked):
     """The processes of a project, each in its namespace."""
 
     network: Network = field(default_factory=Network)
@@ -177,7 +178,7 @@ def test_a_cut_link_is_a_zero_vector_and_the_client_comes_back(tmp_path: Path, n
     with Spread(folder, PATIENCE, network=network) as federation:
         federation.start()
         number = federation.run(config=f"answer-seconds={ANSWER_SECONDS}")
-        watch.until(lambda: programs("flwr-clientapp", node_port(federation.port, 1)))
+        watch.until(lambda: programs("flwr-clientapp", federation.processes["client-1"].pid))
         network.link(1, "down")  # client 1 trains, and its answer has no way back
         cut = max(watch.models, default=0)
         watch.until(lambda: cut + 1 in watch.models)  # the round ends while the link is down

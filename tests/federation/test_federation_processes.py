@@ -21,12 +21,13 @@ if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).par
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
 from fork_server import CONTEXT
+from forked import Forked, programs
 from ports import free_port
 from stand_in import client_at, final_shared, small
 
 from fedflat.core.types import Broadcast
 from fedflat.federation import local
-from fedflat.federation.launch.project import PACKAGE, node_port, write_project
+from fedflat.federation.launch.project import PACKAGE, write_project
 from fedflat.federation.local import Federation
 from fedflat.federation.server.session import _name
 from fedflat.federation.task import Task
@@ -48,7 +49,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(folder: Path, nodes: int, **changes: Any) -> Federation:
     write_project(small(data={"clients": nodes}, cohort={"size": nodes}, **changes), folder, port=free_port())
-    return Federation(folder, PATIENCE)
+    return Forked(folder, PATIENCE)
 
 
 def logs(federation: Federation) -> str:
@@ -60,20 +61,6 @@ def wait_for(path: Path, seconds: float) -> None:
     while time.monotonic() < until and not path.exists():
         time.sleep(0.1)
     assert path.exists()
-
-
-def programs(name: str, word: object) -> list[int]:
-    """The worker's forked processes that run an app, by the name that ps shows and a word of their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            running = entry.name.isdigit() and (entry / "comm").read_text().strip() == name
-            words = (entry / "cmdline").read_bytes().split(b"\0") if running else []
-        except OSError:
-            continue
-        if str(word).encode() in words:
-            found.append(int(entry.name))
-    return found
 
 
 def files_with(folder: Path, needle: bytes) -> list[Path]:
@@ -127,15 +114,15 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         check_numbers(federation, tmp_path)
         before, updates = first_updates(tmp_path / "fed")  # others than in the first run: the heads have moved
         sent += last_bytes(updates)
-        first = federation.run(config=f'out="{run}" answer-seconds=25.0')
+        first = federation.run(config=f'out="{run}" answer-seconds=12.0')
         until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and not programs("flwr-clientapp", node_port(federation.port, 1)):
+        while time.monotonic() < until and not programs("flwr-clientapp", federation.processes["client-1"].pid):
             time.sleep(0.05)
         federation.kill("client-1")
         second = federation.run(config=f'out="{run}" wait-for-nodes=1')  # while the first waits for client 1
         assert federation.wait(second, PATIENCE) == "finished:failed"
         wait_for(run / "checkpoints" / "round-000001.safetensors", PATIENCE)
-        for process in programs("flwr-serverapp", federation.project.absolute()):
+        for process in programs("flwr-serverapp", federation.processes["superlink"].pid):
             os.kill(process, signal.SIGKILL)
         moved = checkpoint.load(run / "checkpoints" / "round-000001.safetensors")[0].shared - before
         torch.testing.assert_close(2 * moved, torch.from_numpy(updates[0]), rtol=1e-4, atol=1e-6)  # client 0's alone
@@ -185,7 +172,7 @@ def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
     """`python -m fedflat.federation.local`: SIGHUP (a closed terminal) in a round ends everything in order; the second
     launcher, which goes on from there, is killed, and everything ends by itself."""
     fed = tmp_path / "fed"
-    recipe = small(rounds=4, data={"clients": 2}, cohort={"size": 2})
+    recipe = small(rounds=4, data={"clients": 1}, cohort={"size": 1})
     write_project(recipe, fed, port=free_port())
 
     def launched() -> subprocess.Popen[bytes]:

@@ -14,12 +14,12 @@ import torch
 
 pytest.importorskip("flwr")
 
+from forked import Forked, programs
 from ports import free_port
 from stand_in import deployed, final_shared, grid_of, settings, small
-from test_federation_processes import PATIENCE, logs, own_state, programs, wait_for  # noqa: F401
+from test_federation_processes import PATIENCE, logs, own_state, wait_for  # noqa: F401
 
 from fedflat.federation.launch.project import write_project
-from fedflat.federation.local import Federation
 from fedflat.federation.server import session as server
 from fedflat.federation.server.session import _name
 from fedflat.privacy.ledger import read as read_ledger
@@ -39,11 +39,11 @@ def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
     """The rounds end where those of a server that nobody killed end, but for noise; both keys are counted."""
     fed, run = tmp_path / "fed", tmp_path / "fed" / "run"
     write_project(small(**TURNS), fed, port=free_port())
-    with Federation(fed, PATIENCE) as federation:
+    with Forked(fed, PATIENCE) as federation:
         federation.start()
         first = federation.run(config=f"wait-for-nodes={NODES}")
         wait_for(run / "checkpoints" / "round-000002.safetensors", PATIENCE)
-        for process in programs("flwr-serverapp", federation.project.absolute()):
+        for process in programs("flwr-serverapp", federation.processes["superlink"].pid):
             os.kill(process, signal.SIGKILL)
         before = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         federation.end(first)
