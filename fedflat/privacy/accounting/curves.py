@@ -23,7 +23,7 @@ from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.privacy.accounting.composition import LossDistribution
 from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import loss_moments, upper_epsilon
-from fedflat.privacy.accounting.sampled import sampled_gaussian
+from fedflat.privacy.accounting.sampled import sampled_gaussian, truncated_gaussian
 
 PROVEN = ("pld", "rdp", "fft")
 """pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition."""
@@ -190,7 +190,9 @@ def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     masses: tuple[Any, ...]
-    if kind != "truncated" and q < 1:
+    if q < 1 and kind == "truncated":
+        masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
+    elif q < 1:
         masses = sampled_gaussian(q, multiplier, step)
     else:
         found = (
