@@ -187,23 +187,11 @@ def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -
     For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
     truncated (event).
     """
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    masses: tuple[Any, ...]
-    if q < 1 and kind == "truncated":
+    if kind == "truncated":
         masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
-    elif q < 1:
-        masses = sampled_gaussian(q, multiplier, step)
     else:
-        found = (
-            pld.from_gaussian_mechanism(multiplier, value_discretization_interval=step)
-            if kind != "truncated"
-            else pld.from_truncated_subsampled_gaussian_mechanism(
-                event.dataset_size, q, event.truncated_batch_size, multiplier, value_discretization_interval=step
-            )
-        )
-        # The library offers no public view of the distribution; a test notices if these names change.
-        masses = (found._pmf_remove,) if found._symmetric else (found._pmf_remove, found._pmf_add)
+        masses = sampled_gaussian(q, multiplier, step)
+    # The library offers no public view of the distribution; a test notices if these names change.
     dense = [mass.to_dense_pmf() for mass in masses]
     return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
 

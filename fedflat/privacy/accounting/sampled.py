@@ -1,6 +1,6 @@
-"""One round of a Poisson-sampled Gaussian, cohorts truncated or not, as privacy losses on a grid: dp-accounting's
-mechanisms and its algorithm (connect-the-dots, Doroshenko et al. 2022, Algorithm 1), with all points of the grid at
-once instead of one by one.
+"""One round of a Gaussian, everybody's or Poisson-sampled, cohorts truncated or not, as privacy losses on a grid:
+dp-accounting's mechanisms and its algorithm (connect-the-dots, Doroshenko et al. 2022, Algorithm 1), with all points of
+the grid at once instead of one by one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def deltas(loss: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
     differ from the library's in their last bits; as δ is flat there, that moves it by the square of their distance.
 
     Args:
-        loss: dp-accounting's ``GaussianPrivacyLoss`` with 0 < ``sampling_prob`` < 1, add, remove or replace.
+        loss: dp-accounting's ``GaussianPrivacyLoss`` with 0 < ``sampling_prob``, add, remove or replace.
     """
     from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 
+    if loss.sampling_prob == 1:
+        return _above(loss, epsilons, -0.5 - epsilons * loss.standard_deviation**2)
     if loss.adjacency_type == AdjacencyType.REPLACE:
         return _above(loss, epsilons, _where_replaced(loss, epsilons))
     q, removed = loss.sampling_prob, loss.adjacency_type == AdjacencyType.REMOVE
@@ -72,12 +74,13 @@ def _one(adjacency: str, q: float, multiplier: float, step: float) -> Any:
     return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, low, high, found)
 
 
-def sampled_gaussian(q: float, multiplier: float, step: float) -> tuple[Any, Any]:
-    """The library's distributions of the loss (remove, add), upper bounds on a grid of spacing ``step``; 0 < q < 1."""
-    return _one("REMOVE", q, multiplier, step), _one("ADD", q, multiplier, step)
+def sampled_gaussian(q: float, multiplier: float, step: float) -> tuple[Any, ...]:
+    """The library's distributions of the loss (remove, add), upper bounds on a grid of spacing ``step``; one where they
+    are the same, at q = 1."""
+    return tuple(_one(kind, q, multiplier, step) for kind in (("REMOVE", "ADD") if q < 1 else ("REMOVE",)))
 
 
-def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, step: float) -> tuple[Any, Any]:
+def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, step: float) -> tuple[Any, ...]:
     """As :func:`sampled_gaussian`, of cohorts cut to ``most``, by the library's rule: a client that is in a cohort that
     would be full without it (chance p, of the others) takes the place of another one, and is one among ``most``."""
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
