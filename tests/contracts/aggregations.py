@@ -5,9 +5,10 @@ Every rule takes an aggregation. The honest one passes all of them; each twin mu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,12 @@ CLIP, COHORT, SIGMA = 0.2, 5, 1.5
 KEY = bytes(range(32))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
-    """What one client of the cohort hands over: its message, its number of examples, its running statistics."""
+    """What one client of the cohort hands over: its message, its number of examples, its running statistics.
+
+    Equal to itself only, so that what a cohort gave can be kept.
+    """
 
     message: Tensor
     size: int = 5
@@ -50,7 +54,8 @@ def honest(method: str, **changes: dict) -> Aggregation:
     """The real path: ``Accumulator`` and ``finish_round`` with the parts that ``fedflat.run`` builds."""
     made = {s: at_the_sum(job(method, {**changes, "privacy": {"noise_multiplier": s}})) for s in (0.0, SIGMA)}
 
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
+    @functools.cache
+    def aggregate(cohort: tuple[Member, ...], sigma: float) -> Released:
         parts, first = made[sigma].parts, made[sigma].first
         state = parts.first_state(first[: parts.layout.dimension], made[sigma].threshold)
         broadcast = broadcast_of(parts, state, seed=1)
@@ -62,7 +67,7 @@ def honest(method: str, **changes: dict) -> Aggregation:
         assert torch.equal(new.shared - state.shared, parts.algorithm.server[0].mean[: len(new.shared)])
         return Released(parts.algorithm.server[0].mean.clone(), REST.clone(), total.bits)
 
-    return aggregate
+    return lambda cohort, sigma: aggregate(tuple(cohort), sigma)
 
 
 def dimension(method: str) -> tuple[int, tuple[slice, ...]]:
@@ -205,11 +210,19 @@ def crowds(d: int, tensors: tuple[slice, ...]) -> dict[str, list[Member]]:
     }
 
 
-def neighbours(d: int, tensors: tuple[slice, ...]) -> Iterator[tuple[str, list[Member], list[Member]]]:
-    """Pairs of cohorts that differ in one client: (name, with it, without it)."""
-    for crowd, others in crowds(d, tensors).items():
-        for name, canary in canaries(d, tensors).items():
-            yield f"{name} among {crowd}", [*others[:1], canary, *others[1:]], others
+def neighbours(d: int, tensors: tuple[slice, ...]) -> Sequence[tuple[str, list[Member], list[Member]]]:
+    """Pairs of cohorts that differ in one client: (name, with it, without it); the same members in every call."""
+    return _neighbours(d, tuple((t.start, t.stop) for t in tensors))
+
+
+@functools.cache
+def _neighbours(d: int, ends: tuple[tuple[int, int], ...]) -> Sequence[tuple[str, list[Member], list[Member]]]:
+    tensors = tuple(slice(*end) for end in ends)
+    return [
+        (f"{name} among {crowd}", [*others[:1], canary, *others[1:]], others)
+        for crowd, others in crowds(d, tensors).items()
+        for name, canary in canaries(d, tensors).items()
+    ]
 
 
 # ---------------------------------------------------------------- rules
