@@ -14,12 +14,15 @@ import fedflat
 
 ENGINES: list[dict[str, Any]] = [
     {"backend": "sequential"},
-    {"backend": "vectorized", "block": 1},
     {"backend": "vectorized", "block": 2},
-    {"backend": "vectorized", "block": 3},
     {"backend": "vectorized"},
+    {"backend": "vectorized", "block": 1},
+    {"backend": "vectorized", "block": 3},
     {"backend": "auto"},
 ]
+IN_EVERY_WAY = ("dp-fedavg", "dp-fedsam-blur", "fed-smp-topk", "dp-fedpgn", "dp-scaffold", "dp2-fedsam")
+"""On all of these: one of each form, a rule, a transform, a mask, a broadcast vector, a state, a head. The others on
+the first three."""
 
 
 def run(
@@ -52,7 +55,7 @@ def heads(result: Any, order: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", UPDATES)
 def test_every_engine_and_block_size_agrees(method: str) -> None:
-    first, *others = (once(method, number) for number in range(len(ENGINES)))
+    first, *others = (once(method, number) for number in range(len(ENGINES) if method in IN_EVERY_WAY else 3))
     for other in others:
         torch.testing.assert_close(weights(other.model), weights(first.model), rtol=2e-5, atol=2e-6)
         assert [r["cohort"] for r in other.private_history] == [r["cohort"] for r in first.private_history]
@@ -66,29 +69,29 @@ def test_every_engine_and_block_size_agrees(method: str) -> None:
 
 @pytest.mark.parametrize("method", UPDATES)
 def test_the_same_run_twice_is_the_same_bit_for_bit(method: str) -> None:
-    for number in 0, 3:
+    for number in 0, 1:
         assert torch.equal(weights(run(method, ENGINES[number]).model), weights(once(method, number).model))
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[2]], ids=["sequential", "blocks of 2"])
 @pytest.mark.parametrize("method", UPDATES)
-def test_the_order_of_clients_does_not_matter(method: str, engine: dict[str, Any]) -> None:
+def test_the_order_of_clients_does_not_matter(method: str) -> None:
     """Everybody takes part with full batches; only a sum over clients is released, so their numbers mean nothing.
 
     Without noise: it follows the data, and other numbers are other data.
     """
     same, order = [0, 1, 2, 3, 4], [3, 0, 4, 2, 1]
-    a = run(method, engine, noise=0.0, batch=100, order=same)
-    b = run(method, engine, noise=0.0, batch=100, order=order)
-    torch.testing.assert_close(weights(a.model), weights(b.model), rtol=2e-5, atol=2e-6)
-    for mine, theirs in zip(heads(a, same), heads(b, order)):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
+    a = run(method, ENGINES[0], noise=0.0, batch=100, order=same)
+    for engine in ENGINES[:2]:
+        b = run(method, engine, noise=0.0, batch=100, order=order)
+        torch.testing.assert_close(weights(a.model), weights(b.model), rtol=2e-5, atol=2e-6)
+        for mine, theirs in zip(heads(a, same), heads(b, order)):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
 def test_a_run_changes_neither_the_callers_module_nor_torchs_generator() -> None:
     network = Fragile()
     before, state = {n: v.clone() for n, v in network.state_dict().items()}, torch.get_rng_state()
-    for engine in ENGINES[0], ENGINES[2]:
+    for engine in ENGINES[:2]:
         fedflat.run(recipe("dp2-fedsam", {"engine": engine}), model=network, clients=clients())
     assert all(torch.equal(v, before[n]) for n, v in network.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
