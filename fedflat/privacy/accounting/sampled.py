@@ -46,7 +46,8 @@ def deltas(loss: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _above(loss: Any, epsilons: NDArray[np.float64], x: NDArray[np.float64]) -> NDArray[np.float64]:
     """μ − e^ε·ν of everything up to ``x``."""
-    return np.clip(loss.mu_upper_cdf(x) - np.exp(epsilons + loss.mu_lower_log_cdf(x)), 0.0, 1.0)
+    found: NDArray[np.float64] = loss.mu_upper_cdf(x) - np.exp(epsilons + loss.mu_lower_log_cdf(x))
+    return np.clip(found, 0.0, 1.0)
 
 
 def _where_replaced(loss: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
