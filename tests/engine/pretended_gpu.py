@@ -37,7 +37,7 @@ _recording: list[Recorded] | None = None
 
 
 def leaves(x: Any) -> list[Any]:
-    """What lies in an operation's arguments: PyTorch's own trees know more containers and take most of a test's time."""
+    """What lies in an operation's arguments: PyTorch's own trees know more containers, and took most of the time."""
     if isinstance(x, list | tuple):
         return [leaf for part in x for leaf in leaves(part)]
     return [leaf for part in x.values() for leaf in leaves(part)] if isinstance(x, dict) else [x]
