@@ -21,7 +21,7 @@ from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint
 from fedflat.records.folder import RunFolder, plain
 
-ROUNDS = 25
+ROUNDS = 16
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports for every kill
 
 
@@ -30,7 +30,7 @@ def _everything_is_imported() -> None:
     fedflat.run(recipe("dp-fedavg") | {"rounds": 1})
 
 
-SERVER = {"dp-fedpgn-ls": {"optimizer": "adam", "lr": 0.02}, "dp-fedadam": {}}
+SERVER = {"dp-fedpgn-ls": {"optimizer": "adam", "lr": 0.02}}
 
 
 def recipe(method: str) -> dict[str, Any]:
@@ -98,13 +98,13 @@ def kill_after(method: str, folder: Path, resume: bool, rounds: int, wait: float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedpgn-ls", "dp2-fedsam", "fed-smp-topk", "dp-fedadam"])
+@pytest.mark.parametrize("method", ["dp-fedsam", "dp-fedpgn-ls", "dp2-fedsam", "fed-smp-topk"])
 def test_kill_and_resume_is_bit_for_bit(method: str, tmp_path: Path) -> None:
     moments = random.Random(method)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     reference = start(method, whole, False)
     kills = 0
-    for attempt, rounds in enumerate((1, 6, 14)):
+    for attempt, rounds in enumerate((1, 5, 10)):
         kills += kill_after(method, killed, attempt > 0, rounds, moments.random() * 0.03)
     assert kills >= 2
     for process in (reference, start(method, killed, True)):
