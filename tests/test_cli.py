@@ -16,7 +16,7 @@ import yaml
 from rich.cells import cell_len
 
 from fedflat.cli import main as cli
-from fedflat.cli.main import _full
+from fedflat.cli.main import _full, _short
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -298,6 +298,11 @@ def test_explain_breaks_no_name_of_a_method(fedflat: Any) -> None:
 def test_reproduce_says_what_is_missing(fedflat: Any) -> None:
     said = fedflat("reproduce", "000")
     assert said.status == 2 and "found 000 without a table" in said.err and said.err.count("\n") == 1
+
+
+def test_memory_that_was_short_is_known_by_its_words() -> None:
+    assert _short(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    assert _short(MemoryError()) and not _short(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_a_full_disk_is_one_line_wherever_it_was_met() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedflat.core.available import memory
 from fedflat.core.cache import cache_folder, keep, read_tensors
 from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
@@ -26,6 +27,7 @@ from fedflat.core.waiting import told
 from fedflat.data.clients import GIVEN, FederatedData
 from fedflat.engine.device import exact
 
+GIB = 2**30
 BATCH = 64
 """Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
 WORTH_KEEPING = 10.0
@@ -114,14 +116,25 @@ def computed(
         with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
             return body.features(batch.to(device)).float().to(inputs.device)
 
-    result, done, total = torch.zeros(0), itertools.count(1), len(rows)
+    done, total = itertools.count(1), len(rows)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        result = _room(len(inputs), one(rows[0][:1]).shape[1], inputs.device) if rows else torch.zeros(0)
         for chosen, found in zip(rows, pool.map(one, rows)):
-            result = found.new_zeros(len(inputs), found.shape[1]) if not len(result) else result
             result[chosen] = found
             told("features of a frozen body", next(done), total)
     return result
+
+
+def _room(examples: int, width: int, device: torch.device) -> Tensor:
+    """Zeros ``(examples, width)``; raises InputError where memory has no room for them."""
+    size, left = examples * width * 4, memory()
+    if left is not None and device.type == "cpu" and size > left:
+        found = f"{examples:,} examples of {width:,} numbers, {size / GIB:,.1f} GiB"
+        allowed = f"no more than the {left / GIB:.1f} GiB of memory that are available"
+        hint = "A smaller data.vocabulary or model makes fewer numbers, data.max_examples takes fewer examples."
+        raise wrong("features of a frozen body", found, allowed, hint=hint)
+    return torch.zeros(examples, width, device=device)
 
 
 def _device(module: nn.Module, inputs: Tensor) -> torch.device:

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from fedflat.core.available import memory
 from fedflat.core.checks import one_line
 from fedflat.core.extras import install
 
@@ -136,28 +137,13 @@ def _extras() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", str(cores))
-    free = _memory()
+    free = memory()
     if free is not None:
         small = free < GIB
         yield Finding(
             "memory", "note" if small else "ok", f"{free / GIB:.1f} GiB available",
             "end other programs, or -o engine.backend=sequential" if small else "",
         )  # fmt: skip
-
-
-def _memory() -> float | None:
-    """Available bytes, as the kernel says, or as a container's limit leaves."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = float((group / "memory.max").read_text()) - float((group / "memory.current").read_text())
-        return min(free, limit)
-    except (OSError, ValueError):  # no limit is the word max
-        return free
 
 
 def _computing() -> Iterator[Finding]:

@@ -133,6 +133,8 @@ def main() -> None:
     except Exception as error:
         if (full := _full(error)) is not None:
             _complain(full, 1)
+        if isinstance(error, (MemoryError, RuntimeError)) and _short(error):
+            _complain("memory was short: a smaller model, or fewer or shorter examples, need less", 1)
         _usage(error)
 
 
@@ -150,6 +152,12 @@ def _full(error: Exception) -> str | None:
         return None
     path = getattr(error, "filename", None) or "a file"
     return f"{path}: cannot be written ({os.strerror(number)}); what was written before is kept"
+
+
+def _short(error: Exception) -> bool:
+    from fedflat.engine.device import out_of_memory
+
+    return out_of_memory(error)
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:

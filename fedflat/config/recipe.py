@@ -98,7 +98,7 @@ class DataSection(Section):
     """Folder or hub id of a transformers tokenizer. None: words hashed to numbers. Example: models/roberta-base"""
     max_length: Annotated[int, Field(ge=1)] | None = None
     """Tokens of a text beyond which it is cut. Example: 64"""
-    vocabulary: Annotated[int, Field(ge=3)] | None = None
+    vocabulary: Annotated[int, Field(ge=3, le=2**20)] | None = None
     """Numbers that words are hashed to, where no tokenizer is named. Example: 5000"""
     inputs: str | list[str] | None = None
     """Columns of a table (parquet or CSV) that are read as numbers: numbers, true and false, lists of numbers of one

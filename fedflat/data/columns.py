@@ -52,7 +52,8 @@ class Options:
 
 
 def guess_kind(split: Split, options: Options) -> Kind:
-    if options.tabular or (split.files[:1] and split.files[0].suffix == ".csv"):
+    texts = any((options.input, options.vocabulary, options.tokenizer, options.max_length))
+    if options.tabular or (split.files[:1] and split.files[0].suffix == ".csv" and not texts):
         return "table"
     columns = [c for c in named(options) if c in split.features] or list(split.features)
     return "image" if any(is_image(split.features[column]) for column in columns) else "text"
@@ -92,15 +93,22 @@ def image_column(split: Split, source: Source | None, options: Options) -> str:
 def text_columns(split: Split, source: Source | None, options: Options, label: str) -> tuple[str, ...]:
     """The text columns, in the order in which they are read: one sentence, or a pair."""
     if options.input:
-        return tuple(chosen(split, "data.input", name) for name in named(options))
+        columns = tuple(chosen(split, "data.input", name) for name in named(options))
+        for column in columns:
+            if not is_text(split.features[column]):
+                kind = getattr(split.features[column], "dtype", "another type")
+                hint = "Columns of a table are data.inputs and data.target."
+                raise wrong("data.input", f"{column} of {split.where} ({kind})", "a column of texts", hint=hint)
+        return columns
     if source and all(column in split.features for column in source.inputs):
         return source.inputs
+    owner = natural_column(split, source, options)
     return (
         _only(
             split,
             "data.input",
             "a text column",
-            [c for c in split.features if is_text(split.features[c]) and c != label],
+            [c for c in split.features if is_text(split.features[c]) and c not in (label, owner)],
         ),
     )
 

@@ -85,7 +85,8 @@ def _columns(where: str, given: str | Sequence[str] | None, there: list[str]) ->
     else:
         named = list(given or ())
     if not named:
-        raise wrong(where, "nothing", f"one or more of the columns {', '.join(map(str, there))}")
+        hint = "A column of texts is data.input, its class data.label." if where == "data.inputs" else ""
+        raise wrong(where, "nothing", f"one or more of the columns {', '.join(map(str, there))}", hint=hint)
     for place, name in enumerate(named):
         if name not in there:
             listed = ", ".join(map(str, there))

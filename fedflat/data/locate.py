@@ -89,14 +89,14 @@ def _open(files: tuple[Path, ...]) -> Split:
     import pyarrow.parquet as pq
     from datasets import Features
 
-    csv = files[0].suffix == ".csv"
+    csv, lines = files[0].suffix == ".csv", pa.csv.ParseOptions(newlines_in_values=True)
 
     def refused(error: Exception, allowed: str) -> InputError:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         return wrong("data.dataset", f"{files[0]} ({reason})", allowed)
 
     try:
-        schema = pa.csv.read_csv(files[0]).schema if csv else pq.read_schema(files[0])
+        schema = pa.csv.read_csv(files[0], parse_options=lines).schema if csv else pq.read_schema(files[0])
         features = Features.from_arrow_schema(schema)
     except (OSError, pa.ArrowException, ValueError, KeyError) as error:
         raise refused(error, f"a readable {'CSV' if csv else 'parquet'} file") from None
@@ -106,7 +106,7 @@ def _open(files: tuple[Path, ...]) -> Split:
             if not csv:
                 return pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
             only = pa.csv.ConvertOptions(include_columns=columns)
-            read = [pa.csv.read_csv(file, convert_options=only) for file in files]
+            read = [pa.csv.read_csv(file, parse_options=lines, convert_options=only) for file in files]
             return pa.concat_tables(read, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
             raise refused(error, "readable files of one schema") from None

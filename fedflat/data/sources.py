@@ -85,6 +85,10 @@ def _tables(options: Options, seed: int) -> tuple[Meaning, Table, Table | None, 
     """Training rows, public test rows, and those of the test rows that are set apart."""
     meaning, train, own = _digits() if options.dataset == "digits" else _read(options)
     _refuse_unused(options, meaning, own is not None)
+    if train.natural is not None and (options.by or _partition_spec(options.partition).get("kind") == "natural"):
+        for row, owner in enumerate(train.natural):
+            if owner is None or owner != owner or owner == "":
+                raise wrong(f"data.by: row {row}", "a missing value", "the client that the row belongs to")
     train, test = _public_test(train, own, options, seed)
     share = in_range("data.validation_fraction", options.validation_fraction, 0.0, 1.0, open_high=True)
     if not share:

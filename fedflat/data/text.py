@@ -19,6 +19,7 @@ WINDOW = 80  # characters an input has, as in LEAF
 
 PADDING, SEPARATOR, FIRST_WORD = 0, 1, 2
 LENGTH, VOCABULARY = 64, 8192
+MOST_WORDS = 2**20  # a model has weights for each, though no language needs more
 
 Text = str | Sequence[str]
 
@@ -72,7 +73,7 @@ def tokenize(texts: Sequence[Text], length: int = LENGTH, vocabulary: int = VOCA
     An element may be one text or a sequence of texts. Longer ones are cut.
     """
     whole("data.max_length", length, 1)
-    whole("data.vocabulary", vocabulary, FIRST_WORD + 1)
+    whole("data.vocabulary", vocabulary, FIRST_WORD + 1, MOST_WORDS)
     import re
 
     word = re.compile(r"\w+|[^\w\s]")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -17,6 +18,7 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import stream
 from fedflat.data import images
 from fedflat.data.sources import DATASETS, Source, load
+from fedflat.data.text import tokenize
 
 REAL = Path(os.environ.get("FEDFLAT_DATA", "/nonexistent"))
 PIXELS = stream(0, "source pixels").integers(0, 256, (30, 4, 4, 3)).astype(np.uint8)
@@ -248,9 +250,31 @@ def test_a_short_name_is_not_a_folder_nearby(tmp_path: Path, monkeypatch: pytest
         load({"dataset": "./cifar100", "clients": 2})
 
 
+def test_texts_from_a_csv_file_by_user(tmp_path: Path) -> None:
+    rows = ["user,text,label", 'ann,"good, and\nlong",1', "bob,,0", "ann,NA,1", "bob,a 🎉,0"]
+    (tmp_path / "texts.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    spec = {"dataset": str(tmp_path / "texts.csv"), "by": "user", "vocabulary": 100, "test_fraction": 0.0}
+    for more in ({}, {"input": "text"}):
+        data = load({**spec, **more})
+        assert data.clients == 2 and data.vocabulary == 100 and data.inputs.dtype == torch.int64
+        words = ["good, and long", "", "NA", "a 🎉"]
+        assert torch.equal(data.inputs, tokenize(words, vocabulary=100))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_text_without_a_user_is_refused(tmp_path: Path, ending: str) -> None:
+    frame = pd.DataFrame({"user": ["ann", None, "bob"], "text": list("abc"), "label": [0, 1, 0]})
+    file = tmp_path / f"texts.{ending}"
+    frame.to_csv(file, index=False) if ending == "csv" else frame.to_parquet(file)
+    with pytest.raises(InputError, match="row 1: found a missing value; allowed: the client that the row belongs to"):
+        load({"dataset": str(file), "by": "user", "input": "text", "test_fraction": 0.34})
+
+
 BAD_FILES: list[tuple[dict[str, list[Any]], dict[str, Any], str]] = [
     ({"a": [1.0], "b": [2.0]}, {}, "data.label: a label column is needed and none found"),
     ({"t": ["x"], "u": ["y"], "label": [0]}, {}, "data.input: a text column is needed and 2 candidates (t, u)"),
+    ({"t": [7], "label": [0]}, {"input": "t"}, "(int64); allowed: a column of texts."),
+    ({"t": ["x"], "label": [0]}, {"vocabulary": 10**9}, "data.vocabulary: found 1000000000; allowed: a whole number"),
     ({"t": ["x"], "label": [-1]}, {}, "found label -1"),
     ({"t": ["x", "y"], "label": [0, None]}, {}, "missing values"),
     ({"t": ["x"], "label": [0.5]}, {}, "found double"),

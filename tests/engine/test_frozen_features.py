@@ -269,3 +269,10 @@ def test_features_that_draw_are_refused() -> None:
 
     with pytest.raises(InputError, match="features that draw random numbers"):
         with_features(from_pairs([(torch.randn(4, 2, 2), torch.arange(4) % 3)]), Noisy())
+
+
+def test_features_for_which_there_is_no_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "memory", lambda: 900.0)  # 40 examples of 6 numbers have 960 bytes
+    with pytest.raises(InputError, match="features of a frozen body: found 40 examples of 6 numbers"):
+        computed(Body(), texts(40)[0])
+    assert len(computed(Body(), texts(30)[0])) == 30

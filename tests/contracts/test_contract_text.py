@@ -1,0 +1,96 @@
+"""Text models without pretrained weights: a client's update is the same bits whatever another client wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_federation import SIZES, recipe
+from test_contract_strangers import WATCHED, Messages
+from torch import Tensor, nn
+
+from fedflat.assembly.jobs import prepare
+from fedflat.audit.hostile import TOKENS
+from fedflat.audit.worlds import Engine, Scenario, Worlds
+from fedflat.config.recipe import Recipe
+from fedflat.core.personal import PersonalState
+from fedflat.data.clients import FederatedData, from_pairs
+from fedflat.engine.round import broadcast_of
+from fedflat.models import build
+
+LENGTH, IDS = 12, 30
+MODELS: dict[str, dict[str, Any]] = {"bow-linear": {"vocabulary": IDS}, "bow-overlap": {}, "char-linear": {}}
+WORLDS = ("empty", "largest id", "padding alone", "separators alone", "many more")
+ENGINES = ({"backend": "sequential"}, {"backend": "vectorized", "block": 3}, {"backend": "workers", "processes": 2})
+
+
+def module_of(name: str) -> nn.Module:
+    found = build(name, (LENGTH,), IDS if name == "char-linear" else 2, 0, **MODELS[name])
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in found.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw) * 0.1)
+    return found
+
+
+def federation(name: str, world: str) -> FederatedData:
+    draw, pairs = np.random.default_rng(0), []
+    for client, n in enumerate(SIZES):
+        ids = torch.from_numpy(draw.integers(1, IDS, (n, LENGTH)))
+        ids[torch.arange(LENGTH) >= torch.from_numpy(draw.integers(1, LENGTH + 1, (n, 1)))] = 0
+        y = torch.from_numpy(draw.integers(0, IDS, (n, LENGTH)) if name == "char-linear" else draw.integers(0, 2, n))
+        if client == WATCHED:
+            single = {"largest id": IDS - 1, "padding alone": 0, "separators alone": 1}.get(world)
+            ids = ids if single is None else torch.full_like(ids, single)
+            again = {"empty": 0, "many more": 9}.get(world, 1)
+            ids, y = torch.cat([ids, ids[:0], *[ids] * 8])[: n * again], torch.cat([y, *[y] * 8])[: n * again]
+        pairs.append((ids, y))
+    test = (
+        torch.full((1, LENGTH), IDS - 1),
+        torch.full((1, LENGTH), IDS - 1) if name == "char-linear" else torch.ones(1).long(),
+    )
+    return from_pairs(pairs, test)
+
+
+def made_recipe(name: str, engine: dict[str, Any]) -> Recipe:
+    task = {"task": "next-token"} if name == "char-linear" else {}
+    changes = {"local": {"steps": 3, "batch_size": 5, "lr": 0.3}, "engine": engine, **task}
+    return Recipe.of(recipe("dp-fedavg", changes))
+
+
+def messages(name: str, world: str, engine: dict[str, Any]) -> dict[int, Tensor]:
+    made = prepare(made_recipe(name, engine), module_of(name), data=federation(name, world))
+    parts, backend = made.parts, made.backend
+    broadcast = broadcast_of(parts, parts.first_state(made.first[: parts.layout.dimension], 1.0), made.seed)
+    sink = Messages(parts)
+    backend.train(np.arange(made.data.clients), broadcast, sink, PersonalState(made.first[parts.layout.dimension :]))
+    if hasattr(backend, "close"):
+        backend.close()
+    present = [client for client in range(made.data.clients) if made.data.sizes[client]]
+    assert len(sink.kept) == len(present)
+    return dict(zip(present, sink.kept))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine["backend"])
+@pytest.mark.parametrize("name", MODELS)
+def test_clients_are_strangers(name: str, engine: dict[str, Any]) -> None:
+    expected = messages(name, "present", engine)
+    assert all(message.any() for message in expected.values())
+    for world in WORLDS:
+        found = messages(name, world, engine)
+        assert (WATCHED in found) == (world != "empty")
+        for client in set(found) - {WATCHED}:
+            assert torch.equal(found[client], expected[client]), (world, client)
+        if world == "padding alone":  # the comparison sees a difference where there is one
+            assert not torch.equal(found[WATCHED], expected[WATCHED])
+
+
+@pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized")], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_moves_a_release_by_the_clip_at_most(name: str, engine: Engine) -> None:
+    worlds = Worlds(Scenario(made_recipe(name, {}), module_of(name), federation(name, "present")))
+    for case in TOKENS:
+        moved = worlds.movement(engine, case)
+        assert not moved.over and not moved.stopped, (case.name, moved.value, moved.stopped)
