@@ -148,8 +148,8 @@ class CharacterScores(nn.Module):
 
 def char_linear(input_shape: Sequence[int], classes: int, *, context: int = 3) -> nn.Module:
     """Multinomial logistic regression on the last ``context`` characters; ``classes`` is the vocabulary."""
-    text_length("char-linear", input_shape)
-    return CharacterScores(classes, whole("model.context", context, 1))
+    length = text_length("char-linear", input_shape)
+    return CharacterScores(classes, whole("model.context", context, 1, length))
 
 
 class BagOfWords(nn.Module):
@@ -190,6 +190,10 @@ class WordCounts(Headed):
 
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.classifier(features))
+
+
+LONGEST_PAIR = 2048
+"""Ids of two sentences that :class:`WordOverlap` compares: a gigabyte for 64 pairs."""
 
 
 class WordOverlap(Headed):
@@ -245,7 +249,10 @@ def bow_linear(
 
 def bow_overlap(input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> nn.Module:
     """Logistic regression on how far two sentences use the same words; ``separator``: the id between them."""
-    text_length("bow-overlap", input_shape)
+    if (length := text_length("bow-overlap", input_shape)) > LONGEST_PAIR:
+        raise wrong(
+            "model bow-overlap: input shape", (length,), f"at most {LONGEST_PAIR} ids, each is compared with each"
+        )
     if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
         raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
     return WordOverlap(classes, padding, separator)
