@@ -12,7 +12,6 @@ from test_contract_strangers import WATCHED, Messages
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
-from fedflat.audit.hostile import TOKENS
 from fedflat.audit.worlds import Engine, Scenario, Worlds
 from fedflat.config.recipe import Recipe
 from fedflat.core.personal import PersonalState
@@ -96,7 +95,8 @@ def test_clients_are_strangers_in_worker_processes() -> None:
 @pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized")], ids=lambda engine: engine.name)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_moves_a_release_by_the_clip_at_most(name: str, engine: Engine) -> None:
-    worlds = Worlds(Scenario(made_recipe(name, {}), module_of(name), federation(name, "present")))
-    for case in TOKENS:
+    scenario = Scenario(made_recipe(name, {}), module_of(name), federation(name, "present"))
+    worlds = Worlds(scenario)
+    for case in scenario.cases:
         moved = worlds.movement(engine, case)
         assert not moved.over and not moved.stopped, (case.name, moved.value, moved.stopped)
