@@ -119,8 +119,9 @@ def computed(
     done, total = itertools.count(1), len(rows)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        result = _room(len(inputs), one(rows[0][:1]).shape[1], inputs.device) if rows else torch.zeros(0)
-        for chosen, found in zip(rows, pool.map(one, rows)):
+        first = [one(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
+        result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
+        for chosen, found in zip(rows, itertools.chain(first, pool.map(one, rows[1:]))):
             result[chosen] = found
             told("features of a frozen body", next(done), total)
     return result
