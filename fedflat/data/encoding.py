@@ -188,6 +188,11 @@ def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) 
     return codes
 
 
+def numbered(column: pd.Series, name: str, values: Any, place: Place) -> Array:
+    """Class numbers ``(N,)`` int64 of a column by its values in a public order; raises InputError for any other value."""
+    return _codes(column, name, _values(f"data.categories.{name}", values), place)
+
+
 def _numbers(column: pd.Series, name: str, place: Place) -> Array:
     """A column as float64 or int64 ``(N,)``, or of lists ``(N, ...)``."""
     import pandas as pd

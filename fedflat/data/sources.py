@@ -25,8 +25,8 @@ from fedflat.data.text import tokenize
 _log = logging.getLogger(__name__)
 
 USED: dict[Kind, tuple[str, ...]] = {
-    "image": ("input", "label"),
-    "text": ("input", "label", "tokenizer", "max_length", "vocabulary"),
+    "image": ("input", "label", "categories"),
+    "text": ("input", "label", "categories", "tokenizer", "max_length", "vocabulary"),
     "chars": ("input", "max_length"),
     "table": ("categories", "scale"),
 }

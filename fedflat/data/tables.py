@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import nearest, wrong
 from fedflat.data import images as pictures
 from fedflat.data import text
 from fedflat.data.catalog import Kind, Source
 from fedflat.data.clients import classes_of
 from fedflat.data.columns import Options, image_column, label_column, natural_column, text_columns
-from fedflat.data.encoding import encoding_of, inputs_of, targets_of
+from fedflat.data.encoding import encoding_of, inputs_of, numbered, targets_of
 from fedflat.data.locate import Split
 
 
@@ -55,10 +55,12 @@ def _images(
     def table(split: Split, owner: str | None) -> Table:
         key = pictures.fingerprint(split.files, column)
         pixels = pictures.cached(key, lambda: pictures.decode(split.values(column), f"data.dataset: {split.where}"))
-        return Table(pixels, _labels(split, label), np.array(split.values(owner), dtype=object) if owner else None)
+        return Table(
+            pixels, _labels(split, label, options), np.array(split.values(owner), dtype=object) if owner else None
+        )
 
     tables = table(train, natural), table(test, None) if test else None
-    classes = _classes(train, label, source, *tables)
+    classes = _classes(train, label, source, options, *tables)
     mean, std = (source.mean, source.std) if source else ((0.5,), (0.5,))
     channels = tables[0].inputs.shape[1]
     if len(mean) not in (1, channels):
@@ -82,10 +84,12 @@ def _sentences(
             ids, vocabulary, padding = text.pretrained(rows, options.tokenizer, length)
         else:
             ids = text.tokenize(rows, length, vocabulary)
-        return Table(ids, _labels(split, label), np.array(split.values(owner), dtype=object) if owner else None)
+        return Table(
+            ids, _labels(split, label, options), np.array(split.values(owner), dtype=object) if owner else None
+        )
 
     tables = table(train, natural), table(test, None) if test else None
-    classes = _classes(train, label, source, *tables)
+    classes = _classes(train, label, source, options, *tables)
     return Meaning(name, "text", classes, vocabulary=vocabulary, padding=padding), *tables
 
 
@@ -132,13 +136,23 @@ def _columns(
     return Meaning(name, "table", classes), *tables
 
 
-def _labels(split: Split, column: str) -> torch.Tensor:
-    """Class numbers ``(n,)``; raises InputError for missing, fractional or negative ones."""
+def _labels(split: Split, column: str, options: Options) -> torch.Tensor:
+    """Class numbers ``(n,)``, by ``data.categories`` where they are names; raises InputError for missing, fractional or
+    negative ones, and names that are not listed."""
+    for other in options.categories or {}:
+        if other != column:
+            raise wrong("data.categories", other, f"the column of labels, {column}", hint=nearest(other, [column]))
+    if options.categories:
+        found = split.read([column]).to_pandas()[column]
+        return torch.from_numpy(
+            numbered(found, column, options.categories[column], lambda row: f"row {row} of {split.where}")
+        )
     values = split.read([column]).column(column)
     numbers = values.to_numpy() if values.null_count == 0 else None
     if numbers is None or numbers.dtype.kind not in "iu":
         kind = "missing values" if numbers is None else str(values.type)
-        raise wrong(f"column {column} of {split.where}", kind, "whole numbers (class numbers from 0)")
+        hint = "" if numbers is None else f"Names of classes: data.categories={{{column}: [...]}}, in a public order."
+        raise wrong(f"column {column} of {split.where}", kind, "whole numbers (class numbers from 0)", hint=hint)
     if len(numbers) and numbers.min() < 0:
         raise wrong(
             f"column {column} of {split.where}", f"label {numbers.min()}", "class numbers ≥ 0 (is it unlabelled?)"
@@ -146,8 +160,12 @@ def _labels(split: Split, column: str) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int64))
 
 
-def _classes(split: Split, label: str, source: Source | None, train: Table, test: Table | None) -> int:
-    """Number of classes: of the label feature, else of the table, else one more than the largest label."""
+def _classes(
+    split: Split, label: str, source: Source | None, options: Options, train: Table, test: Table | None
+) -> int:
+    """Number of classes: of the listed names, the label feature, the table, else one more than the largest label."""
+    if options.categories:
+        return len(options.categories[label])
     largest = (
         max(int(t.targets.max()) for t in (train, test) if t is not None and len(t.targets))
         if len(train.targets)

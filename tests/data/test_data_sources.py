@@ -261,6 +261,22 @@ def test_texts_from_a_csv_file_by_user(tmp_path: Path) -> None:
         assert torch.equal(data.inputs, tokenize(words, vocabulary=100))
 
 
+def test_names_of_classes_beside_texts(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"user": [0, 0, 1], "text": ["good", "bad", "fine"], "label": ["pos", "neg", "pos"]})
+    frame.to_parquet(tmp_path / "texts.parquet")
+    spec = {"dataset": str(tmp_path / "texts.parquet"), "by": "user", "vocabulary": 100, "test_fraction": 0.0}
+    found = load({**spec, "categories": {"label": ["neg", "zero", "pos"]}})
+    assert found.targets.tolist() == [2, 0, 2] and found.classes == 3
+    for changes, says in (
+        ({}, "Names of classes: data.categories={label: [...]}"),
+        ({"categories": {"label": ["neg", "zero"]}}, "found 'pos'; allowed: neg, zero"),
+        ({"categories": {"lable": ["neg", "pos"]}}, "found lable; allowed: the column of labels, label"),
+    ):
+        with pytest.raises(InputError) as error:
+            load({**spec, **changes})
+        assert says in str(error.value)
+
+
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_a_text_without_a_user_is_refused(tmp_path: Path, ending: str) -> None:
     frame = pd.DataFrame({"user": ["ann", None, "bob"], "text": list("abc"), "label": [0, 1, 0]})
