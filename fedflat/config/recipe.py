@@ -109,7 +109,8 @@ class DataSection(Section):
     """Column that names the client of each row: short for partition: {kind: natural, by: …}. Example: user"""
     categories: dict[str, list[Any]] | None = None
     """For columns of text or codes, all values in a public order; they are never learnt from the rows. An input becomes
-    a 0/1 feature for each value; a target, or the labels of texts and images, class numbers. Example: {colour: [red, green, blue]}"""
+    a 0/1 feature for each value; a target, or the labels of texts and images, class numbers.
+    Example: {colour: [red, green, blue]}"""
     scale: dict[str, tuple[float, Positive]] | None = None
     """Public (mean, std) of columns: (x - mean) / std is trained on. Example: {age: [40, 15]}"""
     max_per_client: Annotated[int, Field(ge=1)] | None = None

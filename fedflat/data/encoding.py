@@ -189,7 +189,7 @@ def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) 
 
 
 def numbered(column: pd.Series, name: str, values: Any, place: Place) -> Array:
-    """Class numbers ``(N,)`` int64 of a column by its values in a public order; raises InputError for any other value."""
+    """Class numbers ``(N,)`` int64 of a column by its values in a public order. Raises InputError for any other."""
     return _codes(column, name, _values(f"data.categories.{name}", values), place)
 
 
