@@ -185,7 +185,7 @@ class WordCounts(Headed):
 
     def features(self, inputs: Tensor) -> Tensor:
         word = (inputs != self.padding).to(self.classifier.weight.dtype)
-        counts = word.new_zeros(len(inputs), self.vocabulary).scatter_add(1, inputs, word)
+        counts = word.new_zeros(inputs.shape[0], self.vocabulary).scatter_add(1, inputs, word)
         return counts / word.sum(1, keepdim=True).clamp(min=1.0).sqrt()
 
     def head(self, features: Tensor) -> Tensor:

@@ -188,3 +188,13 @@ def test_what_could_only_be_noise_or_too_much_memory(
     with pytest.raises(InputError) as error:
         build(name, (length,), 11, 0, **options)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("bow-linear", {"vocabulary": 5}), ("bow-overlap", {}), ("char-linear", {})]
+)
+def test_an_exported_program_takes_any_number_of_texts(name: str, options: dict[str, int]) -> None:
+    module = build(name, (8,), 5, 0, **options)
+    program = torch.export.export(module, (ids(3, 8, high=5),), dynamic_shapes=({0: torch.export.Dim("texts")},))
+    x = ids(2, 8, high=5, seed=1)
+    torch.testing.assert_close(program.module()(x), module(x))
