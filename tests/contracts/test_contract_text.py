@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.audit.worlds import Engine, Scenario, Worlds
+from fedflat.backends import features
 from fedflat.config.recipe import Recipe
 from fedflat.core.personal import PersonalState
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.round import broadcast_of
 from fedflat.models import build
+from fedflat.models.registry import BUILDERS
+from fedflat.models.text import WordCounts
 
 LENGTH, IDS = 12, 30
 MODELS: dict[str, dict[str, Any]] = {"bow-linear": {"vocabulary": IDS}, "bow-overlap": {}, "char-linear": {}}
@@ -84,6 +87,33 @@ def test_clients_are_strangers(name: str, engine: dict[str, Any]) -> None:
             assert torch.equal(found[client], expected[client]), (world, client)
         if world == "padding alone":  # the comparison sees a difference where there is one
             assert not torch.equal(found[WATCHED], expected[WATCHED])
+
+
+class Together(WordCounts):
+    """Counts whose size follows from who shares a batch."""
+
+    def features(self, inputs: Tensor) -> Tensor:
+        found = super().features(inputs)
+        return found / found.norm().clamp(min=1.0)
+
+
+def test_a_twin_with_two_clients_in_one_batch_of_features_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch is one client's, such a body is its own affair."""
+
+    def together(input_shape: Any, classes: int, vocabulary: int) -> nn.Module:
+        return Together(vocabulary, classes)
+
+    def one_batch(module: nn.Module, inputs: Tensor, precision: str, owned: Any = None) -> Tensor:
+        return computed(module, inputs, precision)
+
+    monkeypatch.setitem(BUILDERS, "bow-linear", together)
+    computed = features.computed
+    for twin in (False, True):
+        if twin:
+            monkeypatch.setattr(features, "computed", one_batch)
+        expected, found = (messages("bow-linear", world, ENGINES[0]) for world in ("present", "largest id"))
+        others = set(found) - {WATCHED}
+        assert all(torch.equal(found[client], expected[client]) for client in others) != twin
 
 
 def test_clients_are_strangers_in_worker_processes() -> None:
