@@ -1,7 +1,8 @@
 """``python -m benchmarks.leaderboard DATA METHOD…``: measure rows of the leaderboard that are not there yet.
 
 Each row is written to ``leaderboard.json`` as it comes, so that an end at any minute loses one row at most; a row that
-was tuned by the rule already is not measured again. ``METHOD`` is a name, ``NAME,key=value`` or ``ceiling``.
+was tuned by the rule already is not measured again: take it out of the file first. ``METHOD`` is a name,
+``NAME,key=value`` or ``ceiling``.
 """
 
 from __future__ import annotations
