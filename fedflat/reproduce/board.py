@@ -200,7 +200,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         PAIRED, "They are not corrected for their number. [What to make of them](flatness.md#on-the-leaderboard).", "",
         *_grid(*paired(found, at)), "", "## All rows", "",
         *_grid(list(HEADS), [cells(row) for row in rows]), "", "## The command of each row", "",
-        "Each with its first seed; the others differ in `seed` alone, and digits and Shakespeare draw another test set.",
+        "With its first seed; the others differ in `seed` alone, and digits and Shakespeare draw another test set.",
         "", "```console",
         *(f"$ {command(row)}" for row in rows), "```", "",
     ]  # fmt: skip
