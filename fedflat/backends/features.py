@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.available import memory
+from fedflat.core.available import GIB, memory
 from fedflat.core.cache import cache_folder, keep, read_tensors
 from fedflat.core.checks import wrong
 from fedflat.core.held import global_generators
@@ -27,7 +27,6 @@ from fedflat.core.waiting import told
 from fedflat.data.clients import GIVEN, FederatedData
 from fedflat.engine.device import exact
 
-GIB = 2**30
 BATCH = 64
 """Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
 WORTH_KEEPING = 10.0
@@ -135,7 +134,7 @@ def _room(examples: int, width: int, device: torch.device) -> Tensor:
         allowed = f"no more than the {left / GIB:.1f} GiB of memory that are available"
         hint = "A smaller data.vocabulary or model makes fewer numbers, data.max_examples takes fewer examples."
         raise wrong("features of a frozen body", found, allowed, hint=hint)
-    return torch.zeros(examples, width, device=device)
+    return torch.zeros(examples, width, dtype=torch.float32, device=device)
 
 
 def _device(module: nn.Module, inputs: Tensor) -> torch.device:

@@ -19,13 +19,12 @@ from typing import Annotated
 
 import typer
 
-from fedflat.core.available import memory
+from fedflat.core.available import GIB, memory
 from fedflat.core.checks import one_line
 from fedflat.core.extras import install
 
 SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
 """Packages with a line of their own; the others appear only where something is wrong with them."""
-GIB = 1 << 30
 LITTLE, TOO_LITTLE = GIB, GIB // 16
 """Free disk: below the first a note, below the second a run's checkpoints have no room."""
 

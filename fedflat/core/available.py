@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+GIB = 2**30
+
 
 def memory() -> float | None:
     """Available bytes, as the kernel says, or as a container's limit leaves."""

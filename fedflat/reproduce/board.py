@@ -61,9 +61,7 @@ TASKS = (
     Task("digits", 0.6, "digits", "digits-representation"),
     Task("sst2", 0.6, "SST-2", "sst2-encoder", NATURAL, {**EVERYBODY, "engine.precision": "bf16"}, public=True),
     Task("mrpc", 0.6, "MRPC", "mrpc-encoder", NATURAL, {"cohort.size": 100, "privacy.delta": 0.01}, public=True),
-    Task(
-        "shakespeare", None, "Shakespeare", "shakespeare-dp-fedavg", NONE, {"cohort.size": 252, "privacy.delta": 0.004}
-    ),
+    Task("shakespeare", None, "Shakespeare", "shakespeare-dp-fedavg", NONE, ALL_SPEAKERS),
 )
 MEASURED_AT = 8
 """The ε at which all methods are tuned."""

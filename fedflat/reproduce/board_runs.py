@@ -44,6 +44,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0)
 BEYOND = 4
 """At most so many more, each twice or half the last, while the best is at the border."""
 FITTED = 100
+"""Steps of L-BFGS for a ceiling without features."""
 PENALTIES = tuple(10.0**power for power in range(-5, 4))
 """Of ridge regression, per example."""
 Told = Callable[[str], None]

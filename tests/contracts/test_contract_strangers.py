@@ -86,7 +86,11 @@ def network(kind: str) -> nn.Module:
 def messages(world: str, kind: str, method: str, change: Any = None, **engine: Any) -> dict[int, Tensor]:
     """Everybody's message in the first round."""
     changes = {"local": {"steps": 4, "batch_size": 5, "lr": 0.3}, "engine": engine}
-    made = prepare(Recipe.of(recipe(method, changes)), network(kind), federation(world))
+    return messages_of(prepare(Recipe.of(recipe(method, changes)), network(kind), federation(world)), change)
+
+
+def messages_of(made: Any, change: Any = None) -> dict[int, Tensor]:
+    """Everybody's message in the first round of a job. change: made to its back end before."""
     parts, backend = made.parts, made.backend
     if change is not None:
         change(backend)

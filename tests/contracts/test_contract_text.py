@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import torch
 from small_federation import SIZES, recipe
-from test_contract_strangers import WATCHED, Messages
+from test_contract_strangers import WATCHED, messages_of
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.audit.worlds import Engine, Scenario, Worlds
 from fedflat.backends import features
 from fedflat.config.recipe import Recipe
-from fedflat.core.personal import PersonalState
 from fedflat.data.clients import FederatedData, from_pairs
-from fedflat.engine.round import broadcast_of
 from fedflat.models import build
 from fedflat.models.registry import BUILDERS
 from fedflat.models.text import WordCounts
@@ -63,16 +61,7 @@ def made_recipe(name: str, engine: dict[str, Any]) -> Recipe:
 
 
 def messages(name: str, world: str, engine: dict[str, Any]) -> dict[int, Tensor]:
-    made = prepare(made_recipe(name, engine), module_of(name), data=federation(name, world))
-    parts, backend = made.parts, made.backend
-    broadcast = broadcast_of(parts, parts.first_state(made.first[: parts.layout.dimension], 1.0), made.seed)
-    sink = Messages(parts)
-    backend.train(np.arange(made.data.clients), broadcast, sink, PersonalState(made.first[parts.layout.dimension :]))
-    if hasattr(backend, "close"):
-        backend.close()
-    present = [client for client in range(made.data.clients) if made.data.sizes[client]]
-    assert len(sink.kept) == len(present)
-    return dict(zip(present, sink.kept))
+    return messages_of(prepare(made_recipe(name, engine), module_of(name), data=federation(name, world)))
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine["backend"])

@@ -83,7 +83,7 @@ def sampled_gaussian(q: float, multiplier: float, step: float) -> tuple[Any, ...
 
 def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, step: float) -> tuple[Any, ...]:
     """As :func:`sampled_gaussian`, of cohorts cut to ``most``, by the library's rule: a client that is in a cohort that
-    would be full without it (chance p, of the others) takes the place of another one, and is one among ``most``."""
+    would be full without it (chance ``full``) takes the place of another one, and is one among ``most``."""
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from scipy.stats import binom
 
@@ -93,5 +93,6 @@ def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, ste
         return plain
     among = float(binom.sf(most, clients, q)) * most / full / clients
     replaced = PrivacyLossDistribution(_one("REPLACE", among, multiplier / 2, step))
+    # No public view of the two directions either; a test notices if these names change.
     mixed = replaced.compute_mixture(PrivacyLossDistribution(*plain), full)
     return mixed._pmf_remove, mixed._pmf_add
