@@ -51,7 +51,7 @@ class Scale:
 
 SCALES: dict[str, Scale] = {
     "smoke": Scale(20, 5, 2, 2, 8, 600, 200, 10, TINY, 1),
-    "small": Scale(100, 10, 30, 5, 16, 10_000, 1_000, 200, SMALL, 3),
+    "small": Scale(100, 10, 150, 2, 16, 10_000, 1_000, 200, SMALL, 3),
     "full": Scale(),
 }
 

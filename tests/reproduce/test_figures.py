@@ -85,8 +85,8 @@ def test_a_scale_shrinks_sizes_in_proportion_and_nothing_else() -> None:
     assert [each.data.clients for each in small] == [20, 40, 60, 100, 140]
     assert [each.cohort.size for each in small] == [2, 4, 6, 10, 14]  # m follows M
     assert [each.privacy.noise_cohort for each in small] == [10, 20, 30, 50, 70]  # the noise is that of the paper's m
-    assert [line.recipe(epochs.table, "small").local.steps for line in epochs.lines] == [2, 3, 5, 7]
-    assert [line.recipe(epochs.table, "full").local.epochs for line in epochs.lines] == [10, 20, 30, 40]
+    assert [line.recipe(epochs.table, "small").local.steps for line in epochs.lines] == [1, 2, 3, 4]
+    assert [line.recipe(epochs.table, "full").local.epochs for line in epochs.lines] == [15, 30, 40, 60]
     one, *_ = radius.lines
     assert one.recipe(radius.table, "small").algorithm.options["rho"] == 0.01 == one.x
     cohort = find_figure("004", "figure-4").panels[0]

@@ -247,7 +247,7 @@ def test_the_simulated_epsilon_has_a_column_of_its_own() -> None:
     found = dry(find("000", "1").only(["CIFAR-10, IID"], ["DP-FedSAM"]), "small")
     [row] = found.rows
     assert row.simulated is not None and row.proven is not None and row.simulated < row.proven
-    full = dry(found.table, "full", overrides=["rounds=30"])
+    full = dry(found.table, "full", overrides=["rounds=150"])
     assert row.simulated == pytest.approx(full.rows[0].proven, rel=1e-9)  # the paper's system over as many rounds
     text = lines(found, dry_run=True)
     assert any("simul. ε" in line for line in text) and all(len(line) <= WIDTH for line in text)
