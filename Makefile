@@ -21,7 +21,8 @@ run: $(VENV)/run.stamp
 # Counting branches slows every test of a process, so only these count them; they reach every branch that has to be.
 COUNTED := tests/privacy tests/pieces tests/core tests/engine/test_noise_laws.py tests/methods/test_class_statistics.py \
   $(patsubst %,tests/contracts/test_contract_%.py,correlated guard pieces state)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+# More workers than two cores: some tests wait for processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder
 
 test: $(VENV)/test.stamp
 	$(PYTEST) $(COUNTED) --cov
