@@ -45,6 +45,13 @@ def reproduce(
     protocol: Annotated[
         str, typer.Option(help="sound: the guarantee holds. published: the procedure that the paper released.")
     ] = "sound",
+    tuned: Annotated[
+        bool,
+        typer.Option(
+            "--tuned",
+            help="Each method at the strength (printed, a fifth, a 25th) that is best on clients held back.",
+        ),
+    ] = False,
     override: Overrides = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Runs of each cell. Default: the scale's; at full scale the paper's.")
@@ -90,11 +97,13 @@ def reproduce(
     from fedflat.reproduce import SCALES, dry, find
     from fedflat.reproduce.figures import find_figure, is_figure
 
-    if keep is not None and (measured or dry_run):
-        raise wrong("--keep", "nothing that runs", "no --measured and no --dry-run with it")
+    if measured or dry_run:
+        for option in (option for option, given in {"--keep": keep, "--tuned": tuned}.items() if given):
+            raise wrong(option, "nothing that runs", "no --measured and no --dry-run with it")
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
     if is_figure(table):
         tables = {"--method": method, "--dry-run": dry_run, "--protocol": protocol != "sound", "--json": as_json}
+        tables["--tuned"] = tuned
         for option in (option for option, given in tables.items() if given):
             raise wrong(option, "a figure", "a table")
         _figure(find_figure(paper, table).only(column or ()), size, override, seeds, out, processes, measured, keep)
@@ -106,7 +115,7 @@ def reproduce(
     if dry_run:
         found = dry(chosen, size, protocol, override or ())
     else:
-        found = _train(chosen, size, protocol, override, seeds, out, processes, as_json)
+        found = _train(chosen, size, protocol, override, seeds, out, processes, as_json, tuned)
     if keep is not None:
         from fedflat.reproduce.measured import keep as keep_record
 
@@ -144,7 +153,15 @@ def _measured(chosen: Any, as_json: bool) -> None:
 
 
 def _train(
-    chosen: Any, scale: str, protocol: str, override: Any, seeds: Any, out: Any, processes: Any, quiet: bool
+    chosen: Any,
+    scale: str,
+    protocol: str,
+    override: Any,
+    seeds: Any,
+    out: Any,
+    processes: Any,
+    quiet: bool,
+    tuned: bool,
 ) -> Outcome:
     from fedflat.report.progress import ExperimentProgress
     from fedflat.reproduce import train
@@ -152,7 +169,7 @@ def _train(
     stem = f"{chosen.paper}-{chosen.table.lower().replace(' ', '-')}"
     folder = out or Path("runs") / f"reproduce-{stem}"
     with ExperimentProgress(quiet=quiet) as progress:
-        return train(chosen, folder, scale, protocol, override or (), seeds, processes, progress.update)
+        return train(chosen, folder, scale, protocol, override or (), seeds, processes, progress.update, tuned)
 
 
 def _figure(

@@ -22,6 +22,7 @@ from fedflat.report.metrics import plain
 from fedflat.reproduce.drawn import Drawn
 from fedflat.reproduce.figures import PaperFigure
 from fedflat.reproduce.rows import Outcome, Row, dry
+from fedflat.reproduce.strengths import Chosen, options_of
 from fedflat.reproduce.tables import ROMAN, Table
 
 FOLDER = Path(__file__).parent / "measured"
@@ -69,6 +70,7 @@ def _table(found: Outcome, overrides: Sequence[str]) -> Record:
     return {
         "scale": found.scale, "protocol": found.protocol, "overrides": list(overrides),
         "changed": {name: list(texts) for name, texts in found.changed.items()},
+        "chosen": [[*key, one.strength, list(map(list, one.tried.items()))] for key, one in found.chosen.items()],
         "rows": [_row(row) for row in found.rows],
     }  # fmt: skip
 
@@ -113,9 +115,15 @@ def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
         if kept:
             part = replace(table, cells=tuple(kept))
             planned = dry(part, record["scale"], record["protocol"], record["overrides"])
+            recipes = {(row.cell.of, row.cell.method): row.recipe for row in planned.rows}
+            chosen = {
+                (of, method): Chosen(options_of(recipe, strength), strength, dict(tried))
+                for of, method, strength, tried in record.get("chosen", [])
+                if (recipe := recipes.get((of, method))) is not None
+            }
             filled = tuple(_filled(row, rows[row.cell.column, row.cell.method]) for row in planned.rows)
             changed = {name: tuple(texts) for name, texts in record["changed"].items()}
-            found.append((_source(record), replace(planned, rows=filled, changed=changed)))
+            found.append((_source(record), replace(planned, rows=filled, changed=changed, chosen=chosen)))
     if not found:
         raise wrong("--measured", f"no results of paper {table.paper}, {table.table}", _known())
     return found

@@ -23,6 +23,7 @@ from fedflat.report.metrics import Run
 from fedflat.report.progress import RunEvent
 from fedflat.reproduce import numbers
 from fedflat.reproduce.scales import SCALES, differences, scaled
+from fedflat.reproduce.strengths import Chosen, at, choose
 from fedflat.reproduce.tables import COUNTED, RELATIVE, Cell, Table
 from fedflat.reproduce.verdict import Ranked, Verdict, judge
 from fedflat.simulation.experiment import compare
@@ -81,7 +82,8 @@ class Row:
 class Outcome:
     """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing.
 
-    seconds: of all rounds that ran, by the runs' own clocks.
+    seconds: of all rounds that ran, by the runs' own clocks. chosen: by column and method, the strength that trials on
+    held-back clients chose.
     """
 
     table: Table
@@ -92,6 +94,7 @@ class Outcome:
     missing: tuple[str, ...] = ()
     folder: Path | None = None
     seconds: float = 0.0
+    chosen: Mapping[tuple[str, str], Chosen] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -222,14 +225,18 @@ def train(
     seeds: int | None = None,
     processes: int | None = None,
     update: Callable[[RunEvent], None] | None = None,
+    tuned: bool = False,
 ) -> Outcome:
     """Train every cell whose data can be had, as ``fedflat compare`` does (what is done in ``folder`` is kept).
 
-    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. Raises
-    InputError as ``dry`` does, before any training.
+    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. tuned:
+    at the strength that ``strengths.choose`` finds for each method, first. Raises InputError as ``dry`` does, before
+    any training.
     """
     plan = dry(table, scale, protocol, overrides)
     absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
+    if tuned:
+        plan = _tuned(plan, set(absent), folder, processes)
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     count = seeds or SCALES[scale].seeds or table.seeds
     missing = list(absent.values())
@@ -243,6 +250,23 @@ def train(
     rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
     return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
+
+
+def _tuned(plan: Outcome, absent: set[str], folder: Path, processes: int | None) -> Outcome:
+    """The plan with each method at the strength that trials chose."""
+    recipes = {
+        (row.cell.of, row.cell.method): row.recipe
+        for row in plan.rows
+        if row.recipe is not None and row.recipe.data.dataset not in absent and not row.cell.personal
+    }
+    found = dict(zip(recipes, choose(list(recipes.values()), folder, processes)))
+    chosen = {key: one for key, one in found.items() if one is not None}
+
+    def moved(row: Row) -> Row:
+        one = chosen.get((row.cell.of, row.cell.method))
+        return row if one is None or row.recipe is None else replace(row, recipe=at(row.recipe, one.strength))
+
+    return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen)
 
 
 def finished(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:
