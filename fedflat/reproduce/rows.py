@@ -24,7 +24,7 @@ from fedflat.report.progress import RunEvent
 from fedflat.reproduce import numbers
 from fedflat.reproduce.scales import SCALES, differences, scaled
 from fedflat.reproduce.strengths import Chosen, at, choose
-from fedflat.reproduce.tables import COUNTED, RELATIVE, Cell, Table
+from fedflat.reproduce.tables import COUNTED, RELATIVE, Cell, Table, find
 from fedflat.reproduce.verdict import Ranked, Verdict, judge
 from fedflat.simulation.experiment import compare
 from fedflat.simulation.experiment_settings import expand
@@ -138,7 +138,8 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
         return Row(cell, None, None, None, missing="the paper's setting is not known")
     recipe = scaled(_procedure(table, cell.recipe, cell.released, protocol), scale)
     mapping = recipe.dump()
-    if cell.of in {each.of for each in table.cells if each.measure in COUNTED}:
+    whole = find(table.paper, table.table)  # what is shown of a run does not change it
+    if cell.of in {each.of for each in whole.cells if each.measure in COUNTED}:
         mapping["evaluation"]["every"] = 1  # rounds are counted at the evaluated ones
     for text in overrides:
         mapping = override(mapping, text)

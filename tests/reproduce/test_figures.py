@@ -96,6 +96,16 @@ def test_a_scale_shrinks_sizes_in_proportion_and_nothing_else() -> None:
     assert sigmas == sorted(sigmas) and sigmas[0] < sigmas[-1]  # σ for the paper's ε at each q
 
 
+def test_a_column_by_its_name_runs_what_the_whole_table_runs() -> None:
+    """Rounds to a target are counted at every round, whether the column that shows them is asked for or not."""
+    name = "CIFAR-10, Dirichlet 0.6"
+    whole = {
+        row.cell.method: row.recipe for row in measured.dry(find("002", "II"), "small").rows if row.cell.of == name
+    }
+    part = {row.cell.method: row.recipe for row in measured.dry(find("002", "II").only([name]), "small").rows}
+    assert part == whole and all(recipe is not None and recipe.evaluation.every == 1 for recipe in part.values())
+
+
 def test_runs_are_shared_with_the_table() -> None:
     panel = find_figure("000", "figure-2").panels[-1]
     cells = {cell.method: cell for cell in find("000", "1").only([panel.title]).cells}
