@@ -238,6 +238,7 @@ def connect(processes: int) -> str:
     if ray.is_initialized():
         if _STARTED.get(name := _name(ray), processes) == processes:
             return name
+        del _STARTED[name]
         ray.shutdown()
     address = os.environ.get("RAY_ADDRESS", "")
     local = address in ("", "local")
