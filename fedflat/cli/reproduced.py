@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedflat.reproduce import Outcome
-    from fedflat.reproduce.rows import Row
+    from fedflat.reproduce.outcome import Row
 
 WIDTH = 80
 

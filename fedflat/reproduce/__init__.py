@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedflat.reproduce.rows import Outcome, dry, train
+from fedflat.reproduce.outcome import Outcome
+from fedflat.reproduce.rows import dry, train
 from fedflat.reproduce.scales import SCALES, scaled
 from fedflat.reproduce.tables import Cell, Table, find, load, names
 

@@ -21,7 +21,8 @@ from fedflat.report.figures import Figure, Series
 from fedflat.report.metrics import plain
 from fedflat.reproduce.drawn import Drawn
 from fedflat.reproduce.figures import PaperFigure
-from fedflat.reproduce.rows import Outcome, Row, dry
+from fedflat.reproduce.outcome import Outcome, Row
+from fedflat.reproduce.rows import dry
 from fedflat.reproduce.strengths import Chosen, options_of
 from fedflat.reproduce.tables import ROMAN, Table
 

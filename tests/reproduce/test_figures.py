@@ -20,8 +20,8 @@ from fedflat.report.styles import styles
 from fedflat.reproduce import SCALES, measured, train
 from fedflat.reproduce.drawn import DRAWS, Drawn, draw
 from fedflat.reproduce.figures import Line, Panel, figure_names, find_figure, is_figure
+from fedflat.reproduce.outcome import Outcome
 from fedflat.reproduce.paper_page import write_pages
-from fedflat.reproduce.rows import Outcome
 from fedflat.reproduce.tables import find, load, names
 
 EVERY = [find_figure(*name.split(" ")) for name in figure_names()]

@@ -11,7 +11,8 @@ import pytest
 from fedflat.report.metrics import Run
 from fedflat.reproduce import find
 from fedflat.reproduce.numbers import KINDS, measured
-from fedflat.reproduce.rows import Outcome, Row, _measured
+from fedflat.reproduce.outcome import Outcome, Row
+from fedflat.reproduce.rows import _measured
 from fedflat.reproduce.tables import MEASURES, Cell
 
 
