@@ -90,22 +90,25 @@ def _remarks(found: Outcome, dry_run: bool) -> list[str]:
             of = [name for name, mine in found.changed.items() if mine == changes]
             where = "" if len(texts) == 1 else f" ({'; '.join(of)})"
             remarks.append(f"Changed{where}: {', '.join(changes)}.")
-    if found.chosen:
-        columns = len({column for column, _ in found.chosen}) > 1
-        remarks.append(
-            "Tuned: each method's own numbers at the printed strength, a fifth or a twenty-fifth of it, by accuracy on "
-            "a tenth of the clients, held back, with a seed that is not reported. A method without such numbers is as "
-            "it is."
-        )
-        remarks += [
-            f"Tuned: {f'{column}, ' if columns else ''}{one.sentence(method)}."
-            for (column, method), one in found.chosen.items()
-        ]
+    remarks += _choices(found)
     remarks += [f"Differs: {note}." for note in table.said(found.protocol)]
     remarks += [f"Missing: {text}" for text in found.missing]
     if found.folder is not None:
         remarks.append(f"Runs: {found.folder}")
     return [text for remark in remarks for text in wrapped(remark)]
+
+
+def _choices(found: Outcome) -> list[str]:
+    """The rule of ``--tuned`` and what it chose."""
+    if not found.chosen:
+        return []
+    columns = len({column for column, _ in found.chosen}) > 1
+    rule = (
+        "Tuned: each method's own numbers at the printed strength, a fifth or a twenty-fifth of it, by accuracy on a "
+        "tenth of the clients, held back, with a seed that is not reported. A method without such numbers is as it is."
+    )
+    chosen = found.chosen.items()
+    return [rule, *(f"Tuned: {f'{of}, ' if columns else ''}{one.sentence(method)}." for (of, method), one in chosen)]
 
 
 def _counted(found: Outcome) -> str:
