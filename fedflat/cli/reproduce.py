@@ -99,7 +99,7 @@ def reproduce(
 
     if measured or dry_run:
         for option in (option for option, given in {"--keep": keep, "--tuned": tuned}.items() if given):
-            raise wrong(option, "nothing that runs", "no --measured and no --dry-run with it")
+            raise wrong(option, "--measured" if measured else "--dry-run", f"{option} where something runs")
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
     if is_figure(table):
         tables = {"--method": method, "--dry-run": dry_run, "--protocol": protocol != "sound", "--json": as_json}

@@ -82,8 +82,9 @@ def _remarks(found: Outcome, dry_run: bool) -> list[str]:
             "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
             "Orderings at 95 %: one-sided paired t test over the seeds."
         )
-    if found.scale != "full":
-        remarks.append(f"Scale {found.scale}: NOT COMPARABLE with the published values.")
+    if found.scale != "full" or not found.as_printed:
+        tuned = "" if found.as_printed else ", tuned"
+        remarks.append(f"Scale {found.scale}{tuned}: NOT COMPARABLE with the published values.")
     texts = dict.fromkeys(found.changed.values())
     for changes in texts:
         if changes:
@@ -99,16 +100,25 @@ def _remarks(found: Outcome, dry_run: bool) -> list[str]:
 
 
 def _choices(found: Outcome) -> list[str]:
-    """The rule of ``--tuned`` and what it chose."""
-    if not found.chosen:
+    """The rule of ``--tuned``, what it chose, and whom it left alone."""
+    if not found.tuned:
         return []
-    columns = len({column for column, _ in found.chosen}) > 1
     rule = (
-        "Tuned: each method's own numbers at the printed strength, a fifth or a twenty-fifth of it, by accuracy on a "
-        "tenth of the clients, held back, with a seed that is not reported. A method without such numbers is as it is."
+        "Tuned: a method's own numbers at the printed strength, a fifth or a twenty-fifth of it, by accuracy on a "
+        "tenth of the clients, held back, with a seed that is not reported. The choice looked at clients' data, and no "
+        "ε here covers that."
     )
+    columns = len({column for column, _ in found.chosen}) > 1
     chosen = found.chosen.items()
-    return [rule, *(f"Tuned: {f'{of}, ' if columns else ''}{one.sentence(method)}." for (of, method), one in chosen)]
+    own = {row.cell.method for row in found.rows if row.cell.personal}
+    left = dict.fromkeys(row.cell.method for row in found.rows if row.recipe is not None)
+    left = {name: None for name in left if name not in {method for _, method in found.chosen}}
+    why = ", ".join(f"{name} (its accuracy is the clients' own)" if name in own else name for name in left)
+    return [
+        rule,
+        *(f"Tuned: {f'{of}, ' if columns else ''}{one.sentence(method)}." for (of, method), one in chosen),
+        *([f"As printed, not tuned: {why}."] if left else []),
+    ]
 
 
 def _counted(found: Outcome) -> str:
@@ -170,10 +180,11 @@ def as_dict(found: Outcome) -> dict[str, Any]:
     table, verdicts = found.table, found.verdicts()
     return {
         "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
-        "comparable": found.scale == "full" and found.complete, "protocol": found.protocol,
+        "comparable": found.scale == "full" and found.complete and found.as_printed, "protocol": found.protocol,
         "rows": [_record(row) for row in found.rows],
         "verdicts": {name: plain(asdict(one)) | {"text": sentences(one)} for name, one in verdicts.items()},
         "changed": {name: list(texts) for name, texts in found.changed.items()},
+        "tuned": found.tuned,
         "chosen": [
             {"column": column, "method": method, **asdict(one)} for (column, method), one in found.chosen.items()
         ],

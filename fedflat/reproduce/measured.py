@@ -71,9 +71,13 @@ def _table(found: Outcome, overrides: Sequence[str]) -> Record:
     return {
         "scale": found.scale, "protocol": found.protocol, "overrides": list(overrides),
         "changed": {name: list(texts) for name, texts in found.changed.items()},
-        "chosen": [[*key, one.strength, list(map(list, one.tried.items()))] for key, one in found.chosen.items()],
         "rows": [_row(row) for row in found.rows],
+        "tuned": found.tuned, "chosen": _chosen(found),
     }  # fmt: skip
+
+
+def _chosen(found: Outcome) -> list[list[Any]]:
+    return [[*key, one.strength, list(map(list, one.tried.items()))] for key, one in found.chosen.items()]
 
 
 def _row(row: Row) -> Record:
@@ -124,7 +128,9 @@ def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
             }
             filled = tuple(_filled(row, rows[row.cell.column, row.cell.method]) for row in planned.rows)
             changed = {name: tuple(texts) for name, texts in record["changed"].items()}
-            found.append((_source(record), replace(planned, rows=filled, changed=changed, chosen=chosen)))
+            tuned = record.get("tuned", bool(chosen))
+            filled_in = replace(planned, rows=filled, changed=changed, tuned=tuned, chosen=chosen)
+            found.append((_source(record), filled_in))
     if not found:
         raise wrong("--measured", f"no results of paper {table.paper}, {table.table}", _known())
     return found

@@ -57,8 +57,8 @@ class Row:
 class Outcome:
     """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing.
 
-    seconds: of all rounds that ran, by the runs' own clocks. chosen: by column and method, the strength that trials on
-    held-back clients chose.
+    seconds: of all rounds that ran, by the runs' own clocks. tuned: whether strengths were tried; chosen: by column and
+    method, which one was.
     """
 
     table: Table
@@ -69,7 +69,13 @@ class Outcome:
     missing: tuple[str, ...] = ()
     folder: Path | None = None
     seconds: float = 0.0
+    tuned: bool = False
     chosen: Mapping[tuple[str, str], Chosen] = field(default_factory=dict)
+
+    @property
+    def as_printed(self) -> bool:
+        """Whether every method has the numbers that the paper prints."""
+        return all(one.strength == 1.0 for one in self.chosen.values())
 
     @property
     def complete(self) -> bool:

@@ -158,7 +158,7 @@ def train(
     plan = dry(table, scale, protocol, overrides)
     absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
     if tuned:
-        plan = _tuned(plan, set(absent), folder, processes)
+        plan = _tuned(plan, set(absent), folder, seeds or SCALES[scale].seeds or table.seeds, processes, update)
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     count = seeds or SCALES[scale].seeds or table.seeds
     missing = list(absent.values())
@@ -174,21 +174,29 @@ def train(
     return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
 
 
-def _tuned(plan: Outcome, absent: set[str], folder: Path, processes: int | None) -> Outcome:
-    """The plan with each method at the strength that trials chose."""
+def _tuned(
+    plan: Outcome,
+    absent: set[str],
+    folder: Path,
+    seeds: int,
+    processes: int | None,
+    update: Callable[[RunEvent], None] | None,
+) -> Outcome:
+    """The plan with each method at the strength that trials chose; personal ones stay as they are printed."""
     recipes = {
         (row.cell.of, row.cell.method): row.recipe
         for row in plan.rows
         if row.recipe is not None and row.recipe.data.dataset not in absent and not row.cell.personal
     }
-    found = dict(zip(recipes, choose(list(recipes.values()), folder, processes)))
+    reported = {one.seed + number for one in recipes.values() for number in range(seeds)}
+    found = dict(zip(recipes, choose(list(recipes.values()), sorted(reported), folder, processes, update)))
     chosen = {key: one for key, one in found.items() if one is not None}
 
     def moved(row: Row) -> Row:
         one = chosen.get((row.cell.of, row.cell.method))
         return row if one is None or row.recipe is None else replace(row, recipe=at(row.recipe, one.strength))
 
-    return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen)
+    return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen, tuned=True)
 
 
 def finished(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:

@@ -3,22 +3,16 @@
 A method's own numbers say how far it leaves DP-FedAvg: SAM's ρ, BLUR's λ, the share of coordinates that is left out,
 the weight of the last direction, the smoothing. All numbers of a method are tried together, at their printed strength,
 at a fifth and at a twenty-fifth of it. A trial trains on nine tenths of the clients, with a seed that is not reported,
-and is scored by its accuracy on the examples of the others. Test data are not looked at.
+and is scored by its accuracy on the examples of the others. Test data are not looked at. What the clients' data tell by
+the choice is in no ε: this is for comparing methods, not for a release (``fedflat tune`` is).
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
-import multiprocessing
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,21 +20,25 @@ import torch
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core import durable
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData
+from fedflat.report import metrics
+from fedflat.report.progress import RunEvent
+from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment_settings import expand
 from fedflat.simulation.experiment_worker import data_for
-from fedflat.simulation.run import run
 
 STRENGTHS = (1.0, 0.2, 0.04)
 """Shares of the printed strength that are tried."""
 SEED = 100
-"""Of the trials: partition, cohorts, noise and batches."""
+"""Of the trials: partition, who is held back, cohorts, noise and batches."""
 HELD_BACK = 0.1
 """Share of the clients that trials are scored on."""
 AT_ZERO, AT_ONE = ("rho", "lam", "sparsity", "smoothing"), ("keep", "beta")
-"""Options of methods, by the value at which the method is DP-FedAvg."""
-FILE = "strengths.json"
-"""In the folder of the runs: what trials found, so that none is done twice."""
+"""Options of methods, by the value at which they do nothing."""
+TRIALS = "trials"
+"""Their folder, beside the runs."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,15 @@ class Chosen:
         """The choice in words."""
         values = ", ".join(f"{name} {value:g}" for name, value in self.options.items())
         found = ", ".join(f"{accuracy:.1f} % at {share:g}" for share, accuracy in self.tried.items())
-        return f"{method}: {self.strength:g} of the printed strength ({values}); held-back clients: {found}"
+        alike = "; no difference, so as printed" if len(set(self.tried.values())) == 1 else ""
+        return f"{method}: {self.strength:g} of the printed strength ({values}); held-back clients: {found}{alike}"
 
 
 def options_of(recipe: Recipe, strength: float) -> dict[str, float]:
     """The method's own numbers at a share of their strength; empty for a method that has none.
 
-    >>> recipe = Recipe.of({"rounds": 1, "algorithm": {"name": "dp-fedsam-topk", "rho": 0.5, "keep": 0.4}})
-    >>> options_of(recipe, 0.2)
+    >>> private = {"privacy": {"noise_multiplier": 1.0}, "rounds": 1, "model": "mlp"}
+    >>> options_of(Recipe.of({"algorithm": {"name": "dp-fedsam-topk", "rho": 0.5, "keep": 0.4}, **private}), 0.2)
     {'rho': 0.1, 'keep': 0.88}
     """
     factory, found = ALGORITHMS.get(recipe.algorithm.name), dict[str, float]()
@@ -85,67 +84,77 @@ def at(recipe: Recipe, strength: float) -> Recipe:
     return Recipe.of(recipe, [*texts, f"name={recipe.name}_strength-{strength:g}"])
 
 
-def trial(recipe: Recipe) -> float:
-    """Test accuracy, in per cent, on clients that are held back from the run."""
-    torch.set_num_threads(1)
-    tried = Recipe.of(recipe, [f"seed={SEED}", f"evaluation.every={recipe.rounds}"])
-    data = _apart(data_for(tried))
-    if tried.data.clients is not None:
-        tried = Recipe.of(tried, [f"data.clients={data.clients}"])
-    return round(100 * float(run(tried, data=data).history[-1]["test_accuracy"]), 2)
+def apart(recipe: Recipe) -> FederatedData:
+    """A trial's federation: without a tenth of the clients that have examples, which are its test set.
 
-
-def _apart(data: FederatedData) -> FederatedData:
-    """The federation without its last clients, whose examples are the test set."""
-    kept = data.clients - max(1, round(HELD_BACK * data.clients))
-    rows = torch.from_numpy(np.concatenate(data.parts[kept:]))
+    Raises InputError for fewer than two clients with examples.
+    """
+    data = data_for(recipe)
+    able = [client for client, rows in enumerate(data.parts) if len(rows)]
+    if len(able) < 2:
+        raise wrong("--tuned", f"{len(able)} clients with examples", "two or more: one is held back from the trials")
+    drawn = stream(recipe.seed, "strengths: held back").permutation(able)[: max(1, round(HELD_BACK * len(able)))]
+    held = set(drawn.tolist())
+    kept = [client for client in range(data.clients) if client not in held]
+    rows = torch.from_numpy(np.concatenate([data.parts[client] for client in sorted(held)]))
     return replace(
-        data, parts=data.parts[:kept], held_back=data.held_back[:kept], names=data.names[:kept],
+        data,
+        parts=tuple(data.parts[client] for client in kept),
+        held_back=tuple(data.held_back[client] for client in kept) if data.held_back else (),
+        names=tuple(data.names[client] for client in kept) if data.names else (),
         test_inputs=data.inputs[rows], test_targets=data.targets[rows],
     )  # fmt: skip
 
 
-def choose(recipes: Sequence[Recipe], folder: Path, processes: int | None = None) -> list[Chosen | None]:
+def choose(
+    recipes: Sequence[Recipe],
+    seeds: Sequence[int],
+    folder: Path,
+    processes: int | None = None,
+    update: Callable[[RunEvent], None] | None = None,
+) -> list[Chosen | None]:
     """The strength for each recipe (the printed one of equals), or None for a method without numbers of its own.
 
-    processes: trials at a time (default: the number of cores). Each is told of on stderr; those that are done are kept
-    in ``folder``.
+    Trials are runs as ``compare`` has them, in a folder of their own under ``folder``. seeds: the reported ones. Raises
+    InputError where the trials' seed is among them, and RunError for a trial that failed.
     """
-    known: dict[str, float] = json.loads(path.read_text()) if (path := folder / FILE).is_file() else {}
-    wanted = {_key(one): one for recipe in recipes if options_of(recipe, 1.0) for one in _tried(recipe).values()}
-    todo = {key: recipe for key, recipe in wanted.items() if key not in known}
-    if todo:
-        folder.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(len(todo), processes or os.cpu_count() or 1), context) as pool:
-            running = {pool.submit(trial, recipe): key for key, recipe in todo.items()}
-            try:
-                for done in as_completed(running):
-                    key = running[done]
-                    known[key] = done.result()
-                    durable.replace(path, json.dumps(known, indent=1) + "\n")
-                    of = todo[key].algorithm
-                    said = ", ".join(f"{name} {value}" for name, value in of.options.items()) or "as printed"
-                    print(f"Trial: {of.name}, {said}: {known[key]:.1f} %", file=sys.stderr, flush=True)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    return [_best(recipe, known) for recipe in recipes]
+    if SEED in seeds:
+        raise wrong("--tuned", f"seed {SEED} among those that are reported", f"other seeds; the trials have {SEED}")
+    tried = {
+        (place, strength): _trial(at(recipe, strength))
+        for place, recipe in enumerate(recipes)
+        if options_of(recipe, 1.0)
+        for strength in STRENGTHS
+    }
+    if not tried:
+        return [None] * len(recipes)
+    found = compare(list(tried.values()), (), 1, folder / TRIALS, processes, update, apart)
+    for name, why in found.failed.items():
+        raise RunError(f"--tuned: the trial {name} failed: {why}")
+    settings = expand(list(tried.values()), (), 1)
+    accuracy = {key: _accuracy(folder / TRIALS / one.slug / f"seed-{SEED}") for key, one in zip(tried, settings)}
+    return [_best(recipe, {s: accuracy[place, s] for s in STRENGTHS if (place, s) in accuracy})
+            for place, recipe in enumerate(recipes)]  # fmt: skip
 
 
-def _tried(recipe: Recipe) -> dict[float, Recipe]:
-    return {strength: at(recipe, strength) for strength in STRENGTHS}
+def _trial(recipe: Recipe) -> Recipe:
+    """The recipe as it is tried: cohorts are smaller by as much as there are clients fewer, so that q is the same."""
+    clients = recipe.data.clients
+    share = 1 - HELD_BACK if clients is None else (clients - max(1, round(HELD_BACK * clients))) / clients
+    size = recipe.cohort.size * share
+    fewer = size if recipe.cohort.sampling == "poisson" else max(1, int(size))
+    return Recipe.of(recipe, [f"seed={SEED}", f"evaluation.every={recipe.rounds}", f"cohort.size={fewer:.6g}"])
 
 
-def _best(recipe: Recipe, known: Mapping[str, float]) -> Chosen | None:
-    if not options_of(recipe, 1.0):
+def _accuracy(place: Path) -> float:
+    last = metrics.read_run(place).metrics[-1:]
+    if not last or last[0].get("test_accuracy") is None:
+        raise RunError(f"--tuned: {place} ended before its last round and has no accuracy")
+    return round(100 * float(last[0]["test_accuracy"]), 2)
+
+
+def _best(recipe: Recipe, tried: Mapping[float, float]) -> Chosen | None:
+    if not tried:
         return None
-    tried = {strength: known[_key(one)] for strength, one in _tried(recipe).items()}
-    best = max(STRENGTHS, key=lambda strength: tried[strength])
-    return Chosen(options_of(recipe, best), best, tried)
-
-
-def _key(recipe: Recipe) -> str:
-    """Names a trial: everything that it follows from."""
-    found: dict[str, Any] = recipe.dump() | {"name": "", "seed": SEED, "evaluation": None}
-    return f"{recipe.algorithm.name} {hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}"
+    best = max(tried, key=lambda strength: tried[strength])
+    return Chosen(options_of(recipe, best), best, dict(tried))

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedflat.config.recipe import Recipe
 from fedflat.core import durable, stopping
 from fedflat.core.checks import RunError, whole
+from fedflat.data.clients import FederatedData
 from fedflat.report import metrics, tables
 from fedflat.report.groups import Group
 from fedflat.report.html import write_report
@@ -72,12 +74,14 @@ def compare(
     folder: str | Path = "runs/compare",
     processes: int | None = None,
     update: Update | None = None,
+    data: Callable[[Recipe], FederatedData] = worker.data_for,
 ) -> Comparison:
     """Run every setting with every seed and compare them; what is done in ``folder`` already is kept.
 
     recipes: names, paths, dicts or Recipes. overrides: ``key=value`` strings; ``key=a,b`` makes settings of both.
     seeds: runs of each setting, with the recipe's seed and the numbers after it. processes: runs at a time (default:
-    the number of cores). update: called with a RunEvent for all that happens. Ctrl-C lets running rounds finish.
+    the number of cores). update: called with a RunEvent for all that happens. data: gives a recipe its federation,
+    called in the processes that run. Ctrl-C lets running rounds finish.
     Raises InputError before any training for what is wrong in any setting, or when ``folder`` holds other runs.
     """
     whole("seeds", seeds, 1)
@@ -87,7 +91,7 @@ def compare(
     wide = _at_a_time(settings, cores) if processes is None else whole("processes", processes, 1)
     check_folders(place, settings)
     todo = _announce(tasks(place, settings), tell)
-    crew = _WorkerCrew(todo, tell, lambda: claim(place, settings))
+    crew = _WorkerCrew(todo, tell, lambda: claim(place, settings), data)
     if todo:
         # Threads by what was asked for, not by what is left: a resumed run adds its numbers up in the same order.
         crew.work(_unchecked(settings, todo), min(wide, len(todo)), max(1, cores // wide))
@@ -138,6 +142,7 @@ class _WorkerCrew:
     todo: list[Task]
     tell: Update
     checked: Callable[[], None]  # called when all settings have been found good, before any run
+    data: Callable[[Recipe], FederatedData] = worker.data_for
     ended: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
@@ -163,7 +168,7 @@ class _WorkerCrew:
     ) -> list[Task]:
         """Work in one pool of processes; returns the tasks that had not begun when it broke."""
         queue, abort = context.Queue(), context.Event()
-        pool = ProcessPoolExecutor(processes, context, worker.begin, (queue, stop, abort, threads))
+        pool = ProcessPoolExecutor(processes, context, worker.begin, (queue, stop, abort, threads, self.data))
         try:
             with stopping.ignored():  # workers inherit that, so Ctrl-C in their first second cannot end them
                 checks = [pool.submit(worker.check, setting.recipe) for setting in unchecked]

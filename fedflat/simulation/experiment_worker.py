@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,20 @@ from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.simulation.experiment_settings import Task
 
-# Set once in each worker process by ``begin``: the queue and the two flags that it shares with the parent.
+# Set once in each worker process by ``begin``: the queue, the flag, and what gives a recipe its federation.
 _SHARED: dict[str, Any] = {}
 _DATA: dict[str, FederatedData] = {}  # at most one federation, the last one used
 
 PAUSE = 0.2  # seconds between looks at the flags
 
 
-def begin(queue: Any, stop: Any, abort: Any, threads: int) -> None:
+def begin(queue: Any, stop: Any, abort: Any, threads: int, data: Callable[[Recipe], FederatedData]) -> None:
     """Start of a worker. Signals are the parent's to handle; a worker ends at once when its parent is gone."""
     import torch
 
     leave_to_parent()
     torch.set_num_threads(threads)
-    _SHARED.update(queue=queue, stop=stop)
+    _SHARED.update(queue=queue, stop=stop, data=data)
     threading.Thread(target=_watch, args=(abort,), daemon=True).start()
 
 
@@ -56,7 +57,7 @@ def check(recipe: Recipe) -> None:
     """Build everything that a run of the recipe needs, and no more. Raises InputError for what is wrong in it."""
     from fedflat.assembly.jobs import prepare
 
-    prepare(recipe, data=data_for(recipe))
+    prepare(recipe, data=_SHARED["data"](recipe))
 
 
 def work(task: Task) -> str:
@@ -77,7 +78,7 @@ def work(task: Task) -> str:
         result = simulation.run(
             task.recipe,
             out=task.folder,
-            data=data_for(task.recipe),
+            data=_SHARED["data"](task.recipe),
             resume=(task.folder / RECIPE).is_file(),
             on_round=tell,
             should_stop=_SHARED["stop"].is_set,

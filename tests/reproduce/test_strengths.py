@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fedflat.cli.reproduced import lines
+from fedflat.cli.reproduced import as_dict, lines
 from fedflat.config.recipe import Recipe
-from fedflat.reproduce import find, measured, strengths, train
-from fedflat.reproduce.measured import outcomes
+from fedflat.core.checks import InputError, RunError
+from fedflat.reproduce import Outcome, find, measured, strengths, train
 from fedflat.simulation.experiment_worker import data_for
 
 SMALL = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
@@ -35,75 +36,86 @@ def test_a_strength_leads_every_number_towards_dp_fedavg() -> None:
     assert weak.algorithm.options == {"keep": 0.98} and weak.name == "r_strength-0.04"
 
 
-def test_a_trial_sees_neither_test_data_nor_its_own_clients_in_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = recipe({"name": "dp-fedsam", "rho": 0.1})
-    seen: list[Any] = []
-    real = strengths.run
+def test_a_trial_sees_neither_test_data_nor_its_own_clients_in_the_score() -> None:
+    one = Recipe.of(recipe({"name": "dp-fedsam", "rho": 0.1}), ["seed=100"])
+    whole, found = data_for(one), strengths.apart(one)
+    assert (whole.clients, found.clients) == (20, 18)
+    trained = {int(row) for part in found.parts for row in part}
+    held = [part for part in whole.parts if not set(map(int, part)) <= trained or not len(part)]
+    scored = [int(row) for part in held for row in part]
+    assert len(held) == 2 and not trained & set(scored) and trained | set(scored) == set(range(400))
+    assert found.test_targets is not None and found.test_targets.tolist() == whole.targets[scored].tolist()
+    assert whole.test_targets is not None and len(found.test_targets) != len(whole.test_targets)
 
-    def spied(given: Recipe, data: Any) -> Any:
-        seen.append((given, data))
-        return real(given, data=data)
 
-    monkeypatch.setattr(strengths, "run", spied)
-    assert 0 <= strengths.trial(one) <= 100
-    [(given, data)] = seen
-    whole = data_for(Recipe.of(one, [f"seed={strengths.SEED}"]))
-    assert given.seed == strengths.SEED and given.data.clients == data.clients == 18 and whole.clients == 20
-    held = sorted(row for part in whole.parts[18:] for row in part)
-    assert data.test_targets.tolist() == [int(whole.targets[row]) for part in whole.parts[18:] for row in part]
-    assert not set(held) & {row for part in data.parts for row in part}
+def test_clients_without_examples_are_not_held_back_and_one_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Recipe.of(recipe({"name": "dp-fedsam", "rho": 0.1}), ["seed=100"])
+    whole, empty = data_for(one), np.empty(0, dtype=np.int64)
+    few = dataclasses.replace(whole, parts=(empty, whole.parts[0], empty, whole.parts[1]))
+    monkeypatch.setattr(strengths, "data_for", lambda recipe: few)
+    found = strengths.apart(one)
+    assert [len(part) for part in found.parts].count(0) == 2 and found.clients == 3
+    assert found.test_targets is not None and len(found.test_targets)
+    few = dataclasses.replace(whole, parts=(empty, whole.parts[0]))
+    with pytest.raises(InputError, match="--tuned: found 1 clients with examples; allowed: two or more"):
+        strengths.apart(one)
 
 
 def test_the_best_is_chosen_and_equals_stay_as_printed() -> None:
     one = recipe({"name": "dp-fedsam", "rho": 0.5})
-    keys = {strength: strengths._key(strengths.at(one, strength)) for strength in strengths.STRENGTHS}
-    assert len(set(keys.values())) == 3
-    found = strengths._best(one, {keys[1.0]: 10.0, keys[0.2]: 30.0, keys[0.04]: 20.0})
+    found = strengths._best(one, {1.0: 10.0, 0.2: 30.0, 0.04: 20.0})
     assert found is not None and (found.strength, dict(found.options)) == (0.2, {"rho": 0.1})
     assert found.sentence("SAM") == (
         "SAM: 0.2 of the printed strength (rho 0.1); held-back clients: 10.0 % at 1, 30.0 % at 0.2, 20.0 % at 0.04"
     )
-    same = strengths._best(one, dict.fromkeys(keys.values(), 10.0))
+    same = strengths._best(one, dict.fromkeys(strengths.STRENGTHS, 10.0))
     assert same is not None and same.strength == 1.0
+    assert same.sentence("SAM").endswith("; no difference, so as printed")
     assert strengths._best(recipe({"name": "dp-fedavg"}), {}) is None
 
 
-def test_a_tuned_table_says_what_was_chosen_and_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    class Pool:
-        """Trials in this process: another one would load torch first."""
+def test_a_trial_keeps_the_share_of_a_round_and_its_seed_is_not_reported(tmp_path: Path) -> None:
+    one = recipe({"name": "dp-fedsam", "rho": 0.5})
+    tried = strengths._trial(one)
+    assert (tried.seed, tried.cohort.size, tried.evaluation.every) == (100, 4.5, 2)
+    assert strengths._trial(Recipe.of(one, ["cohort.sampling=fixed"])).cohort.size == 4
+    with pytest.raises(InputError, match="--tuned: found seed 100 among those that are reported"):
+        strengths.choose([one], [99, 100, 101], tmp_path)
 
-        def __init__(self, *given: Any) -> None:
-            pass
 
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-        def submit(self, action: Any, given: Recipe) -> Any:
-            from concurrent.futures import Future
-
-            done: Future[float] = Future()
-            done.set_result(action(given))
-            return done
-
-    monkeypatch.setattr(strengths, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(strengths, "trial", lambda one: {0.5: 10.0, 0.1: 20.0}.get(one.algorithm.options["rho"], 30.0))
+def test_a_tuned_table_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
-    part = dataclasses.replace(part, cells=tuple(cell for cell in part.cells if cell.measure == "best"))
     found = train(part, tmp_path, "smoke", overrides=SMALL, processes=1, tuned=True)
-    assert "Trial: dp-fedsam, rho 0.1: 20.0 %" in capfd.readouterr().err
-    assert [row.recipe.algorithm.options for row in found.rows if row.recipe] == [{}, {"rho": 0.02}]
+    [chosen] = found.chosen.values()
+    assert set(chosen.tried) == set(strengths.STRENGTHS) and chosen.tried[chosen.strength] == max(chosen.tried.values())
+    assert [row.recipe.algorithm.options for row in found.rows if row.recipe] == [{}, dict(chosen.options)]
     assert all(row.ours for row in found.rows)
-    text = "\n".join(lines(found))
-    assert "Tuned: DP-FedSAM: 0.04 of the printed strength (rho 0.02); held-back clients:" in text
+    text = " ".join(" ".join(lines(found)).split())
+    assert "Tuned: DP-FedSAM: " in text and "no ε here covers that." in text
+    assert "As printed, not tuned: DP-FedAvg." in text
+    assert as_dict(found)["chosen"][0]["method"] == "DP-FedSAM"
+    runs = len(list(tmp_path.rglob("privacy.json")))
     again = train(part, tmp_path, "smoke", overrides=SMALL, processes=1, tuned=True)
-    assert again.rows == found.rows and "Trial:" not in capfd.readouterr().err
+    assert again.rows == found.rows and len(list(tmp_path.rglob("privacy.json"))) == runs
     measured.keep(tmp_path / "000-table-1.json", "fedflat …", found, SMALL, 1.0)
-    assert json.loads((tmp_path / "000-table-1.json").read_text())["records"][0]["chosen"]
     monkeypatch.setattr(measured, "FOLDER", tmp_path)
-    [(_, kept)] = outcomes(part)
-    assert dict(kept.chosen) == dict(found.chosen)
+    [(_, kept)] = measured.outcomes(part)
+    assert isinstance(kept, Outcome) and kept.tuned and dict(kept.chosen) == dict(found.chosen)
+    whole = dataclasses.replace(found, scale="full")
+    assert as_dict(whole)["comparable"] == (chosen.strength == 1)
+
+
+def test_a_trial_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = recipe({"name": "dp-fedsam", "rho": 0.5})
+
+    def failed(*given: Any) -> Any:
+        return SimpleNamespace(failed={"r_dp-fedsam/seed-100": "no memory"})
+
+    monkeypatch.setattr(strengths, "compare", failed)
+    with pytest.raises(RunError, match="--tuned: the trial r_dp-fedsam/seed-100 failed: no memory"):
+        strengths.choose([one], [0], tmp_path)
+    monkeypatch.setattr(strengths, "compare", lambda *given: SimpleNamespace(failed={}))
+    short = SimpleNamespace(metrics=[{"round": 0}])
+    monkeypatch.setattr(strengths.metrics, "read_run", lambda place: short)
+    with pytest.raises(RunError, match="ended before its last round and has no accuracy"):
+        strengths.choose([one], [0], tmp_path)
