@@ -21,12 +21,12 @@ run: $(VENV)/run.stamp
 # Counting branches slows every test of a process, so only these count them; they reach every branch that has to be.
 COUNTED := tests/privacy tests/pieces tests/core tests/engine/test_noise_laws.py tests/methods/test_class_statistics.py \
   $(patsubst %,tests/contracts/test_contract_%.py,correlated guard pieces state)
-# More workers than two cores: some tests wait for processes.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 
+# Of the second run's tests some wait for processes: more workers than two cores.
 test: $(VENV)/test.stamp
-	$(PYTEST) $(COUNTED) --cov
-	$(PYTEST) $(addprefix --ignore=,$(COUNTED))
+	$(PYTEST) -n 2 $(COUNTED) --cov
+	$(PYTEST) -n 4 $(addprefix --ignore=,$(COUNTED))
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
