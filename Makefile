@@ -23,10 +23,10 @@ COUNTED := tests/privacy tests/pieces tests/core tests/engine/test_noise_laws.py
   $(patsubst %,tests/contracts/test_contract_%.py,correlated guard pieces state)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 
-# Of the second run's tests some wait for processes: more workers than two cores.
+# Of the second run's tests some wait for processes: one worker more than two cores.
 test: $(VENV)/test.stamp
 	$(PYTEST) -n 2 $(COUNTED) --cov
-	$(PYTEST) -n 4 $(addprefix --ignore=,$(COUNTED))
+	$(PYTEST) -n 3 $(addprefix --ignore=,$(COUNTED))
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
