@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -280,6 +281,16 @@ def forked(folder: Path, recipe: Path) -> tuple[Any, list[Path]]:
     return process, said
 
 
+def let_go(lock: Path) -> bool:
+    """Whether nobody writes the ledger."""
+    with lock.open() as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
     done: tuple[Comparison, list[RunEvent]], tmp_path: Path
 ) -> None:
@@ -290,6 +301,7 @@ def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL, [path.read_text() for path in said]
+    wait_for(lambda: all(map(let_go, folder.glob("*/seed-*/ledger.lock"))))  # a worker dies a moment after its parent
     assert len(list(folder.glob("*/seed-*/privacy.json"))) < 4
     found = compare([recipe], METHODS, 2, folder, 1)
     assert found.complete

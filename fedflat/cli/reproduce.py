@@ -102,8 +102,10 @@ def reproduce(
             raise wrong(option, "--measured" if measured else "--dry-run", f"{option} where something runs")
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
     if is_figure(table):
-        tables = {"--method": method, "--dry-run": dry_run, "--protocol": protocol != "sound", "--json": as_json}
-        tables["--tuned"] = tuned
+        tables = {
+            "--method": method, "--dry-run": dry_run, "--protocol": protocol != "sound", "--tuned": tuned,
+            "--json": as_json,
+        }  # fmt: skip
         for option in (option for option, given in tables.items() if given):
             raise wrong(option, "a figure", "a table")
         _figure(find_figure(paper, table).only(column or ()), size, override, seeds, out, processes, measured, keep)

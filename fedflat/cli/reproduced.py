@@ -111,8 +111,9 @@ def _choices(found: Outcome) -> list[str]:
     columns = len({column for column, _ in found.chosen}) > 1
     chosen = found.chosen.items()
     own = {row.cell.method for row in found.rows if row.cell.personal}
-    left = dict.fromkeys(row.cell.method for row in found.rows if row.recipe is not None)
-    left = {name: None for name in left if name not in {method for _, method in found.chosen}}
+    tuned = {method for _, method in found.chosen}
+    methods = dict.fromkeys(row.cell.method for row in found.rows if row.recipe is not None)
+    left = [name for name in methods if name not in tuned]
     why = ", ".join(f"{name} (its accuracy is the clients' own)" if name in own else name for name in left)
     return [
         rule,

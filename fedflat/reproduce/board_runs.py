@@ -38,7 +38,7 @@ from fedflat.simulation.run import run
 TUNING, REPORTED = 100, (0, 1, 2)
 """Seeds of partition, noise and all else: of the trials, and of what is reported."""
 HELD_BACK = 0.1
-"""Share of the training examples that trials are tested on."""
+"""Share of the training examples that trials are tested on; of the clients in ``strengths``."""
 FACTORS = (0.25, 0.5, 1.0, 2.0)
 """What of the advised ``server.lr`` is tried, with the packaged recipe's rounds, clip and local steps."""
 BEYOND = 4

@@ -25,16 +25,13 @@ from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData
 from fedflat.report import metrics
 from fedflat.report.progress import RunEvent
+from fedflat.reproduce.board_runs import HELD_BACK, TUNING
 from fedflat.simulation.experiment import compare
 from fedflat.simulation.experiment_settings import expand
 from fedflat.simulation.experiment_worker import data_for
 
 STRENGTHS = (1.0, 0.2, 0.04)
 """Shares of the printed strength that are tried."""
-SEED = 100
-"""Of the trials: partition, who is held back, cohorts, noise and batches."""
-HELD_BACK = 0.1
-"""Share of the clients that trials are scored on."""
 AT_ZERO, AT_ONE = ("rho", "lam", "sparsity", "smoothing"), ("keep", "beta")
 """Options of methods, by the value at which they do nothing."""
 TRIALS = "trials"
@@ -118,8 +115,8 @@ def choose(
     Trials are runs as ``compare`` has them, in a folder of their own under ``folder``. seeds: the reported ones. Raises
     InputError where the trials' seed is among them, and RunError for a trial that failed.
     """
-    if SEED in seeds:
-        raise wrong("--tuned", f"seed {SEED} among those that are reported", f"other seeds; the trials have {SEED}")
+    if TUNING in seeds:
+        raise wrong("--tuned", f"seed {TUNING} among those that are reported", f"other seeds; the trials have {TUNING}")
     tried = {
         (place, strength): _trial(at(recipe, strength))
         for place, recipe in enumerate(recipes)
@@ -132,7 +129,7 @@ def choose(
     for name, why in found.failed.items():
         raise RunError(f"--tuned: the trial {name} failed: {why}")
     settings = expand(list(tried.values()), (), 1)
-    accuracy = {key: _accuracy(folder / TRIALS / one.slug / f"seed-{SEED}") for key, one in zip(tried, settings)}
+    accuracy = {key: _accuracy(folder / TRIALS / one.slug / f"seed-{TUNING}") for key, one in zip(tried, settings)}
     return [_best(recipe, {s: accuracy[place, s] for s in STRENGTHS if (place, s) in accuracy})
             for place, recipe in enumerate(recipes)]  # fmt: skip
 
@@ -143,7 +140,7 @@ def _trial(recipe: Recipe) -> Recipe:
     share = 1 - HELD_BACK if clients is None else (clients - max(1, round(HELD_BACK * clients))) / clients
     size = recipe.cohort.size * share
     fewer = size if recipe.cohort.sampling == "poisson" else max(1, int(size))
-    return Recipe.of(recipe, [f"seed={SEED}", f"evaluation.every={recipe.rounds}", f"cohort.size={fewer:.6g}"])
+    return Recipe.of(recipe, [f"seed={TUNING}", f"evaluation.every={recipe.rounds}", f"cohort.size={fewer:.6g}"])
 
 
 def _accuracy(place: Path) -> float:

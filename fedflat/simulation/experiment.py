@@ -142,7 +142,7 @@ class _WorkerCrew:
     todo: list[Task]
     tell: Update
     checked: Callable[[], None]  # called when all settings have been found good, before any run
-    data: Callable[[Recipe], FederatedData] = worker.data_for
+    data: Callable[[Recipe], FederatedData]
     ended: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
