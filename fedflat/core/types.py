@@ -318,7 +318,7 @@ class Algorithm:
     client_state: vectors that each client keeps between rounds.
     vectors: k, of how many vectors ``(d,)`` a message consists; they are clipped as one, and noise is on all of them.
     scale: the method's own factor in place of the clip's min(1, C/‖message‖): (norms ``(n,)`` float64, C) -> factors
-        ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
+    ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
     zero_head: the last linear layer starts at zero.
     private: clip and noise. False only for the non-private twins.
     momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
