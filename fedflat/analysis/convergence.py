@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from fedflat.core.checks import in_range, whole
 
+LARGEST = 1e30
+"""Of a constant: products of a few are still numbers."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -42,9 +45,9 @@ class Facts:
 
     def __post_init__(self) -> None:
         for name in ("lr", "smoothness", "server_lr", "cohort"):
-            in_range(name, getattr(self, name), 0, open_low=True)
+            in_range(name, getattr(self, name), 0, LARGEST, open_low=True)
         for name in ("gap", "local_std", "global_std", "clip", "noise_multiplier"):
-            in_range(name, getattr(self, name), 0)
+            in_range(name, getattr(self, name), 0, LARGEST)
         for name in ("steps", "rounds", "clients", "dimension"):
             whole(name, getattr(self, name), 1)
 
@@ -87,14 +90,15 @@ def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
     """Liu et al. 2025, Theorem 1, Δ = f(x⁰) − f*: √(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m². Enters no privacy statement.
 
     It holds with β = min{1, √(mKLΔ/(σ_l²T))} and γ = min{1/(24L), β/(6L)} (the ratios: the recipe's β over that one,
-    and γ = η_g·ηK over its limit). The last term has no d although σ²C²/m² is the variance of one coordinate of the
+    and γ = η_g·ηK over its value), and with ηKL ≲ min{1, 1/(βγLT), √(LΔ/(G₀β³T)), 1/√(βN), (β³NK)^(−1/4)}, of which G₀
+    and N are not given: not evaluated. The last term has no d although σ²C²/m² is the variance of one coordinate of the
     mean, of d (Lemma 4); its Assumption 4 is that nothing is ever clipped.
     """
     work, smooth = facts.cohort * facts.steps * facts.rounds, facts.smoothness
     variance = facts.local_std**2
     ideal = 1.0 if variance == 0 else min(1.0, math.sqrt(work * smooth * facts.gap / (variance * facts.rounds**2)))
     limit = min(1 / (24 * smooth), ideal / (6 * smooth))
-    ratios = {"γ/min{1/24L, β/6L} ≤ 1": facts.server_lr * facts.lr * facts.steps / limit if limit else math.inf}
+    ratios = {"γ/min{1/24L, β/6L} = 1": facts.server_lr * facts.lr * facts.steps / limit if limit else math.inf}
     if beta is not None:
         ratios["β/min{1, √(mKLΔ/(σ_l²T))} = 1"] = beta / ideal if ideal else math.inf
     terms = {

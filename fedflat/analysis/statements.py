@@ -134,7 +134,11 @@ def _noise(setting: Setting) -> Iterator[Statement]:
 
 def _per_sample(setting: Setting) -> Iterator[Statement]:
     facts, name = setting.facts, "Per sample"
-    if setting.samples is None or setting.rho is None:
+    if setting.rho is None:
+        return
+    if setting.samples is None:
+        why = "void: N, the number of training examples, is not known; data.max_examples or no --dimension gives it"
+        yield Statement(name, "Shi et al. 2023b, Theorems 4, 5", "generalisation", None, why)
         return
     samples, cohort = setting.samples, min(setting.samples, max(1, round(facts.cohort)))
     common = {"samples": samples, "cohort": cohort, "rounds": facts.rounds, "delta_tilde": setting.delta_tilde}

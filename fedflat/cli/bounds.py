@@ -26,10 +26,13 @@ def bounds(
     recipe: Annotated[str | None, typer.Argument(help="A packaged recipe's name or a YAML file.")] = None,
     override: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A finished run: its recipe, its ᾱ and α̃, its first test loss.")
+        Path | None,
+        typer.Option(metavar="DIR", help="A finished run: its recipe, its ᾱ and α̃, its first recorded test loss."),
     ] = None,
     smoothness: Annotated[float, typer.Option(help="L of the gradients.")] = 1.0,
-    gap: Annotated[float | None, typer.Option(help="f(w¹) − f*. Default: a run's first test loss, or 1.")] = None,
+    gap: Annotated[
+        float | None, typer.Option(help="f(w¹) − f*. Default: a run's first recorded test loss, or 1.")
+    ] = None,
     local_std: Annotated[float, typer.Option(help="σ_l, standard deviation of a minibatch gradient.")] = 1.0,
     global_std: Annotated[float, typer.Option(help="σ_g, how far clients' gradients are from the mean's.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="K. Default: the recipe's.")] = None,
@@ -52,13 +55,15 @@ def bounds(
 
     if run is not None and recipe is not None:
         raise wrong("--run", "a recipe as well", "one of both: a run has its recipe")
+    if run is not None and (override or steps):
+        raise wrong("--run", "-o" if override else "--steps", "a run alone: its recipe is what was measured")
     if run is not None and not (run / "recipe.yaml").is_file():
         raise wrong("--run", str(run), "the folder of a run that fedflat run wrote")
     parsed = Recipe.load(run if run is not None else (recipe or QUICK_START), override or [])
     measured = {} if run is None else _measured(run)
     given = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
-    given["gap"] = gap if gap is not None else measured.pop("gap", 1.0)
-    measured.pop("gap", None)
+    first = measured.pop("gap", None)
+    given["gap"] = gap if gap is not None else 1.0 if first is None else first[1]
     setting = _setting(parsed, steps, dimension, {**measured, **given})
     found = statements(setting)
     if as_json:
@@ -66,11 +71,15 @@ def bounds(
 
         print(json.dumps(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]})))
     else:
-        print("\n".join(lines(setting, found, measured)))
+        after = first[0] if first is not None and gap is None else None
+        print("\n".join(lines(setting, found, measured, after)))
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """ᾱ, α̃ of every round, and the first test loss (f* ≥ 0, so f(w¹) − f* is at most it), where the run has them."""
+    """ᾱ, α̃ of every round and, as ``gap``, the first test loss with its round, where the run has them.
+
+    A loss is recorded after a round: it stands for f(w¹) − f* and bounds it from neither side.
+    """
     from fedflat.report import metrics
 
     run = metrics.read_run(folder)
@@ -78,7 +87,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     for key in ("alpha_mean", "alpha_spread"):
         values = [value for _, value in metrics.column(run.private, key)]
         found |= {key: tuple(values)} if values else {}
-    losses = [value for _, value in metrics.column(run.metrics, "test_loss")]
+    losses = metrics.column(run.metrics, "test_loss")
     return found | ({"gap": losses[0]} if losses else {})
 
 
@@ -91,6 +100,11 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     method = algorithm_of(recipe)
     if method.kind != "update" or not method.private:
         raise wrong("algorithm.name", recipe.algorithm.name, "a method whose clients send private updates")
+    if recipe.privacy.protocol != "sound":
+        raise wrong(
+            "privacy.protocol", recipe.privacy.protocol, "sound",
+            hint="What a released procedure proves: fedflat plan, fedflat reproduce --protocol published.",
+        )  # fmt: skip
     size, count = dimension, steps or recipe.local.steps
     samples = recipe.data.max_examples
     clients = recipe.data.clients
@@ -141,8 +155,11 @@ def _clip(recipe: Recipe) -> float:
     return float(found)
 
 
-def lines(setting: Setting, found: list[Statement], measured: dict[str, Any]) -> list[str]:
-    """The statements as text of at most 80 columns, by section and reference."""
+def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
+    """The statements as text of at most 80 columns, by section and reference.
+
+    after: the round whose test loss stands for f(w¹) − f*.
+    """
     facts = setting.facts
     epsilon = "∞" if math.isinf(setting.epsilon) else f"{setting.epsilon:.4g}"
     known = (
@@ -150,9 +167,10 @@ def lines(setting: Setting, found: list[Statement], measured: dict[str, Any]) ->
         f"η = {facts.lr:g}, C = {facts.clip:g}, σ = {facts.noise_multiplier:.4g}, d = {facts.dimension:,}; "
         f"ε = {epsilon} is proven at δ = {setting.delta:.2g}"
     )
+    loss = "" if after is None else f" (the test loss after round {after}, no bound)"
     of = "measured" if "alpha_mean" in measured else "nothing clipped"
     given = (
-        f"Constants: L = {facts.smoothness:g}, f(w¹) − f* = {facts.gap:.4g}, σ_l = {facts.local_std:g}, "
+        f"Constants: L = {facts.smoothness:g}, f(w¹) − f* = {facts.gap:.4g}{loss}, σ_l = {facts.local_std:g}, "
         f"σ_g = {facts.global_std:g}; ᾱ = {_mean(facts.alpha_mean):.3g}, α̃ = {_mean(facts.alpha_spread):.3g} ({of})."
     )
     shown = [*_wrapped(known), *_wrapped(given)]

@@ -85,7 +85,7 @@ def test_convergence_terms_by_hand() -> None:
     assert at.terms["noise"] == pytest.approx(0.1 * 4 * 25 * 1000 * math.log(1e3) / (2000**2))
     still = Facts(lr=0.1, steps=1, rounds=1, clients=1, cohort=1, clip=0, noise_multiplier=0, dimension=1, gap=0.0)
     assert convergence.dp_fedpgn(still, beta=0.3).ratios == {
-        "γ/min{1/24L, β/6L} ≤ 1": math.inf, "β/min{1, √(mKLΔ/(σ_l²T))} = 1": math.inf,
+        "γ/min{1/24L, β/6L} = 1": math.inf, "β/min{1, √(mKLΔ/(σ_l²T))} = 1": math.inf,
     }  # fmt: skip
     with pytest.raises(InputError, match="smoothness"):
         Facts(lr=0.1, steps=1, rounds=1, clients=1, cohort=1, clip=0, noise_multiplier=0, dimension=1, smoothness=0)
@@ -137,6 +137,7 @@ def test_the_command(command: Any) -> None:
     values = {each["what"]: each["value"] for each in found["statements"]}
     assert values["gradient passes of a local step"] == 2 and values["gradient passes in all"] == 120
     assert values["bytes sent"] == values["bytes received"] == 36
+    assert "N, the number of training examples, is not known" in " ".join(said.out.split())
 
 
 def test_the_command_with_a_run_measures_what_it_can(command: Any) -> None:
@@ -146,7 +147,10 @@ def test_the_command_with_a_run_measures_what_it_can(command: Any) -> None:
     said = command("bounds", "--run", "here")
     assert said.status == 0 and "(measured)" in said.out and "K = 2" in said.out
     losses = [json.loads(line)["test_loss"] for line in Path("here/metrics.jsonl").read_text().splitlines()]
-    assert f"f(w¹) − f* = {losses[0]:.4g}" in said.out
+    assert f"f(w¹) − f* = {losses[0]:.4g} (the test loss after round 0, no bound)" in " ".join(said.out.split())
+    for more in (["-o", "privacy.clip=9"], ["--steps", "7"]):
+        said = command("bounds", "--run", "here", *more)
+        assert said.status == 2 and f"--run: found {more[0]}; allowed: a run alone" in said.err
 
 
 def test_what_cannot_be_evaluated_is_one_line(command: Any) -> None:
@@ -154,6 +158,8 @@ def test_what_cannot_be_evaluated_is_one_line(command: Any) -> None:
         (["quick-start-fedavg"], "private updates"), (["quick-start", "--run", "here"], "one of both"),
         (["--run", "nowhere"], "folder of a run"),
         (["cifar10-dp-fedsam", "--dimension", "9", "-o", "privacy.clip={kind: per-tensor}"], "one number C"),
+        (["cifar10-dp-fedsam", "--dimension", "9", "--smoothness", "1e200"], "smoothness: found 1e+200; allowed: "),
+        (["cifar10-dp-fedsam-published", "--dimension", "9"], "privacy.protocol: found published; allowed: sound"),
     ):  # fmt: skip
         said = command("bounds", *asked)
         assert said.status == 2 and words in said.err, asked
