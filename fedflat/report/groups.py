@@ -13,7 +13,20 @@ from fedflat.report.styles import styles
 
 # What makes a setting; the seed, the versions that ran it and whatever else a run notes down do not. Nor does the
 # engine, of which a recipe holds what ``auto`` chose: two seeds may have met different back ends.
-SETTING = ("name", "rounds", "data", "model", "algorithm", "local", "cohort", "privacy", "server")
+SETTING = (
+    "name",
+    "rounds",
+    "start",
+    "data",
+    "model",
+    "task",
+    "loss",
+    "algorithm",
+    "local",
+    "cohort",
+    "privacy",
+    "server",
+)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ def test_a_run_that_came_to_nothing_is_marked_and_has_no_best(tmp_path: Path) ->
     assert "? dp-fedsam: 1 of 2 runs ended at the accuracy of guessing." in said
 
 
+@pytest.mark.parametrize("key", ["loss", "task", "start"])
+def test_runs_that_differ_in_what_they_minimise_are_no_seeds_of_each_other(key: str) -> None:
+    one = metrics.Run(Path("a"), "a", {"name": "a", "seed": 0, key: "one"}, [], [], {})
+    other = metrics.Run(Path("b"), "b", {"name": "a", "seed": 1, key: "two"}, [], [], {})
+    assert groups.setting(one) != groups.setting(other)
+
+
 def test_label_names_the_key_that_differs(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / f"rho{rho}", rounds=2, server={"optimizer": "sgd", "lr": rho}) for rho in (0.5, 1.0)
