@@ -56,7 +56,9 @@ def reproduce(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Runs of each cell. Default: the scale's; at full scale the paper's.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs. Default: runs/reproduce-PAPER-TABLE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of a table's runs; of a figure, the one that its tables' are in.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: the number of cores.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Published values, claimed and proven ε; nothing is trained.")
@@ -98,8 +100,18 @@ def reproduce(
     from fedflat.reproduce.figures import find_figure, is_figure
 
     if measured or dry_run:
-        for option in (option for option, given in {"--keep": keep, "--tuned": tuned}.items() if given):
+        running = {"--keep": keep, "--tuned": tuned}
+        kept = {
+            "--dry-run": dry_run, "--scale": scale, "--protocol": protocol != "sound", "-o": override,
+            "--seeds": seeds, "--processes": processes, "--out": out and not is_figure(table),
+        }  # fmt: skip
+        refused = running | kept if measured else running
+        for option in (option for option, given in refused.items() if given):
             raise wrong(option, "--measured" if measured else "--dry-run", f"{option} where something runs")
+    if keep is not None:
+        from fedflat.reproduce.measured import check
+
+        check(keep)
     size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
     if is_figure(table):
         tables = {
@@ -118,16 +130,22 @@ def reproduce(
         found = dry(chosen, size, protocol, override or ())
     else:
         found = _train(chosen, size, protocol, override, seeds, out, processes, as_json, tuned)
-    if keep is not None:
-        from fedflat.reproduce.measured import keep as keep_record
-
-        keep_record(keep, _command(), found, override or (), found.seconds)
     if as_json:
         print(json.dumps(as_dict(found), ensure_ascii=False, indent=2))
     else:
         print("\n".join(lines(found, dry_run)))
+    _keep(keep, found, override, found.seconds)
     if not dry_run and not found.complete:
         raise typer.Exit(1)
+
+
+def _keep(path: Path | None, found: Outcome | Drawn, override: Any, seconds: float) -> None:
+    """Add to the file of ``--keep``, or say why not."""
+    if path is not None:
+        from fedflat.reproduce.measured import keep
+
+        if why := keep(path, _command(), found, override or (), seconds):
+            print("\n".join(wrapped(why)), file=sys.stderr)
 
 
 def _command() -> str:
@@ -191,23 +209,20 @@ def _figure(
 
     with ExperimentProgress() as progress:
         found = draw(figure, out or Path("runs"), scale, override or (), seeds, processes, progress.update)
-    if keep is not None:
-        from fedflat.reproduce.measured import keep as keep_record
-
-        keep_record(keep, _command(), found, override or (), sum(summary(run)["seconds"] for run in found.runs))
     _drawn(found, folder)
+    _keep(keep, found, override, sum(summary(run)["seconds"] for run in found.runs))
 
 
 def _drawn(found: Drawn, folder: Path, source: str = "") -> None:
     from fedflat.cli.plates import print_plates
     from fedflat.report import flatness
-    from fedflat.reproduce.paper_page import write_pages
+    from fedflat.reproduce.paper_page import notes, write_pages
 
     for page in write_pages(found, folder, source):
         print(page)
     curves = [figure for record in found.landscapes for figure in flatness.figures(record)]
     print_plates([*found.figures, *curves], folder, found.landscapes)
-    for text in (*found.missing, *([source] if source else [])):
+    for text in notes(found, source):
         print("\n".join(wrapped(text)))
 
 

@@ -24,16 +24,21 @@ def lines(found: Outcome, dry_run: bool = False) -> list[str]:
     simulated = any(row.simulated is not None for row in found.rows)
     verdicts = {} if dry_run else found.verdicts()
     for column, rows in found.columns().items():
-        shown += ["", _headed(column, rows[0]), *_grid([_heads(dry_run, simulated), *_body(rows, dry_run, simulated)])]
+        shown += [
+            "",
+            *wrapped(_headed(column, rows[0], found)),
+            *_grid([_heads(dry_run, simulated), *_body(rows, dry_run, simulated)]),
+        ]
         why = dict.fromkeys(row.missing for row in rows if row.missing)
         shown += [text for reason in why for text in wrapped(f"  {reason}")]
         shown += [text for said in sentences(verdicts.get(column)) for text in wrapped(f"  {said}")]
     return [*shown, "", *_remarks(found, dry_run)]
 
 
-def _headed(column: str, row: Row) -> str:
+def _headed(column: str, row: Row, found: Outcome) -> str:
+    """The column's name, its target, and what was changed in it by hand."""
     target = "" if row.cell.target is None or row.cell.measure != "rounds" else f" to {row.cell.target:g} %"
-    return column + target
+    return column + target + (f" ({', '.join(found.by_hand)})" if found.by_hand else "")
 
 
 def _heads(dry_run: bool, simulated: bool) -> list[str]:
@@ -65,8 +70,9 @@ def _grid(texts: list[list[str]]) -> list[str]:
 def _remarks(found: Outcome, dry_run: bool) -> list[str]:
     table = found.table
     remarks = [_counted(found)]
+    claimed = "what the paper's formula gives" if table.claimed == "formula" else "the budget that the paper names"
     remarks.append(
-        "Claimed ε: the paper's, for its setting. Proven ε, at δ: of "
+        f"Claimed ε: {claimed} for its setting. Proven ε, at δ: of "
         + ("what is planned here" if dry_run else "what ran here")
         + (", the paper's released procedure." if found.protocol == "published" else ", the sound round.")
     )
@@ -80,11 +86,11 @@ def _remarks(found: Outcome, dry_run: bool) -> list[str]:
     if not dry_run and found.verdicts():
         remarks.append(
             "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
-            "Orderings at 95 %: one-sided paired t test over the seeds."
+            "Orderings at 95 %: two-sided paired t test over the seeds."
         )
-    if found.scale != "full" or not found.as_printed:
-        tuned = "" if found.as_printed else ", tuned"
-        remarks.append(f"Scale {found.scale}{tuned}: NOT COMPARABLE with the published values.")
+    if not found.comparable:
+        own = ("" if found.as_printed else ", tuned") + (", changed by hand" if found.by_hand else "")
+        remarks.append(f"Scale {found.scale}{own}: NOT COMPARABLE with the published values.")
     texts = dict.fromkeys(found.changed.values())
     for changes in texts:
         if changes:
@@ -181,7 +187,7 @@ def as_dict(found: Outcome) -> dict[str, Any]:
     table, verdicts = found.table, found.verdicts()
     return {
         "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
-        "comparable": found.scale == "full" and found.complete and found.as_printed, "protocol": found.protocol,
+        "comparable": found.comparable and found.complete, "protocol": found.protocol,
         "rows": [_record(row) for row in found.rows],
         "verdicts": {name: plain(asdict(one)) | {"text": sentences(one)} for name, one in verdicts.items()},
         "changed": {name: list(texts) for name, texts in found.changed.items()},

@@ -18,7 +18,9 @@ class RunError(RuntimeError):
 
 def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError:
     """The one error sentence: ``where: found X; allowed: Y. hint``."""
-    shown = found if isinstance(found, str) else repr(found)
+    if isinstance(found, float):
+        found = float(f"{found:.12g}")  # no digits of rounding
+    shown = (found or "nothing") if isinstance(found, str) else repr(found)
     tail = f" {hint}" if hint else ""
     return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
 

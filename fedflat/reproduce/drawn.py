@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError
+from fedflat.report.fates import FATES, fate
 from fedflat.report.figures import NORMS, Figure, Series, figures_of_run, quantiles, thin
 from fedflat.report.groups import Group, spread
 from fedflat.report.metrics import Run, column
@@ -19,8 +21,9 @@ from fedflat.report.progress import RunEvent
 from fedflat.report.styles import styles
 from fedflat.reproduce import numbers
 from fedflat.reproduce.figures import Line, Panel, PaperFigure
+from fedflat.reproduce.outcome import UNSEEN
 from fedflat.reproduce.rows import finished, lacking
-from fedflat.reproduce.scales import SCALES
+from fedflat.reproduce.scales import SCALES, differences
 from fedflat.simulation.experiment import compare
 from fedflat.simulation.experiment_settings import expand
 
@@ -33,7 +36,8 @@ Ran = Sequence[tuple[Line, Sequence[Run]]]
 class Drawn:
     """A figure as values. landscapes: what ``analysis.flatness.measure`` found for each panel that asks for it.
 
-    missing: why panels or lines are not drawn.
+    missing: why panels or lines are not drawn. remarks: what differs from the paper's setting, and runs that came to
+    nothing.
     """
 
     of: PaperFigure
@@ -41,6 +45,7 @@ class Drawn:
     figures: tuple[Figure, ...]
     landscapes: tuple[Mapping[str, Any], ...] = ()
     missing: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     folder: Path | None = None
     runs: tuple[Run, ...] = field(default=(), repr=False)
 
@@ -62,6 +67,7 @@ def draw(
     drawn: list[Figure] = []
     landscapes: list[Mapping[str, Any]] = []
     missing: dict[str, None] = {}
+    remarks: dict[str, None] = {}
     every: list[Run] = []
     for place, panel in enumerate(figure.panels):
         recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
@@ -76,6 +82,7 @@ def draw(
         ran = [(line, list(finished(where / s.slug, s.seeds).values())) for line, s in zip(panel.lines, settings)]
         ran = [(line, runs) for line, runs in ran if runs]
         every += [run for _, runs in ran for run in runs]
+        remarks |= dict.fromkeys(_remarks(panel, recipes, ran))
         if panel.draw == "landscape" and ran:
             landscapes.append(_landscape(panel, ran))
         elif ran:
@@ -84,13 +91,31 @@ def draw(
             drawn += [replace(each, key=f"{each.key}-{place}", title=title) for each, title in zip(made, titles)]
     if not drawn and not landscapes:
         raise RunError("; ".join(missing) or f"{figure.paper} {figure.name}: no run ended")
-    return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), folder, tuple(every))
+    return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), tuple(remarks), folder, tuple(every))
+
+
+def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
+    """What every line of a panel changes in the paper's setting, runs that came to nothing, the table's notes."""
+    changes = [differences(line.cell.recipe, own) for line, own in zip(panel.lines, recipes) if line.cell.recipe]
+    shared = [text for text in changes[0] if all(text in each for each in changes)] if changes else []
+    said = [f"Changed: {', '.join(shared)}."] if shared else []
+    for kind, words in FATES.items():
+        lost = [(line, sum(fate(run) == kind for run in runs), len(runs)) for line, runs in ran]
+        named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
+        if named:
+            said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
+    return said + [f"Differs: {note}." for note in panel.table.said("sound")]
+
+
+def _place(panel: Panel, line: Line) -> str:
+    """A line in words: its method, and its place where it is a point on an axis."""
+    return line.label if line.x is None else f"{line.label} at {panel.x} = {line.x:g}"
 
 
 def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> str:
     """The panel's title, what is drawn where it has several drawings, and what was changed by hand."""
     own = made.title if made.title != panel.title else made.y_title
-    changed = [text for text in overrides if not text.startswith("engine.")]
+    changed = [text for text in overrides if not text.startswith(UNSEEN)]
     return panel.title + (f": {own}" if count > 1 else "") + (f" ({', '.join(changed)})" if changed else "")
 
 

@@ -14,7 +14,7 @@ from fedflat.core.checks import nearest, wrong
 from fedflat.core.papers import paper_of
 from fedflat.reproduce.rows import planned
 from fedflat.reproduce.scales import scaled
-from fedflat.reproduce.tables import Cell, Table, load
+from fedflat.reproduce.tables import Cell, Table, load, named
 
 FILE = Path(__file__).parent / "figures.yaml"
 SIZES = ("local.steps", "local.epochs", "data.clients", "cohort.size")
@@ -104,13 +104,14 @@ class PaperFigure:
     panels: tuple[Panel, ...]
 
     def only(self, panels: Sequence[str]) -> PaperFigure:
-        """The panels whose titles contain one of the texts. Raises InputError for a text that none contains."""
+        """The panels that the texts name, as ``Table.only`` has it. Raises InputError for a text that names none."""
         titles = [panel.title for panel in self.panels]
+        kept: set[str] = set()
         for text in panels:
-            if not any(text.lower() in title.lower() for title in titles):
+            if not (found := named(text, titles)):
                 raise wrong("--column", text, "part of one of: " + "; ".join(titles), hint=nearest(text, titles))
-        kept = [p for p in self.panels if not panels or any(text.lower() in p.title.lower() for text in panels)]
-        return replace(self, panels=tuple(kept))
+            kept.update(found)
+        return replace(self, panels=tuple(panel for panel in self.panels if not panels or panel.title in kept))
 
 
 def figure_names() -> list[str]:

@@ -11,12 +11,12 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import InputError, one_line, wrong
 from fedflat.report.figures import Figure, Series
 from fedflat.report.metrics import plain
 from fedflat.reproduce.drawn import Drawn
@@ -57,14 +57,50 @@ def stem_of(found: Table | PaperFigure) -> str:
     return f"{found.paper}-table-{ROMAN.get(number.lower(), number)}"
 
 
-def keep(path: Path, command: str, found: Outcome | Drawn, overrides: Sequence[str], seconds: float) -> None:
-    """Add a record to the file (made where it is not there); one of the same command is replaced."""
+def check(path: Path) -> None:
+    """Raises InputError for a file that could take no record, before anything runs."""
+    if path.is_dir() or not (path.exists() or path.parent.is_dir() or _made(path.parent)):
+        raise wrong("--keep", str(path), "a file in a folder that can be written to")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise wrong("--keep", f"{path}, which cannot be written to", "a file in a folder that can be written to")
+    _read(path)
+
+
+def _made(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True)
+    except OSError:
+        return False
+    return True
+
+
+def keep(path: Path, command: str, found: Outcome | Drawn, overrides: Sequence[str], seconds: float) -> str:
+    """Add a record to the file (made where it is not there); one of the same command is replaced.
+
+    Returns why nothing was kept, or the empty string: a record without numbers says nothing, and one with fewer than
+    that of the same command would lose some.
+    """
+    records = _read(path)
+    old = max((_numbers(each) for each in records if each["command"] == command), default=0)
     source = Source(command, machine(), software(), commit(), datetime.date.today().isoformat(), round(seconds, 1))
     record = asdict(source) | (_table(found, overrides) if isinstance(found, Outcome) else _figure(found, overrides))
-    records = [each for each in _read(path) if each["command"] != command]
+    if not (new := _numbers(record)):
+        return f"--keep: nothing was measured, so {path} is as it was."
+    if new < old:
+        return (
+            f"--keep: {path} has more of this command, {old} numbers where {new} were measured now, and is as it was."
+        )
+    records = [each for each in records if each["command"] != command]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"records": [*records, record]}, ensure_ascii=False, indent=1, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
+    return ""
+
+
+def _numbers(record: Record) -> int:
+    """How many values of ours a record has."""
+    drawn = sum(len(series["y"]) for figure in record.get("figures", ()) for series in figure["series"])
+    return sum(len(row["ours"]) for row in record.get("rows", ())) + drawn + len(record.get("landscapes", ()))
 
 
 def _table(found: Outcome, overrides: Sequence[str]) -> Record:
@@ -104,6 +140,7 @@ def _in(value: float | str | None) -> float | None:
 def _figure(found: Drawn, overrides: Sequence[str]) -> Record:
     return {
         "scale": found.scale, "overrides": list(overrides), "missing": list(found.missing),
+        "remarks": list(found.remarks),
         "figures": plain([asdict(figure) for figure in found.figures]), "landscapes": plain(list(found.landscapes)),
     }  # fmt: skip
 
@@ -114,7 +151,8 @@ def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
     What changed against the paper is the record's own: what ran then, whatever a scale means now.
     """
     found = []
-    for record in _read(FOLDER / f"{stem_of(table)}.json"):
+    records = _read(FOLDER / f"{stem_of(table)}.json")
+    for record in records:
         rows = {(row["column"], row["method"]): row for row in record["rows"]}
         kept = [cell for cell in table.cells if (cell.column, cell.method) in rows]
         if kept:
@@ -132,8 +170,17 @@ def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
             filled_in = replace(planned, rows=filled, changed=changed, tuned=tuned, chosen=chosen)
             found.append((_source(record), filled_in))
     if not found:
-        raise wrong("--measured", f"no results of paper {table.paper}, {table.table}", _known())
+        asked = "; ".join(dict.fromkeys(cell.column for cell in table.cells))
+        have = dict.fromkeys(row["column"] for record in records for row in record["rows"])
+        raise _nothing(f"paper {table.paper}, {table.table}", asked, have)
     return found
+
+
+def _nothing(of: str, asked: str, have: Iterable[str]) -> InputError:
+    """What was measured instead of what was asked for: other columns, or other tables and figures."""
+    if columns := "; ".join(have):
+        return wrong("--measured", f"no results of {of}, {asked}", columns)
+    return wrong("--measured", f"no results of {of}", _known())
 
 
 def _filled(row: Row, record: Mapping[str, Any]) -> Row:
@@ -147,14 +194,20 @@ def _filled(row: Row, record: Mapping[str, Any]) -> Row:
 
 
 def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
-    """The records of a figure. Raises InputError where there is none."""
+    """The records of a figure, of the panels that ``figure`` has. Raises InputError where there is none."""
     found = []
-    for record in _read(FOLDER / f"{stem_of(figure)}.json"):
-        figures = tuple(_figure_of(each) for each in record["figures"])
-        drawn = Drawn(figure, record["scale"], figures, tuple(record["landscapes"]), tuple(record["missing"]))
-        found.append((_source(record), drawn))
+    records = _read(FOLDER / f"{stem_of(figure)}.json")
+    titles = tuple(panel.title for panel in figure.panels)
+    for record in records:
+        figures = tuple(_figure_of(each) for each in record["figures"] if each["title"].startswith(titles))
+        landscapes = tuple(record["landscapes"])
+        if figures or landscapes:
+            missing, remarks = tuple(record["missing"]), tuple(record.get("remarks", ()))
+            drawn = Drawn(figure, record["scale"], figures, landscapes, missing, remarks)
+            found.append((_source(record), drawn))
     if not found:
-        raise wrong("--measured", f"no results of paper {figure.paper}, {figure.name}", _known())
+        have = dict.fromkeys(each["title"] for record in records for each in record["figures"])
+        raise _nothing(f"paper {figure.paper}, {figure.name}", "; ".join(titles), have)
     return found
 
 
@@ -182,7 +235,12 @@ def _known() -> str:
 def _read(path: Path) -> list[Record]:
     if not path.is_file():
         return []
-    found: list[Record] = json.loads(path.read_text(encoding="utf-8"))["records"]
+    try:
+        found: list[Record] = json.loads(path.read_text(encoding="utf-8"))["records"]
+        for record in found:
+            _source(record), _numbers(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise wrong(str(path), one_line(error), "a file that --keep wrote, or none") from None
     return found
 
 

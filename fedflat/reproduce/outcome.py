@@ -13,6 +13,9 @@ from fedflat.reproduce.strengths import Chosen
 from fedflat.reproduce.tables import Cell, Table
 from fedflat.reproduce.verdict import Ranked, Verdict, judge
 
+UNSEEN = ("engine.", "evaluation.", "name=", "seed=")
+"""Overrides that change no number that is compared."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -58,7 +61,7 @@ class Outcome:
     """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing.
 
     seconds: of all rounds that ran, by the runs' own clocks. tuned: whether strengths were tried; chosen: by column and
-    method, which one was.
+    method, which one was. overrides: what was changed by hand in every recipe, ``key=value``.
     """
 
     table: Table
@@ -71,6 +74,17 @@ class Outcome:
     seconds: float = 0.0
     tuned: bool = False
     chosen: Mapping[tuple[str, str], Chosen] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def by_hand(self) -> tuple[str, ...]:
+        """The overrides that change what is computed."""
+        return tuple(text for text in self.overrides if not text.startswith(UNSEEN))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the numbers may stand beside the published ones: at the paper's setting, as far as it is known."""
+        return self.scale == "full" and self.as_printed and not self.by_hand
 
     @property
     def as_printed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedflat.core.checks import wrong
 from fedflat.core.papers import CITED
 from fedflat.report import flatness, html, pages
 from fedflat.report.pages import Section
@@ -13,7 +14,10 @@ from fedflat.reproduce.drawn import Drawn
 def write_pages(found: Drawn, folder: Path, source: str = "") -> list[Path]:
     """``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: where the numbers are from."""
     figure = found.of
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise wrong("--out", f"{folder}: {error.strerror}", "a folder that can be made and written to") from None
     written = [
         flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(found.landscapes)
     ]
@@ -31,4 +35,5 @@ def notes(found: Drawn, source: str = "") -> list[str]:
     """What differs from the paper's figure, in sentences."""
     scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
     notes = [f"{text[:1].upper()}{text[1:]}." for text in found.of.notes]
-    return [*scale, *notes, *(f"Missing: {text}" for text in found.missing), *([source] if source else [])]
+    missing = [f"Missing: {text}" for text in found.missing]
+    return [*scale, *found.remarks, *notes, *missing, *([source] if source else [])]

@@ -50,7 +50,8 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
         if row.cell.recipe is not None and row.recipe is not None:
             known = changed.setdefault(row.cell.of, [])
             known += [text for text in differences(row.cell.recipe, row.recipe) if text not in known]
-    return Outcome(table, tuple(rows), scale, protocol, {name: tuple(texts) for name, texts in changed.items()})
+    known_changes = {name: tuple(texts) for name, texts in changed.items()}
+    return Outcome(table, tuple(rows), scale, protocol, known_changes, overrides=tuple(overrides))
 
 
 def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
@@ -171,6 +172,7 @@ def train(
             runs[key] = finished(folder / setting.slug, setting.seeds)
     rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
+    spent += sum(one.seconds for one in plan.chosen.values())
     return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
 
 

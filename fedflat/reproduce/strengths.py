@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +40,15 @@ TRIALS = "trials"
 
 @dataclass(frozen=True)
 class Chosen:
-    """The strength that trials chose for one method: accuracy in per cent on held-back clients, by strength."""
+    """The strength that trials chose for one method.
+
+    tried: accuracy in per cent on held-back clients, by strength. seconds: of the trials' rounds.
+    """
 
     options: Mapping[str, float]
     strength: float
     tried: Mapping[float, float]
+    seconds: float = field(default=0.0, compare=False)
 
     def sentence(self, method: str) -> str:
         """The choice in words."""
@@ -129,9 +133,17 @@ def choose(
     for name, why in found.failed.items():
         raise RunError(f"--tuned: the trial {name} failed: {why}")
     settings = expand(list(tried.values()), (), 1)
-    accuracy = {key: _accuracy(folder / TRIALS / one.slug / f"seed-{TUNING}") for key, one in zip(tried, settings)}
-    return [_best(recipe, {s: accuracy[place, s] for s in STRENGTHS if (place, s) in accuracy})
-            for place, recipe in enumerate(recipes)]  # fmt: skip
+    runs = {key: metrics.read_run(folder / TRIALS / one.slug / f"seed-{TUNING}") for key, one in zip(tried, settings)}
+    accuracy = {key: _accuracy(run) for key, run in runs.items()}
+    seconds = {key: metrics.summary(run)["seconds"] for key, run in runs.items()}
+    return [
+        _best(
+            recipe,
+            {strength: accuracy[place, strength] for strength in STRENGTHS if (place, strength) in accuracy},
+            sum(spent for (of, _), spent in seconds.items() if of == place),
+        )
+        for place, recipe in enumerate(recipes)
+    ]
 
 
 def _trial(recipe: Recipe) -> Recipe:
@@ -143,15 +155,15 @@ def _trial(recipe: Recipe) -> Recipe:
     return Recipe.of(recipe, [f"seed={TUNING}", f"evaluation.every={recipe.rounds}", f"cohort.size={fewer:.6g}"])
 
 
-def _accuracy(place: Path) -> float:
-    last = metrics.read_run(place).metrics[-1:]
+def _accuracy(run: metrics.Run) -> float:
+    last = run.metrics[-1:]
     if not last or last[0].get("test_accuracy") is None:
-        raise RunError(f"--tuned: {place} ended before its last round and has no accuracy")
+        raise RunError(f"--tuned: {run.path} ended before its last round and has no accuracy")
     return round(100 * float(last[0]["test_accuracy"]), 2)
 
 
-def _best(recipe: Recipe, tried: Mapping[float, float]) -> Chosen | None:
+def _best(recipe: Recipe, tried: Mapping[float, float], seconds: float = 0.0) -> Chosen | None:
     if not tried:
         return None
     best = max(tried, key=lambda strength: tried[strength])
-    return Chosen(options_of(recipe, best), best, dict(tried))
+    return Chosen(options_of(recipe, best), best, dict(tried), seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "v": "5", "vi": "6"}
 
 MEASURES = {
-    "best": "test accuracy of the best round, %",
+    "best": "test accuracy of the best evaluated round, %",
     "final": "test accuracy of the last round, %",
     "train": "training accuracy of the cohort's minibatches in the round of the test accuracy, %",
     "gap": "training minus test accuracy, points",
@@ -109,7 +109,7 @@ class Table:
         wanted = [one_of("--method", name, known) for name in methods]
         kept: set[str] = set()
         for text in columns:
-            found = _named(text, every)
+            found = named(text, every)
             if not found:
                 raise wrong("--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
             kept.update(found)
@@ -119,7 +119,7 @@ class Table:
         return Table(**{**vars(self), "cells": cells})
 
 
-def _named(text: str, every: list[str]) -> list[str]:
+def named(text: str, every: Sequence[str]) -> list[str]:
     """The columns that ``text`` names: the one of that name, or those with it as a part, whole numbers whole."""
     small = text.strip().lower()
     exact = [column for column in every if column.lower() == small]

@@ -208,6 +208,11 @@ def test_a_figure_trained_on_digits_kept_and_shown_again(tmp_path: Path, monkeyp
         measured.keep(tmp_path / "000-figure-4.json", "fedflat reproduce 000 figure-4", found, given, 60.0)
     [(source, again)] = measured.drawings(figure)
     assert again.figures == found.figures and "1 minutes of rounds" in source.sentence()
+    assert again.remarks == found.remarks and any("data.dataset emnist → digits" in text for text in again.remarks)
+    with pytest.raises(InputError, match=r"no results of .*, Local epochs; allowed: Radius"):
+        measured.drawings(find_figure("000", "figure-4").only(["Local epochs"]))
+    with pytest.raises(InputError, match=r"--out: found .*000-figure-4\.json"):
+        write_pages(again, tmp_path / "000-figure-4.json")
 
 
 @pytest.mark.usefixtures("quick_workers")
@@ -224,6 +229,35 @@ def test_a_table_kept_and_shown_again(tmp_path: Path, monkeypatch: pytest.Monkey
         assert kept.proven == pytest.approx(row.proven, rel=1e-4)
     with pytest.raises(InputError, match="--measured: found no results of paper 000, Table 2; allowed: 000 table-1"):
         measured.outcomes(find("000", "2"))
+    with pytest.raises(InputError, match="Table 1, EMNIST, IID; allowed: CIFAR-10, IID"):
+        measured.outcomes(find("000", "1").only(["EMNIST, IID"]))
+    before = (tmp_path / "000-table-1.json").read_bytes()
+    less = replace(found, rows=(found.rows[0], replace(found.rows[1], ours={})))
+    nothing = replace(found, rows=tuple(replace(row, ours={}) for row in found.rows))
+    for worse, why in ((less, "1 were measured now"), (nothing, "nothing was measured")):
+        said = measured.keep(tmp_path / "000-table-1.json", "fedflat reproduce 000 table-1", worse, given, 1.0)
+        assert why in said and (tmp_path / "000-table-1.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["{spoilt", "[]", "{}", '{"records": [{}]}', '{"records": 3}'])
+def test_a_spoilt_file_of_records_is_refused_before_anything_runs(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kept.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"kept\.json: found .*; allowed: a file that --keep wrote, or none"):
+        reproduce("000", "table-1", keep=file)
+    assert file.read_text(encoding="utf-8") == text
+    for place in (tmp_path, file / "x.json"):
+        with pytest.raises(InputError, match=r"--keep: found .*; allowed: a file in a folder that can be written to"):
+            reproduce("000", "table-1", keep=place)
+    measured.check(tmp_path / "new" / "kept.json")
+
+
+@pytest.mark.parametrize(
+    "given", [{"scale": "full"}, {"protocol": "published"}, {"seeds": 9}, {"override": ["rounds=5"]}, {"dry_run": True}]
+)
+def test_what_was_measured_takes_no_setting(given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"found --measured; allowed: .* where something runs"):
+        reproduce("000", "table-1", measured=True, **given)
 
 
 @pytest.mark.parametrize("path", sorted(measured.FOLDER.glob("*-table-*.json")), ids=lambda path: path.stem)

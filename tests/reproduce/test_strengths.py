@@ -102,7 +102,10 @@ def test_a_tuned_table_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeyp
     [(_, kept)] = measured.outcomes(part)
     assert isinstance(kept, Outcome) and kept.tuned and dict(kept.chosen) == dict(found.chosen)
     whole = dataclasses.replace(found, scale="full")
+    assert not as_dict(whole)["comparable"]  # changed by hand
+    whole = dataclasses.replace(whole, overrides=("engine.backend=sequential",))
     assert as_dict(whole)["comparable"] == (chosen.strength == 1)
+    assert found.seconds > chosen.seconds > 0
 
 
 def test_a_trial_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +118,7 @@ def test_a_trial_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RunError, match="--tuned: the trial r_dp-fedsam/seed-100 failed: no memory"):
         strengths.choose([one], [0], tmp_path)
     monkeypatch.setattr(strengths, "compare", lambda *given: SimpleNamespace(failed={}))
-    short = SimpleNamespace(metrics=[{"round": 0}])
+    short = SimpleNamespace(metrics=[{"round": 0}], path=tmp_path)
     monkeypatch.setattr(strengths.metrics, "read_run", lambda place: short)
     with pytest.raises(RunError, match="ended before its last round and has no accuracy"):
         strengths.choose([one], [0], tmp_path)

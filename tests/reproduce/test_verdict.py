@@ -42,6 +42,14 @@ def test_an_interval_widens_with_the_seeds_spread() -> None:
     assert not any(each.told for each in judge([ranked("a", "1.0", [5.0]), ranked("b", "2.0", [6.0])], 3).orderings)  # type: ignore[union-attr]
 
 
+def test_either_of_two_equal_methods_is_told_better_in_one_pair_of_twenty() -> None:
+    draw = np.random.default_rng(1)
+    pairs = [[ranked("a", "1", list(draw.normal(size=3))), ranked("b", "2", list(draw.normal(size=3)))]
+             for _ in range(600)]  # fmt: skip
+    told = sum(verdict.orderings[0].told for pair in pairs if (verdict := judge(pair, 3)) is not None)
+    assert 10 <= told <= 55  # 30 expected; one-sided in either direction it would be 60
+
+
 def test_many_taus_at_once_are_scipys() -> None:
     draw = np.random.default_rng(0)
     left, right = draw.integers(0, 4, (50, 6)).astype(float), draw.integers(0, 4, (50, 6)).astype(float)
