@@ -23,12 +23,15 @@ from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.threads import using_threads
 from fedflat.core.types import (
+    AVERAGE,
     Algorithm,
+    Broadcasting,
     ClientState,
     LocalView,
     MaskView,
     MeanView,
     Phase,
+    ServerStep,
     ServerView,
     StateView,
     UpdateView,
@@ -127,7 +130,11 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     slots: dict[str, Tensor] = {}
     for index, step in enumerate(algorithm.server):
         with _named(f"algorithm.server[{index}]", step):
-            slots.update(step.initial(_numbers("w^t", form.shared)))
+            _add_slots(slots, step.initial(_numbers("w^t", form.shared)))
+            _try_broadcast(step, slots, form.shared)
+    if algorithm.optimizer is not None:
+        with _named("algorithm.optimizer", algorithm.optimizer):
+            _try_broadcast(algorithm.optimizer, slots, form.shared)
     vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     states = tuple(state.name for state in algorithm.client_state)
     phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
@@ -346,13 +353,52 @@ def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> 
     if algorithm.vectors > 1 and not algorithm.server:
         raise wrong("algorithm.server", f"nothing for messages of {algorithm.vectors} vectors", "a step for their mean")
     for index, step in enumerate(algorithm.server):
+        call = functools.partial(_stepped, step, form)
         with _named(f"algorithm.server[{index}]", step):
-            found = step(mean.clone(), ServerView(0, 2, 0.1, form.tensors, dict(slots), 5.0, 20))
-            mean = _server_result(found, mean[: form.shared], slots)
+            mean = _twice(call, mean, mean[: form.shared], slots)
     if algorithm.optimizer is not None:
         with _named("algorithm.optimizer", algorithm.optimizer):
             optimizer = algorithm.optimizer(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))
-            _server_result(optimizer(_numbers("w^t", form.shared), mean, slots), mean, slots)
+            shared = _numbers("w^t", form.shared)
+            _twice(lambda mean, slots: optimizer(shared.clone(), mean, slots), mean, mean, slots)
+
+
+def _stepped(step: ServerStep, form: _Form, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+    return step(mean, ServerView(0, 2, 0.1, form.tensors, slots, 5.0, 20))
+
+
+def _twice(
+    call: Callable[[Tensor, dict[str, Tensor]], Any], mean: Tensor, like: Tensor, slots: dict[str, Tensor]
+) -> Tensor:
+    """What the server makes of a mean and slots, which change; the same both times, or a resumed run would differ."""
+    runs = []
+    for _ in range(2):
+        after = {name: value.clone() for name, value in slots.items()}
+        runs.append((_server_result(call(mean.clone(), after), like, after), after))
+    (one, first), (other, second) = runs
+    alike = first.keys() == second.keys() and all(_same(value, second[name]) for name, value in first.items())
+    if not (alike and _same(one, other)):
+        raise _Fault("another result for the same mean and slots", "a function of these, its memory in named slots")
+    slots.update(first)
+    return one
+
+
+def _add_slots(slots: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    """A step's slots among the others'; each has a name of its own."""
+    if taken := more.keys() & {*slots, AVERAGE}:
+        raise _Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
+    slots.update(more)
+
+
+def _try_broadcast(piece: object, slots: Vectors, size: int) -> None:
+    """What clients receive of the server's slots: named in a tuple, of the model's length."""
+    if not isinstance(piece, Broadcasting):
+        return
+    if isinstance(piece.broadcast, str):
+        raise _Fault(f"broadcast = {piece.broadcast!r}", f"a tuple of names: ({piece.broadcast!r},), with the comma")
+    for name in piece.broadcast:
+        if name in slots and tuple(slots[name].shape) != (size,):
+            raise _Fault(f"the broadcast slot {name!r} of shape {tuple(slots[name].shape)}", f"({size},)")
 
 
 def _server_result(found: Any, like: Tensor, slots: dict[str, Tensor]) -> Tensor:

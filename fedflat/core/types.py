@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core.checks import wrong
 from fedflat.core.offered import Offered
 from fedflat.core.rng import NO_GENERATOR
 
@@ -345,6 +346,14 @@ class Algorithm:
     server_lr: float = 1.0
     kind: Literal["update", "ddgauss", "votes"] = "update"
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("phases", "transforms", "server", "client_state"):
+            if not isinstance(found := getattr(self, name), (tuple, list)):
+                raise wrong(f"algorithm.{name}", type(found).__name__, "a tuple: (piece,), with the comma, for one")
+        for state in self.client_state:
+            if not isinstance(state, ClientState) or not callable(state.next):
+                raise wrong("algorithm.client_state", repr(state), "ClientState(name, function)")
 
     @property
     def shared_phase(self) -> Phase:

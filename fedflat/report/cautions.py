@@ -18,8 +18,6 @@ SIGNAL = 0.1
 """Median signal-to-noise ratio under which the noise is ten times the signal."""
 RISEN, TURNS = 3.0, 3
 """A test loss so many times the least so far, in so many evaluations one after the other, has left for good."""
-CHANCE = 1.1
-"""Accuracy over that of guessing, up to which nothing was learnt."""
 
 
 def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Sequence[Record]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fedflat.assembly import trial_of_pieces
 from fedflat.assembly.trial_of_pieces import packaged, try_pieces
 from fedflat.core.params import layout_of
 from fedflat.core.rng import seeded_torch
+from fedflat.core.types import AVERAGE, ServerView
 
 NETWORK = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 BIG = nn.Sequential(nn.Linear(90, 40), nn.ReLU(), nn.Linear(40, 3))
@@ -254,3 +256,68 @@ def test_packaged_pieces_are_tried_once_and_a_users_own_each_time(monkeypatch: p
         try_pieces(ALGORITHMS["dp-fedsam"](rho=rho), layout)
         try_pieces(own, layout)
     assert counted == ["dp-fedsam", "own", "own", "dp-fedsam", "own"]
+
+
+class Sum:
+    """A server step whose memory is where no checkpoint sees it."""
+
+    def __init__(self) -> None:
+        self.m: Any = 0.0
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        self.m = self.m + mean
+        return self.m, {}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A server step with a slot; its memory is there, as it should be."""
+
+    name: str = "sum"
+    broadcast: Any = ()
+    size: int = 0
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {self.name: torch.zeros(self.size) if self.size else torch.zeros_like(shared)}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        return mean, {self.name: view.slots[self.name] + (0 if self.size else mean)}
+
+
+def test_a_server_that_remembers_outside_its_slots_is_refused() -> None:
+    """A resumed run would differ from one that was not stopped."""
+    with pytest.raises(InputError, match=r"algorithm.server\[0\] \(Sum\): found another result for the same mean"):
+        try_pieces(Algorithm("mine", server=(Sum(),)), layout_of(NETWORK, None))
+    hidden = Sum()
+
+    def optimizer(lr: float, view: Any) -> Any:
+        return lambda shared, mean, slots: (shared + hidden(mean, view)[0], {})
+
+    with pytest.raises(InputError, match=r"algorithm.optimizer .*: found another result for the same mean and slots"):
+        try_pieces(Algorithm("mine", optimizer=optimizer), layout_of(NETWORK, None))
+    try_pieces(Algorithm("mine", server=(Kept(), Kept("other", ("other",)))), layout_of(NETWORK, None))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ((Kept(), Kept()), "found the slot 'sum' twice"),
+        ((Kept(AVERAGE),), "found the slot 'released average' twice"),
+        ((Kept("sum", "sum"),), r"found broadcast = 'sum'; allowed: a tuple of names: \('sum',\), with the comma"),
+        ((Kept("sum", ("sum",), 3),), r"found the broadcast slot 'sum' of shape \(3,\)"),
+    ],
+)
+def test_slots_have_names_of_their_own_and_what_clients_receive_is_a_vector(steps: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        try_pieces(Algorithm("mine", server=steps), layout_of(NETWORK, None))
+
+
+@pytest.mark.parametrize("name", ["phases", "transforms", "server", "client_state"])
+def test_a_forgotten_comma_is_one_line(name: str) -> None:
+    with pytest.raises(InputError, match=f"algorithm.{name}: found .*; allowed: a tuple"):
+        Algorithm("mine", **{name: Kept()})
+    with pytest.raises(InputError, match=r"algorithm.client_state: found .*; allowed: ClientState\(name, function\)"):
+        Algorithm("mine", client_state=("e",))  # type: ignore[arg-type]
