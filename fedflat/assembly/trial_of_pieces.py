@@ -358,13 +358,18 @@ def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> 
             mean = _twice(call, mean, mean[: form.shared], slots)
     if algorithm.optimizer is not None:
         with _named("algorithm.optimizer", algorithm.optimizer):
-            optimizer = algorithm.optimizer(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))
-            shared = _numbers("w^t", form.shared)
-            _twice(lambda mean, slots: optimizer(shared.clone(), mean, slots), mean, mean, slots)
+            call = functools.partial(_optimized, algorithm, _numbers("w^t", form.shared))
+            _twice(call, mean, mean, slots)
 
 
 def _stepped(step: ServerStep, form: _Form, mean: Tensor, slots: dict[str, Tensor]) -> Any:
     return step(mean, ServerView(0, 2, 0.1, form.tensors, slots, 5.0, 20))
+
+
+def _optimized(algorithm: Algorithm, shared: Tensor, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+    """One round of the server's optimiser, made anew as in every round."""
+    made: Any = algorithm.optimizer
+    return made(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))(shared.clone(), mean, slots)
 
 
 def _twice(

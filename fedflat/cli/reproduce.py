@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,14 +101,12 @@ def reproduce(
     from fedflat.reproduce.figures import find_figure, is_figure
 
     if measured or dry_run:
-        running = {"--keep": keep, "--tuned": tuned}
-        kept = {
+        running: dict[str, Any] = {"--keep": keep, "--tuned": tuned}
+        settings = {
             "--dry-run": dry_run, "--scale": scale, "--protocol": protocol != "sound", "-o": override,
             "--seeds": seeds, "--processes": processes, "--out": out and not is_figure(table),
         }  # fmt: skip
-        refused = running | kept if measured else running
-        for option in (option for option, given in refused.items() if given):
-            raise wrong(option, "--measured" if measured else "--dry-run", f"{option} where something runs")
+        _refuse("--measured" if measured else "--dry-run", running | settings if measured else running)
     if keep is not None:
         from fedflat.reproduce.measured import check
 
@@ -137,6 +136,12 @@ def reproduce(
     _keep(keep, found, override, found.seconds)
     if not dry_run and not found.complete:
         raise typer.Exit(1)
+
+
+def _refuse(found: str, options: Mapping[str, Any]) -> None:
+    """Raise InputError for the first option that is given where nothing runs."""
+    for option in (option for option, given in options.items() if given):
+        raise wrong(option, found, f"{option} where something runs")
 
 
 def _keep(path: Path | None, found: Outcome | Drawn, override: Any, seconds: float) -> None:

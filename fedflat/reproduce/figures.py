@@ -105,12 +105,7 @@ class PaperFigure:
 
     def only(self, panels: Sequence[str]) -> PaperFigure:
         """The panels that the texts name, as ``Table.only`` has it. Raises InputError for a text that names none."""
-        titles = [panel.title for panel in self.panels]
-        kept: set[str] = set()
-        for text in panels:
-            if not (found := named(text, titles)):
-                raise wrong("--column", text, "part of one of: " + "; ".join(titles), hint=nearest(text, titles))
-            kept.update(found)
+        kept = named(panels, [panel.title for panel in self.panels])
         return replace(self, panels=tuple(panel for panel in self.panels if not panels or panel.title in kept))
 
 

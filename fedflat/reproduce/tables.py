@@ -107,19 +107,24 @@ class Table:
         every = list(dict.fromkeys(cell.column for cell in self.cells))
         known = list(dict.fromkeys(cell.method for cell in self.cells))
         wanted = [one_of("--method", name, known) for name in methods]
-        kept: set[str] = set()
-        for text in columns:
-            found = named(text, every)
-            if not found:
-                raise wrong("--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
-            kept.update(found)
+        kept = named(columns, every)
         cells = tuple(
             cell for cell in self.cells if (not kept or cell.column in kept) and (not wanted or cell.method in wanted)
         )
         return Table(**{**vars(self), "cells": cells})
 
 
-def named(text: str, every: Sequence[str]) -> list[str]:
+def named(texts: Iterable[str], every: Sequence[str]) -> set[str]:
+    """The columns, or panels, that any of the texts names. Raises InputError for a text that names none."""
+    kept: set[str] = set()
+    for text in texts:
+        if not (found := _named(text, every)):
+            raise wrong("--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
+        kept.update(found)
+    return kept
+
+
+def _named(text: str, every: Sequence[str]) -> list[str]:
     """The columns that ``text`` names: the one of that name, or those with it as a part, whole numbers whole."""
     small = text.strip().lower()
     exact = [column for column in every if column.lower() == small]

@@ -296,8 +296,15 @@ def test_a_server_that_remembers_outside_its_slots_is_refused() -> None:
     def optimizer(lr: float, view: Any) -> Any:
         return lambda shared, mean, slots: (shared + hidden(mean, view)[0], {})
 
-    with pytest.raises(InputError, match=r"algorithm.optimizer .*: found another result for the same mean and slots"):
-        try_pieces(Algorithm("mine", optimizer=optimizer), layout_of(NETWORK, None))
+    def counting(lr: float, view: Any) -> Any:
+        """Remembers where it is made, once a round, not where it is called."""
+        hidden.m = hidden.m + lr
+        rate = hidden.m
+        return lambda shared, mean, slots: (shared + rate * mean, {})
+
+    for made in (optimizer, counting):
+        with pytest.raises(InputError, match=r"algorithm.optimizer .*: found another result for the same mean"):
+            try_pieces(Algorithm("mine", optimizer=made), layout_of(NETWORK, None))
     try_pieces(Algorithm("mine", server=(Kept(), Kept("other", ("other",)))), layout_of(NETWORK, None))
 
 
