@@ -44,7 +44,7 @@ def clients() -> list[tuple[Tensor, Tensor]]:
 
 
 def seen(**sections: Any) -> list[tuple[float, MeanView]]:
-    """What the optimiser of a method is told, round by round (the trial of pieces asks once before)."""
+    """What the optimiser of a method is told, round by round (the trial of pieces asks twice before)."""
     told: list[tuple[float, MeanView]] = []
 
     def spy(lr: float, view: MeanView) -> Optimizer:
@@ -53,8 +53,8 @@ def seen(**sections: Any) -> list[tuple[float, MeanView]]:
 
     method = Algorithm("own", optimizer=spy, server_lr=0.25)
     result = fedflat.run(recipe(**sections), model=nn.Linear(4, 3), clients=clients(), algorithm=method)
-    assert [r["clip"] for r in result.history] == [view.clip for _, view in told[1:]]
-    return told[1:]
+    assert [r["clip"] for r in result.history] == [view.clip for _, view in told[2:]]
+    return told[2:]
 
 
 def test_it_is_told_the_plans_noise_over_the_constant_divisor() -> None:
