@@ -104,7 +104,8 @@ def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
         named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
         if named:
             said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
-    return said + [f"Differs: {note}." for note in panel.table.said("sound")]
+    shown = replace(panel.table, cells=tuple(line.cell for line in panel.lines))
+    return said + [f"Differs: {note}." for note in shown.said("sound")]
 
 
 def _place(panel: Panel, line: Line) -> str:

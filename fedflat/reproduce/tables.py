@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,30 @@ def printed(text: str) -> tuple[float, float | None] | None:
 
 
 @dataclass(frozen=True)
+class Note:
+    """How what runs here differs from what the paper ran.
+
+    protocol: the one under which it holds; empty for both. of: parts of names of columns or methods, without any of
+    which it says nothing; none where it is about the whole table.
+    """
+
+    text: str
+    protocol: str = ""
+    of: tuple[str, ...] = ()
+
+    def holds(self, protocol: str, cells: Iterable[Cell]) -> bool:
+        """Whether it is about what these cells show under a protocol."""
+        names = {name for cell in cells for name in (cell.column, cell.method)}
+        about = not self.of or any(part in name for part in self.of for name in names)
+        return about and self.protocol in ("", protocol)
+
+
+@dataclass(frozen=True)
 class Table:
     """A table of a paper.
 
     measure: best (over the rounds) or final accuracy. seeds: the paper's trials. claimed: whether the claimed ε is the
-    paper's formula for its σ (``formula``) or the budget that the table names (``epsilon``). notes: (protocol, how what
-    runs here differs from what the paper ran); protocol empty where the note holds for both. first: the method that
+    paper's formula for its σ (``formula``) or the budget that the table names (``epsilon``). first: the method that
     relative numbers are against.
     """
 
@@ -89,13 +107,13 @@ class Table:
     measure: str
     seeds: int
     claimed: str
-    notes: tuple[tuple[str, str], ...]
+    notes: tuple[Note, ...]
     cells: tuple[Cell, ...]
     first: str = ""
 
     def said(self, protocol: str) -> list[str]:
-        """The notes that hold under a protocol."""
-        return [text for only, text in self.notes if only in ("", protocol)]
+        """The notes that hold under a protocol and are about what the table's cells show."""
+        return [note.text for note in self.notes if note.holds(protocol, self.cells)]
 
     def only(self, columns: Iterable[str] = (), methods: Iterable[str] = ()) -> Table:
         """The cells of these columns and these methods (exact names).
@@ -111,7 +129,7 @@ class Table:
         cells = tuple(
             cell for cell in self.cells if (not kept or cell.column in kept) and (not wanted or cell.method in wanted)
         )
-        return Table(**{**vars(self), "cells": cells})
+        return replace(self, cells=cells)
 
 
 def named(texts: Iterable[str], every: Sequence[str]) -> set[str]:
@@ -165,14 +183,19 @@ def load(stem: str) -> Table:
     import yaml
 
     found: dict[str, Any] = yaml.safe_load((FOLDER / f"{stem}.yaml").read_text(encoding="utf-8"))
-    notes = tuple(pair for note in found.get("notes", ()) for pair in _note(note))
+    notes = tuple(each for note in found.get("notes", ()) for each in _notes(note))
     keys = ("paper", "table", "title", "about", "measure", "seeds", "claimed")
     rest = {key: found[key] for key in keys}
     return Table(**rest, notes=notes, cells=tuple(_cells(stem, found)), first=next(iter(found["methods"])))
 
 
-def _note(note: str | Mapping[str, str]) -> list[tuple[str, str]]:
-    return [("", note)] if isinstance(note, str) else list(note.items())
+def _notes(entry: str | Mapping[str, Any]) -> list[Note]:
+    """One entry under ``notes``: a text, or texts under ``note``, ``sound`` and ``published``, and ``of`` whom."""
+    if isinstance(entry, str):
+        return [Note(entry)]
+    of = entry.get("of", ())
+    about = (of,) if isinstance(of, str) else tuple(of)
+    return [Note(text, "" if key == "note" else key, about) for key, text in entry.items() if key != "of"]
 
 
 def _cells(stem: str, found: Mapping[str, Any]) -> Iterator[Cell]:

@@ -35,7 +35,8 @@ def test_every_table_is_whole() -> None:
     assert {name: len(table.cells) for name, table in TABLES.items()} == SIZES
     for table in TABLES.values():
         assert table.measure in ("best", "final") and table.claimed in ("formula", "epsilon") and table.notes
-        assert table.said("sound") and all(only in ("", "sound", "published") for only, _ in table.notes)
+        assert table.said("sound") and {note.protocol for note in table.notes} <= {"", "sound", "published"}
+        assert all(note.holds(note.protocol or "sound", table.cells) for note in table.notes)
 
 
 @pytest.mark.parametrize(
@@ -270,3 +271,10 @@ def test_every_table_names_what_the_text_leaves_open() -> None:
         "000 table-3": "Fed-SMP-top_k has no public data", "004 table-3": "77.19 in Table 1",
     }.items():  # fmt: skip
         assert any(words in note for note in TABLES[name].said("sound")), name
+
+
+def test_a_note_stands_only_where_what_it_is_about_is_shown() -> None:
+    whole = find("000", "1")
+    chosen = whole.only(["CIFAR-10, IID"], ["DP-FedAvg"])
+    assert not any(name in note for note in chosen.said("sound") for name in ("EMNIST", "Fed-SMP-top_k", "SAM"))
+    assert any("EMNIST" in note for note in whole.said("sound")) and len(chosen.said("sound")) >= 3
