@@ -44,6 +44,9 @@ ROWS = 3
 """Clients of a tried block."""
 SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
+ON_CLIENTS = "a piece that works on the last axis, of one client's vector (k,) and of a block's (n, k)"
+ON_SERVER = "a step that reads its own slots and returns a vector (d,) and its slots"
+"""What a piece that failed should be."""
 CLOSE = 1e-3
 """What rounding may change of a row, relative to its length, when it is alone or at another place in the block."""
 
@@ -129,11 +132,11 @@ def _shortened(whole: tuple[slice, ...], personal: int) -> _Form:
 def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     slots: dict[str, Tensor] = {}
     for index, step in enumerate(algorithm.server):
-        with _named(f"algorithm.server[{index}]", step):
+        with _named(f"algorithm.server[{index}]", step, ON_SERVER):
             _add_slots(slots, step.initial(_numbers("w^t", form.shared)))
             _try_broadcast(step, slots, form.shared)
     if algorithm.optimizer is not None:
-        with _named("algorithm.optimizer", algorithm.optimizer):
+        with _named("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
             _try_broadcast(algorithm.optimizer, slots, form.shared)
     vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     states = tuple(state.name for state in algorithm.client_state)
@@ -248,7 +251,7 @@ def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     """Try a factor of the method's own; what it does to the norms of a block cannot matter: it is asked one by one."""
     norms = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64)
     clip = MethodScale(rule)
-    with _named("algorithm.scale", rule):
+    with _named("algorithm.scale", rule, "a function of a message's norm and C"):
         if not torch.equal(clip.scale(norms, 1.0), clip.scale(norms, 1.0)):
             raise _Fault("other factors for the same norms", "a function of a message's norm and C")
 
@@ -302,10 +305,11 @@ class _Fault(Exception):
 
 
 class _named:
-    """Inside, whatever goes wrong becomes an InputError about a piece."""
+    """Inside, whatever goes wrong becomes an InputError about a piece; ``allowed``: what one is that does not fail."""
 
-    def __init__(self, name: str, piece: object = None) -> None:
+    def __init__(self, name: str, piece: object = None, allowed: str = ON_CLIENTS) -> None:
         self.name = name if piece is None else _told(name, piece)
+        self.allowed = allowed
 
     def __enter__(self) -> None:
         return None
@@ -316,8 +320,7 @@ class _named:
         if isinstance(error, Exception) and not isinstance(error, InputError):
             line = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(
-                f"{self.name}: found {type(error).__name__} in a trial ({line}); allowed: a piece that works on the "
-                "last axis, of one client's vector (k,) and of a block's (n, k)."
+                f"{self.name}: found {type(error).__name__} in a trial ({line}); allowed: {self.allowed}."
             ) from error
 
 
@@ -337,7 +340,7 @@ def _try_mask(algorithm: Algorithm, form: _Form) -> None:
     public = (lambda: _numbers("public update", form.shared)) if algorithm.options.get("public") else None
     shared, initial = _numbers("w^t", form.shared), _numbers("w^0", form.shared)
     drawn = list[Tensor]()
-    with _named("algorithm.mask", mask):
+    with _named("algorithm.mask", mask, "a mask made of what its view holds"):
         for _ in range(2):
             with seeded_torch(0, "trial of pieces"):
                 found = mask(MaskView(shared.clone(), initial.clone(), stream(0, "trial of a mask"), public))
@@ -354,10 +357,10 @@ def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> 
         raise wrong("algorithm.server", f"nothing for messages of {algorithm.vectors} vectors", "a step for their mean")
     for index, step in enumerate(algorithm.server):
         call = functools.partial(_stepped, step, form)
-        with _named(f"algorithm.server[{index}]", step):
+        with _named(f"algorithm.server[{index}]", step, ON_SERVER):
             mean = _twice(call, mean, mean[: form.shared], slots)
     if algorithm.optimizer is not None:
-        with _named("algorithm.optimizer", algorithm.optimizer):
+        with _named("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
             call = functools.partial(_optimized, algorithm, _numbers("w^t", form.shared))
             _twice(call, mean, mean, slots)
 

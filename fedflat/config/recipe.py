@@ -462,6 +462,10 @@ CLIP_KEYS = {"value": ("constant",), "quantile": ("adaptive",), "initial": ("ada
 SERVER_KEYS = {"momentum": ("sgd",), "beta1": ("adam", "yogi"), "beta2": ("adam", "yogi"), "tau": ("adam", "yogi")}
 
 
+RecipeLike = Recipe | Mapping[str, Any] | str | Path
+"""A recipe, its mapping, the name of one that comes with fedflat, or a file's path."""
+
+
 def _refuse_foreign(where: str, chooser: str, section: Section, of: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse a key that differs from its default and belongs to another choice than the section's."""
     chosen = getattr(section, chooser)

@@ -17,8 +17,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedflat.core.checks import nearest, wrong
 
-SCHEMA = "https://github.com/opendp/deployments-registry-data/blob/3e9c812a924cf01d228f26f6c462c59c391c3f2a/schemas/deployments-schema.yaml"
-"""What the classes were written after."""
 SECTORS = Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"]
 UNSAID = "not stated"
 

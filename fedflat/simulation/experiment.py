@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable, stopping
 from fedflat.core.checks import RunError, whole
 from fedflat.data.clients import FederatedData
@@ -20,7 +20,7 @@ from fedflat.report.groups import Group
 from fedflat.report.html import write_report
 from fedflat.report.progress import ASKED, RunEvent, State
 from fedflat.simulation import experiment_worker as worker
-from fedflat.simulation.experiment_settings import RecipeLike, Setting, Task, check_folders, claim, expand, tasks
+from fedflat.simulation.experiment_settings import Setting, Task, check_folders, claim, expand, tasks
 
 Update = Callable[[RunEvent], None]
 KILLED = "its worker process was killed (out of memory?); the same command goes on with it"

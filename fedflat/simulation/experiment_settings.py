@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import InputError, wrong
 from fedflat.records.folder import RECIPE
 
-RecipeLike = Recipe | Mapping[str, Any] | str | Path
 REQUESTED = "setting.yaml"  # the recipe as asked for, before defaults that depend on data are resolved
 
 

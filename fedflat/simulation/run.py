@@ -15,7 +15,7 @@ from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.records import resolved, state_privacy, write_frozen
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.core.loss import CustomLoss
@@ -32,8 +32,6 @@ from fedflat.records import keys
 from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.opening import Opening
 from fedflat.simulation.result import Result
-
-RecipeLike = Recipe | Mapping[str, Any] | str | Path
 
 
 def run(

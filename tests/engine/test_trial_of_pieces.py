@@ -279,12 +279,13 @@ class Kept:
     name: str = "sum"
     broadcast: Any = ()
     size: int = 0
+    reads: str = ""
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
         return {self.name: torch.zeros(self.size) if self.size else torch.zeros_like(shared)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
-        return mean, {self.name: view.slots[self.name] + (0 if self.size else mean)}
+        return mean, {self.name: view.slots[self.reads or self.name] + (0 if self.size else mean)}
 
 
 def test_a_server_that_remembers_outside_its_slots_is_refused() -> None:
@@ -314,6 +315,7 @@ def test_a_server_that_remembers_outside_its_slots_is_refused() -> None:
         ((Kept(), Kept()), "found the slot 'sum' twice"),
         ((Kept(AVERAGE),), "found the slot 'released average' twice"),
         ((Kept("sum", "sum"),), r"found broadcast = 'sum'; allowed: a tuple of names: \('sum',\), with the comma"),
+        ((Kept(reads="total"),), r"found KeyError in a trial \('total'\); allowed: a step that reads its own slots"),
         ((Kept("sum", ("sum",), 3),), r"found the broadcast slot 'sum' of shape \(3,\)"),
     ],
 )

@@ -15,7 +15,6 @@ from fedflat.privacy.accounting.discrete import (
     ORDERS,
     WHOLE_ORDERS,
     DDGaussAccount,
-    concentrated_epsilon,
     curve_delta,
     curve_epsilon,
     participation_epsilon,
@@ -160,6 +159,12 @@ def test_participation_counts():
     epsilon = participation_epsilon(curve, 1, 0.25, 1e-3)
     assert 0.25 * curve_delta(ORDERS, curve(ORDERS), epsilon) == pytest.approx(1e-3, rel=1e-6)
     assert participation_epsilon(curve, 10, 1e-7, 1e-3) < 1e-9
+
+
+def concentrated_epsilon(bound: float, shares: int, share_variance: float, dimension: int) -> float:
+    """ε such that the sum is ½ε²-concentrated private (KLS): min{√(Δ₂²/(ns²) + 2τd), Δ₂/√(ns²) + τ√d}."""
+    gap, ratio = sum_gap(shares, share_variance), bound / math.sqrt(shares * share_variance)
+    return min(math.sqrt(ratio**2 + 2 * gap * dimension), ratio + gap * math.sqrt(dimension))
 
 
 def test_concentrated_epsilon_is_the_curve_at_every_order():

@@ -47,19 +47,10 @@ def sum_gap(shares: int, share_variance: float) -> float:
     return float(10 * np.exp(-2 * math.pi**2 * share_variance * k / (k + 1)).sum())
 
 
-def concentrated_epsilon(bound: float, shares: int, share_variance: float, dimension: int) -> float:
-    """ε such that the sum of shares is ½ε²-concentrated private: min{√(Δ₂²/(ns²) + 2τd), Δ₂/√(ns²) + τ√d}.
-
-    KLS prints τd/2 in the first term; the Rényi bound proven here gives 2τd. Both vanish once s is above about 1.5.
-    `bound`: Δ₂/γ, in grid units.
-    """
-    gap, ratio = sum_gap(shares, share_variance), bound / math.sqrt(shares * share_variance)
-    return min(math.sqrt(ratio**2 + 2 * gap * dimension), ratio + gap * math.sqrt(dimension))
-
-
 def sum_curve(bound: float, shares: int, share_variance: float, dimension: int) -> Curve:
     """The Rényi curve α ↦ ε(α) of n discrete Gaussian shares for whole-number shifts of norm ≤ `bound` (grid units).
 
+    KLS print τd/2 in the first term; the Rényi bound proven here gives 2τd. Both vanish once s is above about 1.5.
     Infinite where a share's parameter is below 1/2, for which the convolution theorem says nothing.
     """
     if not share_variance >= MIN_SHARE_STD**2:
@@ -104,10 +95,11 @@ def curve_epsilon(orders: Floats, values: Floats, delta: float) -> float:
     return max(0.0, float(np.min(found)))
 
 
-def curve_delta(orders: Floats, values: Floats, epsilon: float) -> float:
-    """Smallest δ at ε that the Rényi values prove (CKS 2020, proposition 12), at most 1."""
+def curve_delta(orders: Floats, values: Floats, epsilon: float) -> Floats:
+    """Smallest δ at ε, at most 1, that the Rényi values ``(…, orders)`` prove (CKS 2020, proposition 12): ``(…)``."""
     log_delta = (orders - 1) * (values - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-    return float(np.exp(min(0.0, float(np.min(log_delta)))))
+    found: Floats = np.exp(np.minimum(0.0, log_delta.min(axis=-1)))
+    return found
 
 
 def participation_epsilon(curve: Curve, rounds: int, rate: float, delta: float) -> float:
@@ -121,8 +113,7 @@ def participation_epsilon(curve: Curve, rounds: int, rate: float, delta: float) 
     single = curve(ORDERS)
 
     def total(epsilon: float) -> float:
-        log_delta = (ORDERS - 1) * (counts[:, None] * single - epsilon + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
-        return missed + float(weights[counts] @ np.exp(np.minimum(0.0, log_delta.min(axis=1))))
+        return missed + float(weights[counts] @ curve_delta(ORDERS, counts[:, None] * single, epsilon))
 
     return _smallest(lambda epsilon: total(epsilon) <= delta, curve_epsilon(ORDERS, rounds * single, delta))
 
