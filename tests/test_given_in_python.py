@@ -17,7 +17,7 @@ from fedflat.assembly.inputs import as_given
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit import audit_run
-from fedflat.config.recipe import GIVEN
+from fedflat.config.reading import GIVEN
 from fedflat.data.clients import from_pairs
 from fedflat.privacy.statement import is_whole
 from fedflat.report.endings import PRIVATE, summary_rows

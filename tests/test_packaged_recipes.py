@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fedflat.assembly.plans import algorithm_of, plan_of
-from fedflat.config.recipe import FOLDER, Recipe, names
+from fedflat.config.reading import FOLDER, names
+from fedflat.config.recipe import Recipe
 from fedflat.models import build
 
 TABLES = {

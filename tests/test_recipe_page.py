@@ -9,7 +9,8 @@ import pytest
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config import reference
-from fedflat.config.recipe import Recipe, override
+from fedflat.config.reading import override
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"

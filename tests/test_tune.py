@@ -19,7 +19,8 @@ from fedflat.assembly import proxy
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.records import LATER, identity
-from fedflat.config.recipe import DataSection, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import DataSection
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import layout_of
 from fedflat.core.rng import stream

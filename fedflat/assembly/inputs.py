@@ -14,7 +14,9 @@ from fedflat.algorithms import Factory
 from fedflat.assembly import proxy
 from fedflat.assembly.plans import NOT_HELD, algorithm_of
 from fedflat.assembly.tasks import check_outputs, try_loss
-from fedflat.config.recipe import GIVEN, DataSection, NamedSection, Partition, Recipe
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import DataSection, NamedSection, Partition
 from fedflat.core.checks import wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
 from fedflat.core.types import Algorithm

@@ -27,7 +27,8 @@ from fedflat.backends.features import with_features
 from fedflat.backends.onednn import serves
 from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
-from fedflat.config.recipe import GIVEN, Recipe
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of

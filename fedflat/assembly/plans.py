@@ -10,7 +10,9 @@ from dataclasses import replace
 
 from fedflat.algorithms import ALGORITHMS, Factory
 from fedflat.assembly import going_on
-from fedflat.config.recipe import GIVEN, ClipSection, Recipe, ServerSection
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection, ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout

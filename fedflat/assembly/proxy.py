@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.config.recipe import DataSection, Partition, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import DataSection, Partition
 from fedflat.core.checks import in_range, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back

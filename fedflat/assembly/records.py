@@ -13,7 +13,9 @@ from torch import nn
 
 from fedflat.assembly import going_on
 from fedflat.assembly.plans import server_of
-from fedflat.config.recipe import GIVEN, ClipSection, Recipe
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedflat.algorithms import class_statistics
-from fedflat.config.recipe import ClipSection, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
 from fedflat.core.checks import wrong
 from fedflat.core.types import Algorithm
 from fedflat.engine.parts import Parts

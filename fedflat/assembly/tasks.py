@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fedflat.assembly.measures import named
 from fedflat.assembly.plans import NOT_HELD
-from fedflat.config.recipe import GIVEN, Recipe
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported

@@ -19,7 +19,8 @@ from fedflat.audit.planted import PLANTED
 from fedflat.audit.result import AuditResult
 from fedflat.audit.shared_noise import shared_noise
 from fedflat.audit.worlds import BATCH, CLIENTS, SLACK, STEPS, Engine, Movement, Scenario, Worlds
-from fedflat.config.recipe import GIVEN, Recipe
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, one_of
 from fedflat.core.params import layout_of
 from fedflat.core.rng import noise_key, seeded_torch

@@ -51,7 +51,8 @@ def bounds(
     Example: fedflat bounds --run runs/quick-start
     """
     from fedflat.analysis.statements import statements
-    from fedflat.config.recipe import QUICK_START, Recipe
+    from fedflat.config.reading import QUICK_START
+    from fedflat.config.recipe import Recipe
 
     if run is not None and recipe is not None:
         raise wrong("--run", "a recipe as well", "one of both: a run has its recipe")

@@ -76,7 +76,7 @@ def catalogue(kind: str) -> dict[str, str]:
 
         return dict(NAMES)
     if kind == "recipes":
-        from fedflat.config.recipe import FOLDER, names
+        from fedflat.config.reading import FOLDER, names
 
         return {name: _first_comment(FOLDER / f"{name}.yaml") for name in names()}
     from fedflat.privacy.accounting.epsilon import ACCOUNTANTS

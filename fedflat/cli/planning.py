@@ -28,7 +28,8 @@ def plan(
 
     Example: fedflat plan quick-start -o privacy.epsilon=2
     """
-    from fedflat.config.recipe import QUICK_START, Recipe
+    from fedflat.config.reading import QUICK_START
+    from fedflat.config.recipe import Recipe
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation.planning import forecast
 

@@ -48,7 +48,8 @@ def run(
 
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
     """
-    from fedflat.config.recipe import QUICK_START, Recipe
+    from fedflat.config.reading import QUICK_START
+    from fedflat.config.recipe import Recipe
     from fedflat.records.folder import check_new
     from fedflat.report.cautions import Watch
     from fedflat.report.progress import Progress
@@ -146,7 +147,7 @@ def compare(
 
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
     """
-    from fedflat.config.recipe import QUICK_START
+    from fedflat.config.reading import QUICK_START
     from fedflat.report.endings import print_comparison
     from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.experiment import compare as compare_settings

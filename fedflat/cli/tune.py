@@ -55,7 +55,8 @@ def tune(
 
     Example: fedflat tune quick-start --vary local.lr=log:0.05:1 --vary privacy.clip=0.1,0.3,1 --cost
     """
-    from fedflat.config.recipe import QUICK_START, Recipe
+    from fedflat.config.reading import QUICK_START
+    from fedflat.config.recipe import Recipe
 
     one_of("--on", on, ("clients", "proxy"))
     parsed = Recipe.load(recipe or QUICK_START, override or [])

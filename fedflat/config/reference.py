@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from fedflat.config.recipe import ClipSection, NamedSection, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection, NamedSection
 from fedflat.core.checks import nearest, wrong
 
 EXAMPLE = "Example: "

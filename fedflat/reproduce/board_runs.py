@@ -23,7 +23,8 @@ from torch import Tensor
 from fedflat.assembly.inputs import module_of
 from fedflat.assembly.plans import algorithm_of, server_of
 from fedflat.backends.features import with_features
-from fedflat.config.recipe import Partition, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import Partition
 from fedflat.core.checks import wrong
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.rng import stream

@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedflat.config.recipe import Recipe, override
+from fedflat.config.reading import override
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.papers import paper_of
 from fedflat.reproduce.rows import planned

@@ -9,7 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from fedflat.assembly.plans import algorithm_of, plan_of
-from fedflat.config.recipe import ClipSection, Recipe, override
+from fedflat.config.reading import override
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
 from fedflat.core.papers import CITED

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.algorithms import ALGORITHMS
-from fedflat.config.recipe import Recipe, override
+from fedflat.config.reading import override
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import nearest, one_of, wrong
 from fedflat.core.papers import paper_of
 

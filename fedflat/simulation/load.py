@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.assembly.inputs import data_of, options_for
-from fedflat.config.recipe import GIVEN, Recipe
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.params import put
 from fedflat.models import build

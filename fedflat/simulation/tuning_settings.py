@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.config.recipe import Recipe, parse_value
+from fedflat.config.reading import parse_value
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, nearest, wrong
 from fedflat.simulation.experiment_settings import split_top
 

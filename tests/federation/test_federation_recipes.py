@@ -13,7 +13,8 @@ from stand_in import settings
 
 from fedflat.assembly.plans import algorithm_of
 from fedflat.cli import main as cli
-from fedflat.config.recipe import Recipe, names
+from fedflat.config.reading import names
+from fedflat.config.recipe import Recipe
 from fedflat.core.types import Algorithm
 from fedflat.federation.launch.project import PACKAGE, write_project
 from fedflat.federation.server.session import job_of

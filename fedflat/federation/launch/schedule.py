@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedflat.config.recipe import ClipSection, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
 from fedflat.core.types import Algorithm
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedflat.config.recipe import ClipSection, PrivacySection, Recipe, ServerSection
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection, PrivacySection, ServerSection
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.types import Algorithm

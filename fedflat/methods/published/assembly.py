@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from fedflat.config.recipe import ClipSection, Recipe
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
 from fedflat.core.checks import wrong
 from fedflat.core.papers import CITED
 from fedflat.core.params import Layout

@@ -1,0 +1,157 @@
+"""Recipes as written: packaged or YAML files, with ``extends`` and ``-o key.path=value``; checked in recipe.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fedflat.config.sections import as_named
+from fedflat.core.checks import InputError, nearest, wrong
+
+FOLDER = Path(__file__).parent / "recipes"
+QUICK_START = "quick-start"
+GIVEN = "given in Python"
+"""In a run's recipe.yaml: the data set, or the model, that no name stands for; whoever needs it gives it again."""
+
+
+def names() -> list[str]:
+    """Names of the packaged recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
+    """The mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
+    import yaml
+
+    path = Path(source)
+    if path.is_dir():
+        path = path / "recipe.yaml"
+    if not path.is_file():
+        packaged = FOLDER / f"{source}.yaml"
+        if not packaged.is_file():
+            raise _not_found(path, str(source))
+        path = packaged
+    try:
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}" if mark else ""
+        raise wrong(f"{path}{place}", getattr(error, "problem", str(error)) or "no YAML", "valid YAML") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
+    if not isinstance(mapping, dict):
+        found = "an empty file" if mapping is None else "no mapping"
+        raise wrong(str(path), found, "recipe keys with values, for example rounds: 60")
+    return _extended(mapping, path, depth)
+
+
+def advised(source: str | Path, mapping: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The packaged recipe of the method that an override names, under this one's name; else ``mapping``."""
+    asked = [text.partition("=")[2].strip() for text in overrides if re.match(r"\s*algorithm(\.name)?\s*=", text)]
+    if not asked or Path(source).exists():
+        return mapping
+    own = as_named(mapping.get("algorithm"))
+    family = str(source).removesuffix(f"-{own.get('name')}") if isinstance(own, Mapping) else str(source)
+    if not (FOLDER / f"{family}-{asked[-1]}.yaml").is_file():
+        return mapping
+    return {**read(f"{family}-{asked[-1]}"), "name": mapping.get("name", str(source))}
+
+
+def _not_found(path: Path, source: str) -> InputError:
+    if path.parent.is_dir() and path.name == "recipe.yaml" and path.parent == Path(source):
+        return wrong("recipe", f"the folder {source} without a recipe.yaml", "a YAML file, or the folder of a run")
+    beside = [str(found) for ending in ("*.yaml", "*.yml") for found in path.parent.glob(ending)]
+    allowed = "a YAML file, or a packaged recipe (fedflat list recipes)"
+    return wrong(
+        "recipe", f"no file and no packaged recipe {source}", allowed, hint=nearest(source, [*names(), *beside])
+    )
+
+
+def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]:
+    """``extends: NAME`` takes another recipe (beside this file, or packaged) and changes the sections given here.
+
+    A section's keys are merged one by one; ``algorithm`` and ``model`` are replaced whole, as their options belong to
+    their name.
+    """
+    parent = mapping.pop("extends", None)
+    if parent is None:
+        return mapping
+    if not isinstance(parent, str) or depth > 8:
+        raise wrong(f"{path}: extends", parent, "the name or path of one other recipe, without a circle")
+    beside = path.parent / parent
+    merged = read(beside if beside.is_file() else parent, depth + 1)
+    for key, value in mapping.items():
+        old = merged.get(key)
+        whole = key in ("algorithm", "model") or not (isinstance(old, dict) and isinstance(value, dict))
+        merged[key] = value if whole else {**old, **value}  # type: ignore[dict-item]
+    return merged
+
+
+@cache
+def _loader() -> Any:
+    """YAML 1.2's floats: ``1e-5`` is a number."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.tag != "tag:yaml.org,2002:merge" and str(key.value) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def parse_value(text: str) -> Any:
+    """The value of ``-o key=value``, as YAML reads it."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.YAMLError:
+        return text
+
+
+def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A copy of ``mapping`` with one ``key.path=value`` applied.
+
+    Naming another algorithm keeps the options that it takes as well and drops the others; naming another model drops
+    all options.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise wrong("-o", text, "key.path=value, for example -o privacy.clip=0.5")
+    path, changed = key.strip().split("."), dict(mapping)
+    place: dict[str, Any] = changed
+    for index, part in enumerate(path[:-1]):
+        inner = place.get(part)
+        if part in ("model", "algorithm") and index == 0:
+            inner = as_named(inner)
+        if inner is not None and not isinstance(inner, Mapping):
+            inner = None
+        place[part] = dict(inner or {})
+        place = place[part]
+    parsed = parse_value(value)
+    if path[-1] == "name" and path[0] in ("algorithm", "model") and len(path) == 2 and place.get("name") != parsed:
+        _drop_foreign_options(path[0], place, parsed)
+    place[path[-1]] = parsed
+    return changed
+
+
+def _drop_foreign_options(section: str, options: dict[str, Any], name: Any) -> None:
+    """Keep only the options that the newly named algorithm takes too; a model's options belong to the model."""
+    import inspect
+
+    from fedflat.algorithms import ALGORITHMS
+
+    factory = ALGORITHMS.get(str(name)) if section == "algorithm" else None
+    taken = inspect.signature(factory).parameters if factory else {}
+    for key in [key for key in options if key not in taken]:
+        del options[key]
