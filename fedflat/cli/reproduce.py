@@ -213,7 +213,9 @@ def _figure(
     from fedflat.reproduce.drawn import draw
 
     with ExperimentProgress() as progress:
-        found = draw(figure, out or Path("runs"), scale, override or (), seeds, processes, progress.update)
+        found = draw(
+            figure, out or Path("runs"), scale, override or (), seeds, processes, progress.update, progress.say
+        )
     _drawn(found, folder)
     _keep(keep, found, override, sum(summary(run)["seconds"] for run in found.runs))
 

@@ -244,6 +244,7 @@ class ExperimentProgress:
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
+        self._besides = ""
         self._screen = _Screen(quiet, self._draw)
 
     def __enter__(self) -> ExperimentProgress:
@@ -271,6 +272,12 @@ class ExperimentProgress:
         if said:
             self._spoke = time.monotonic()
             self._screen.line(said)
+
+    def say(self, what: str) -> None:
+        """Tell what is done now besides training: below the runs of the live view, or as a plain line."""
+        self._besides = what
+        self._screen.open()
+        self._screen.line(what)
 
     def _line(self, event: RunEvent) -> str:
         accuracy = "" if event.accuracy is None else f", accuracy {tables.percent(event.accuracy)} %"
@@ -311,6 +318,8 @@ class ExperimentProgress:
             lines.append(Text(f"and {len(running) - self.SHOWN} more", style="dim"))
         counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]  # type: ignore[arg-type]
         lines.append(Text(", ".join(f"{count} {state}" for count, state in counts if count), style="dim"))
+        if self._besides:
+            lines.append(Text(f"  {self._besides}"))
         return Group(*lines)
 
 

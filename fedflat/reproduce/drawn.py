@@ -58,11 +58,12 @@ def draw(
     seeds: int | None = None,
     processes: int | None = None,
     update: Callable[[RunEvent], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Drawn:
     """Train what a figure is drawn from and draw it; each table's runs are in a folder of their own under ``folder``.
 
-    Runs that a table shares with the figure are those of ``fedflat reproduce PAPER TABLE`` in the same folder. Raises
-    InputError as ``rows.train`` does.
+    Runs that a table shares with the figure are those of ``fedflat reproduce PAPER TABLE`` in the same folder. update:
+    told of each run; say: of each model whose landscape is measured. Raises InputError as ``rows.train`` does.
     """
     drawn: list[Figure] = []
     landscapes: list[Mapping[str, Any]] = []
@@ -84,7 +85,7 @@ def draw(
         every += [run for _, runs in ran for run in runs]
         remarks |= dict.fromkeys(_remarks(panel, recipes, ran))
         if panel.draw == "landscape" and ran:
-            landscapes.append(_landscape(panel, ran))
+            landscapes.append(_landscape(panel, ran, say))
         elif ran:
             made = DRAWS[panel.draw](panel, ran)
             titles = (_title(panel, each, len(made), overrides) for each in made)
@@ -251,14 +252,19 @@ def _bars(panel: Panel, ran: Ran) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _landscape(panel: Panel, ran: Ran) -> Mapping[str, Any]:
+def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Mapping[str, Any]:
     """Landscapes of each method's runs, over directions that they share."""
     from fedflat.analysis import flatness
     from fedflat.report.metrics import plain
 
     folders = [run.path for _, runs in ran for run in runs]
+
+    def stage(name: str, points: int) -> None:
+        if say is not None:
+            say(f"landscape of {name}" + (f": {points} points, then its curvature" if points else ": its curvature"))
+
     settings = flatness.Settings(points=21, examples=500, clients=panel.clients)
-    found: Mapping[str, Any] = plain(flatness.measure(folders, settings))
+    found: Mapping[str, Any] = plain(flatness.measure(folders, settings, stage))
     return found
 
 

@@ -202,6 +202,15 @@ def test_an_experiment_tells_of_each_run_that_ends(capsys: pytest.CaptureFixture
     assert lines[3] == "[4/4] d/seed-0: stopped after 2 of 3 rounds"
 
 
+def test_what_is_done_besides_runs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with ExperimentProgress() as shown:
+        shown.say("landscape of dp-fedavg, seed 0, global: 441 points, then its curvature")
+    assert capsys.readouterr().out.startswith("landscape of dp-fedavg")
+    quiet = ExperimentProgress(quiet=True)
+    quiet.say("landscape of dp-fedavg")
+    assert on_screen(quiet)[-1] == "  landscape of dp-fedavg" and not capsys.readouterr().out
+
+
 def test_the_experiments_live_view_fits_80_columns_whatever_the_names() -> None:
     shown = ExperimentProgress(quiet=True)
     for place in range(12):
