@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ MARKED = 10
 """Points of a line that are marked each; a line of one would not be seen."""
 SIZE = (5.2, 3.4)
 """Inches."""
+WRAP = 48
+"""Characters of a title's line, which fit over the axes."""
 
 
 def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = ()) -> list[Path]:
@@ -87,7 +90,7 @@ def draw_on(axes: Axes, figure: Figure) -> None:
     if figure.names:
         axes.set_xticks(range(len(figure.names)), figure.names)
     named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
-    axes.set(title=figure.title, xlabel=figure.x_title, ylabel=named)
+    axes.set(title=textwrap.fill(figure.title, WRAP), xlabel=figure.x_title, ylabel=named)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -168,6 +168,18 @@ def test_a_page_and_three_files_of_each_drawing(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in write_plates(found.figures, tmp_path, found.landscapes)} == before
 
 
+def test_a_long_title_stays_on_its_sheet() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Sheet
+
+    figure = replace(drawn(find_figure("000", "figure-4").panels[0]), title="Radius ρ (data.dataset=mnist, " * 6)
+    sheet = Sheet(figsize=plates.SIZE, layout="constrained")
+    plates.draw_on(sheet.subplots(), figure)
+    FigureCanvasAgg(sheet).draw()
+    box = sheet.axes[0].title.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= sheet.bbox.x1 and box.y1 <= sheet.bbox.y1
+
+
 def test_plates_have_the_pages_colours_and_dashes() -> None:
     style = (Path(plates.__file__).parent / "page.css").read_text(encoding="utf-8")
     assert len(plates.PALETTE) == svg.COLOURS and len(plates.STYLES) == svg.DASHES
