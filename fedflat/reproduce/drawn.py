@@ -105,8 +105,22 @@ def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
         named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
         if named:
             said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
+    said += _moved(panel, recipes)
     shown = replace(panel.table, cells=tuple(line.cell for line in panel.lines))
     return said + [f"Differs: {note}." for note in shown.said("sound")]
+
+
+def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
+    """What ran at each of the axis's values, where a scale shrank them."""
+    pairs: dict[str, None] = {}
+    for line, own in zip(panel.lines, recipes):
+        for key in line.varied[:1]:
+            room, name = key.split(".")
+            section = own.dump()[room]
+            name = "steps" if name == "epochs" and section.get(name) is None else name
+            if f"{room}.{name}" != key or section[name] != line.x:
+                pairs[f"{line.x:g} is {room}.{name} = {section[name]:g}"] = None
+    return [f"On the axis are the paper's values; here {', '.join(pairs)}."] if pairs else []
 
 
 def _place(panel: Panel, line: Line) -> str:

@@ -18,7 +18,7 @@ from fedflat.report.metrics import Run
 from fedflat.report.plates import KINDS, write_plates
 from fedflat.report.styles import styles
 from fedflat.reproduce import SCALES, measured, train
-from fedflat.reproduce.drawn import DRAWS, Drawn, draw
+from fedflat.reproduce.drawn import DRAWS, Drawn, _moved, draw
 from fedflat.reproduce.figures import Line, Panel, figure_names, find_figure, is_figure
 from fedflat.reproduce.outcome import Outcome
 from fedflat.reproduce.paper_page import write_pages
@@ -143,6 +143,19 @@ def test_norms_are_shares_of_all_updates_and_bands_are_over_clients() -> None:
     assert series.low == pytest.approx([0.2] * 4) and series.high == pytest.approx([0.4] * 4)
     [bands] = find_figure("004", "figure-2").panels
     assert drawn(bands).key.startswith("norms-")
+
+
+def test_an_axis_that_a_scale_shrinks_says_what_ran() -> None:
+    """The values stay the paper's, so that both can be compared; what they stand for is no secret."""
+
+    def said(paper: str, name: str, place: int, scale: str) -> list[str]:
+        panel = find_figure(paper, name).panels[place]
+        return _moved(panel, [line.recipe(panel.table, scale) for line in panel.lines])
+
+    [text] = said("004", "figure-3", 0, "small")
+    assert "15 is local.steps = 1, 30 is local.steps = 2" in text and text.count("60 is") == 1  # one for both methods
+    assert "4 is local.steps = 4" in said("001", "figure-7", 0, "small")[0]  # epochs there
+    assert not said("000", "figure-4", 0, "small") and not said("004", "figure-3", 0, "full")
 
 
 def test_bars_stand_in_pairs() -> None:
