@@ -257,6 +257,7 @@ class ExperimentProgress:
 
     def update(self, event: RunEvent) -> None:
         """Take one event; the live view starts with the first that runs, plain lines tell of those that end."""
+        self._besides = ""
         if event.state == "running":
             self._screen.open()
             self._first.setdefault(event.run, event.round)
@@ -307,7 +308,8 @@ class ExperimentProgress:
         total, ended = len(self._runs), self._count("done", "skipped", "failed", "stopped")
         rounds = max(1, sum(event.rounds for event in self._runs.values()))
         done = sum(e.rounds if e.state in ("done", "skipped", "failed") else e.round for e in self._runs.values())
-        lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, self.seconds_left())]
+        left = None if self._besides else self.seconds_left()  # which knows of rounds alone
+        lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, left)]
         running = [event for event in self._runs.values() if event.state == "running"]
         for event in running[: self.SHOWN]:
             accuracy = "" if event.accuracy is None else f"  accuracy {tables.percent(event.accuracy)} %"

@@ -20,7 +20,7 @@ from fedflat.report.overlays import figures_of_groups
 from fedflat.report.progress import RunEvent
 from fedflat.report.styles import styles
 from fedflat.reproduce import numbers
-from fedflat.reproduce.figures import Line, Panel, PaperFigure
+from fedflat.reproduce.figures import SIZES, Line, Panel, PaperFigure
 from fedflat.reproduce.outcome import UNSEEN
 from fedflat.reproduce.rows import finished, lacking
 from fedflat.reproduce.scales import SCALES, differences
@@ -114,7 +114,7 @@ def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
     """What ran at each of the axis's values, where a scale shrank them."""
     pairs: dict[str, None] = {}
     for line, own in zip(panel.lines, recipes):
-        for key in line.varied[:1]:
+        for key in (key for key in line.varied[:1] if key in SIZES):
             room, name = key.split(".")
             section = own.dump()[room]
             name = "steps" if name == "epochs" and section.get(name) is None else name
