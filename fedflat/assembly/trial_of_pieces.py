@@ -8,7 +8,7 @@ train to the end on messages that all count as zero. Packaged methods and users'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,27 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.assembly.trial import ON_SERVER, Fault, Form, Vectors, as_expected, numbers, refusing, same, told
+from fedflat.assembly.trial_of_server import add_slots, try_broadcast, try_server
+from fedflat.core.checks import InputError
 from fedflat.core.held import global_generators
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.threads import using_threads
-from fedflat.core.types import (
-    AVERAGE,
-    Algorithm,
-    Broadcasting,
-    ClientState,
-    LocalView,
-    MaskView,
-    MeanView,
-    Phase,
-    ServerStep,
-    ServerView,
-    StateView,
-    UpdateView,
-    broadcast_by,
-)
+from fedflat.core.types import Algorithm, ClientState, LocalView, MaskView, Phase, StateView, UpdateView, broadcast_by
 from fedflat.pieces.clipping import MethodScale
 from fedflat.pieces.gradients import Composed
 
@@ -44,32 +32,11 @@ ROWS = 3
 """Clients of a tried block."""
 SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
-ON_CLIENTS = "a piece that works on the last axis, of one client's vector (k,) and of a block's (n, k)"
-ON_SERVER = "a step that reads its own slots and returns a vector (d,) and its slots"
-"""What a piece that failed should be."""
 CLOSE = 1e-3
 """What rounding may change of a row, relative to its length, when it is alone or at another place in the block."""
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Where the tensors of a tried vector lie; entries of the shared part, and of the personal one behind it."""
-
-    tensors: tuple[slice, ...]
-    shared: int
-    personal: int
-
-    def size(self, phase: Phase) -> int:
-        """Entries of the part that a phase trains."""
-        return {"all": self.shared + self.personal, "shared": self.shared, "personal": self.personal}[phase.part]
-
-
 Call = Callable[[Tensor, Tensor, np.random.Generator], Tensor]
 """Two inputs of a piece, ``(n, k)`` or ``(k,)``, and a generator -> what it makes of them."""
-Vectors = Mapping[str, Tensor]
 Names = Sequence[str]
-
-
 _TRIED: dict[str, bool] = {}
 """What trials found of methods that are made of packaged pieces alone, which their options say all of."""
 
@@ -81,7 +48,7 @@ def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     Returns whether a piece draws random numbers: its clients must then be trained one by one.
     """
     whole = layout.tensors("shared")
-    forms = [_Form(whole, layout.dimension, layout.size - layout.dimension)]
+    forms = [Form(whole, layout.dimension, layout.size - layout.dimension)]
     if layout.size > ENTRIES:
         forms.insert(0, _shortened(whole, layout.size - layout.dimension))
     steps = (*algorithm.server, algorithm.optimizer)
@@ -95,7 +62,7 @@ def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     return _TRIED[key]
 
 
-def _try_in_turn(algorithm: Algorithm, forms: list[_Form]) -> bool:
+def _try_in_turn(algorithm: Algorithm, forms: list[Form]) -> bool:
     with using_threads(1):
         try:
             return _try_all(algorithm, forms[0])
@@ -121,24 +88,24 @@ def packaged(algorithm: Algorithm) -> bool:
     return True
 
 
-def _shortened(whole: tuple[slice, ...], personal: int) -> _Form:
+def _shortened(whole: tuple[slice, ...], personal: int) -> Form:
     tensors, end = list[slice](), 0
     for where in whole:
         tensors.append(slice(end, end + min(where.stop - where.start, SHORT)))
         end = tensors[-1].stop
-    return _Form(tuple(tensors), end, min(personal, SHORT))
+    return Form(tuple(tensors), end, min(personal, SHORT))
 
 
-def _try_all(algorithm: Algorithm, form: _Form) -> bool:
+def _try_all(algorithm: Algorithm, form: Form) -> bool:
     slots: dict[str, Tensor] = {}
     for index, step in enumerate(algorithm.server):
-        with _named(f"algorithm.server[{index}]", step, ON_SERVER):
-            _add_slots(slots, step.initial(_numbers("w^t", form.shared)))
-            _try_broadcast(step, slots, form.shared)
+        with refusing(f"algorithm.server[{index}]", step, ON_SERVER):
+            add_slots(slots, step.initial(numbers("w^t", form.shared)))
+            try_broadcast(step, slots, form.shared)
     if algorithm.optimizer is not None:
-        with _named("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
-            _try_broadcast(algorithm.optimizer, slots, form.shared)
-    vectors = {name: _numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
+        with refusing("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
+            try_broadcast(algorithm.optimizer, slots, form.shared)
+    vectors = {name: numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     states = tuple(state.name for state in algorithm.client_state)
     phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
     phases += [("algorithm.finetune.rule", algorithm.finetune)] if algorithm.finetune is not None else []
@@ -146,13 +113,13 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
     for name, phase in phases:
         if phase.rule is not None and form.size(phase):
             draws |= _try_one(
-                _told(name, phase.rule), functools.partial(_steps, phase, form, vectors, states), form.size(phase)
+                told(name, phase.rule), functools.partial(_steps, phase, form, vectors, states), form.size(phase)
             )
     for index, transform in enumerate(algorithm.transforms):
         call: Call = functools.partial(_transformed, transform, form, vectors, states)
         if index == len(algorithm.transforms) - 1 and algorithm.vectors > 1:
             call = _Longer(call, algorithm.vectors)
-        draws |= _try_one(_told(f"algorithm.transforms[{index}]", transform), call, form.shared)
+        draws |= _try_one(told(f"algorithm.transforms[{index}]", transform), call, form.shared)
     for state in algorithm.client_state:
         moved = functools.partial(_moved, state, algorithm, vectors)
         _try_state(f"algorithm.client_state ({state.name})", moved, form.shared)
@@ -160,13 +127,13 @@ def _try_all(algorithm: Algorithm, form: _Form) -> bool:
         _try_scale(algorithm.scale)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
-    _try_server(algorithm, form, slots)
+    try_server(algorithm, form, slots)
     return draws
 
 
 def _steps(
     phase: Phase,
-    form: _Form,
+    form: Form,
     vectors: Vectors,
     states: Names,
     start: Tensor,
@@ -183,13 +150,13 @@ def _steps(
         return (w - target) + 0.1 * torch.sin(3 * w)
 
     first = rule(gradient, view)(start.clone())
-    _as_expected(first, start)
+    as_expected(first, start)
     return cast(Tensor, rule(gradient, view)(start - 0.1 * first))
 
 
 def _transformed(
     transform: Any,
-    form: _Form,
+    form: Form,
     vectors: Vectors,
     states: Names,
     update: Tensor,
@@ -215,11 +182,11 @@ def _states(names: Names, like: Tensor) -> dict[str, Tensor]:
 
 def _try_one(name: str, call: Call, size: int) -> bool:
     """Try a piece that works for one client and for a block; whether it draws random numbers."""
-    one = _numbers("a client", ROWS, size), _numbers("its gradient", ROWS, size)
-    other = _numbers("another client", ROWS, size), _numbers("another gradient", ROWS, size)
+    one = numbers("a client", ROWS, size), numbers("its gradient", ROWS, size)
+    other = numbers("another client", ROWS, size), numbers("another gradient", ROWS, size)
     found, draws = _run(name, call, *one)
     _run(name, call, *other)
-    if not _same(_run(name, call, *one)[0], found):
+    if not same(_run(name, call, *one)[0], found):
         raise InputError(
             f"{name}: found a piece whose result for a client changes once another client was trained; "
             "allowed: one that remembers no client."
@@ -240,10 +207,10 @@ def _try_one(name: str, call: Call, size: int) -> bool:
 
 def _try_state(name: str, call: Call, size: int) -> None:
     """Try a state's function, which is asked for one client at a time."""
-    one, other = (_numbers(who, 2, size) for who in ("a client", "another client"))
+    one, other = (numbers(who, 2, size) for who in ("a client", "another client"))
     found, draws = _run(name, call, one[0], one[1])
     _run(name, call, other[0], other[1])
-    if draws or not _same(_run(name, call, one[0], one[1])[0], found):
+    if draws or not same(_run(name, call, one[0], one[1])[0], found):
         raise InputError(f"{name}: found a function that draws or remembers; allowed: one of what it is given.")
 
 
@@ -251,9 +218,9 @@ def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     """Try a factor of the method's own; what it does to the norms of a block cannot matter: it is asked one by one."""
     norms = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64)
     clip = MethodScale(rule)
-    with _named("algorithm.scale", rule, "a function of a message's norm and C"):
+    with refusing("algorithm.scale", rule, "a function of a message's norm and C"):
         if not torch.equal(clip.scale(norms, 1.0), clip.scale(norms, 1.0)):
-            raise _Fault("other factors for the same norms", "a function of a message's norm and C")
+            raise Fault("other factors for the same norms", "a function of a message's norm and C")
 
 
 @dataclass(frozen=True)
@@ -275,23 +242,21 @@ def _strangers(
         rest = [values * scale for values in other]
         for mine, theirs in zip(rest, one):
             mine[row] = theirs[row]
-        if not _same(_run(name, call, rest[0], rest[1])[0][row], found[row]):
+        if not same(_run(name, call, rest[0], rest[1])[0][row], found[row]):
             return False
     return True
 
 
 def _run(name: str, call: Call, *inputs: Tensor) -> tuple[Tensor, bool]:
     """What a piece makes of inputs, with its generators set anew; and whether it drew from torch's or the view's."""
-    with _named(name), seeded_torch(0, "trial of pieces"):
+    with refusing(name), seeded_torch(0, "trial of pieces"):
         own, fresh = (stream(0, "trial of a view's generator") for _ in range(2))
         before = global_generators()
         found = call(inputs[0].clone(), inputs[1].clone(), own)
         after = global_generators()
         if before[1:] != after[1:]:
-            raise _Fault(
-                "a draw from a global generator of NumPy or Python", "view.generator, or torch's own generator"
-            )
-        _as_expected(found, _like(call, inputs[0]))
+            raise Fault("a draw from a global generator of NumPy or Python", "view.generator, or torch's own generator")
+        as_expected(found, _like(call, inputs[0]))
     return found, before[0] != after[0] or own.bytes(16) != fresh.bytes(16)
 
 
@@ -300,134 +265,20 @@ def _like(call: Call, given: Tensor) -> Tensor:
     return torch.cat([given] * call.times, -1) if isinstance(call, _Longer) else given
 
 
-class _Fault(Exception):
-    """found, allowed."""
-
-
-class _named:
-    """Inside, whatever goes wrong becomes an InputError about a piece; ``allowed``: what one is that does not fail."""
-
-    def __init__(self, name: str, piece: object = None, allowed: str = ON_CLIENTS) -> None:
-        self.name = name if piece is None else _told(name, piece)
-        self.allowed = allowed
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _Fault):
-            raise InputError(f"{self.name}: found {error.args[0]}; allowed: {error.args[1]}.") from error
-        if isinstance(error, Exception) and not isinstance(error, InputError):
-            line = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(
-                f"{self.name}: found {type(error).__name__} in a trial ({line}); allowed: {self.allowed}."
-            ) from error
-
-
-def _as_expected(found: object, like: Tensor) -> None:
-    shape = tuple(like.shape)
-    if not isinstance(found, Tensor):
-        raise _Fault(f"{type(found).__name__} returned", f"a tensor of shape {shape}")
-    if found.shape != like.shape:
-        raise _Fault(f"shape {tuple(found.shape)} returned for {shape}", "the same shape")
-    if found.dtype != like.dtype:
-        raise _Fault(f"{found.dtype} returned for {like.dtype}", "the same type")
-
-
-def _try_mask(algorithm: Algorithm, form: _Form) -> None:
+def _try_mask(algorithm: Algorithm, form: Form) -> None:
     """The common mask: boolean, of the vector's length, and the same from the same public randomness."""
     mask: Any = algorithm.mask
-    public = (lambda: _numbers("public update", form.shared)) if algorithm.options.get("public") else None
-    shared, initial = _numbers("w^t", form.shared), _numbers("w^0", form.shared)
+    public = (lambda: numbers("public update", form.shared)) if algorithm.options.get("public") else None
+    shared, initial = numbers("w^t", form.shared), numbers("w^0", form.shared)
     drawn = list[Tensor]()
-    with _named("algorithm.mask", mask, "a mask made of what its view holds"):
+    with refusing("algorithm.mask", mask, "a mask made of what its view holds"):
         for _ in range(2):
             with seeded_torch(0, "trial of pieces"):
                 found = mask(MaskView(shared.clone(), initial.clone(), stream(0, "trial of a mask"), public))
-            _as_expected(found, torch.empty(form.shared, dtype=torch.bool))
+            as_expected(found, torch.empty(form.shared, dtype=torch.bool))
             drawn.append(found)
         if not torch.equal(*drawn):
-            raise _Fault("another mask from the same public randomness", "draws from view.generator only")
-
-
-def _try_server(algorithm: Algorithm, form: _Form, slots: dict[str, Tensor]) -> None:
-    """Server steps see nothing private: only what they return is looked at."""
-    mean, slots = _numbers("a mean", algorithm.vectors * form.shared), dict(slots)
-    if algorithm.vectors > 1 and not algorithm.server:
-        raise wrong("algorithm.server", f"nothing for messages of {algorithm.vectors} vectors", "a step for their mean")
-    for index, step in enumerate(algorithm.server):
-        call = functools.partial(_stepped, step, form)
-        with _named(f"algorithm.server[{index}]", step, ON_SERVER):
-            mean = _twice(call, mean, mean[: form.shared], slots)
-    if algorithm.optimizer is not None:
-        with _named("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
-            call = functools.partial(_optimized, algorithm, _numbers("w^t", form.shared))
-            _twice(call, mean, mean, slots)
-
-
-def _stepped(step: ServerStep, form: _Form, mean: Tensor, slots: dict[str, Tensor]) -> Any:
-    return step(mean, ServerView(0, 2, 0.1, form.tensors, slots, 5.0, 20))
-
-
-def _optimized(algorithm: Algorithm, shared: Tensor, mean: Tensor, slots: dict[str, Tensor]) -> Any:
-    """One round of the server's optimiser, made anew as in every round."""
-    made: Any = algorithm.optimizer
-    return made(algorithm.server_lr, MeanView(std=0.1, clip=1.0, divisor=10.0))(shared.clone(), mean, slots)
-
-
-def _twice(
-    call: Callable[[Tensor, dict[str, Tensor]], Any], mean: Tensor, like: Tensor, slots: dict[str, Tensor]
-) -> Tensor:
-    """What the server makes of a mean and slots, which change; the same both times, or a resumed run would differ."""
-    runs = []
-    for _ in range(2):
-        after = {name: value.clone() for name, value in slots.items()}
-        runs.append((_server_result(call(mean.clone(), after), like, after), after))
-    (one, first), (other, second) = runs
-    alike = first.keys() == second.keys() and all(_same(value, second[name]) for name, value in first.items())
-    if not (alike and _same(one, other)):
-        raise _Fault("another result for the same mean and slots", "a function of these, its memory in named slots")
-    slots.update(first)
-    return one
-
-
-def _add_slots(slots: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    """A step's slots among the others'; each has a name of its own."""
-    if taken := more.keys() & {*slots, AVERAGE}:
-        raise _Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
-    slots.update(more)
-
-
-def _try_broadcast(piece: object, slots: Vectors, size: int) -> None:
-    """What clients receive of the server's slots: named in a tuple, of the model's length."""
-    if not isinstance(piece, Broadcasting):
-        return
-    if isinstance(piece.broadcast, str):
-        raise _Fault(f"broadcast = {piece.broadcast!r}", f"a tuple of names: ({piece.broadcast!r},), with the comma")
-    for name in piece.broadcast:
-        if name in slots and tuple(slots[name].shape) != (size,):
-            raise _Fault(f"the broadcast slot {name!r} of shape {tuple(slots[name].shape)}", f"({size},)")
-
-
-def _server_result(found: Any, like: Tensor, slots: dict[str, Tensor]) -> Tensor:
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise _Fault(f"{type(found).__name__} returned", "(a vector, changed slots)")
-    _as_expected(found[0], like)
-    slots.update(found[1])
-    return cast(Tensor, found[0])
-
-
-def _numbers(purpose: str, *shape: int) -> Tensor:
-    return torch.from_numpy(stream(0, purpose).standard_normal(shape).astype("float32"))
-
-
-def _told(name: str, piece: object) -> str:
-    own = getattr(piece, "__qualname__", None) or type(piece).__qualname__
-    return f"{name} ({own.replace('.<locals>', '')})"
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+            raise Fault("another mask from the same public randomness", "draws from view.generator only")
 
 
 def _close(a: Tensor, b: Tensor, like: Tensor) -> bool:
