@@ -163,7 +163,8 @@ def _ours(row: Row) -> str:
     if found is None:
         return f"–{marks}"
     if math.isinf(found[0]):
-        return f"never{marks}"
+        late = sum(map(math.isinf, row.ours.values()))
+        return f"never{marks}" if late == len(row.ours) else f"never in {late} of {len(row.ours)}{marks}"
     digits = 1 if row.cell.measure in COUNTED else 2
     text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedflat.cli.reproduced import _ours
 from fedflat.report.metrics import Run
 from fedflat.reproduce import find
 from fedflat.reproduce.numbers import KINDS, measured
@@ -61,6 +63,13 @@ def test_a_target_that_is_never_reached() -> None:
     table = find("000", "1")
     assert Outcome(table, (row,), "small", "sound", {}).complete
     assert not Outcome(table, (alone,), "small", "sound", {}).complete
+
+
+def test_what_some_seeds_reached_is_not_called_never() -> None:
+    row = Row(cell("rounds"), None, 9.0, 5.0)
+    late = math.inf
+    said = [_ours(replace(row, ours=dict(enumerate(ours)))) for ours in ([late] * 3, [138.0, late, late], [12.0, 14.0])]
+    assert said == ["never", "never in 2 of 3", "13.0 ± 1.4"]
 
 
 def test_personal_accuracy_and_runs_without_one() -> None:
