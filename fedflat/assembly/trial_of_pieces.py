@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.assembly.trial import ON_SERVER, Fault, Form, Vectors, as_expected, numbers, refusing, same, told
-from fedflat.assembly.trial_of_server import add_slots, try_broadcast, try_server
+from fedflat.assembly.trial import Fault, Form, Vectors, as_expected, numbers, refusing, same, told
+from fedflat.assembly.trial_of_server import first_slots, try_server
 from fedflat.core.checks import InputError
 from fedflat.core.held import global_generators
 from fedflat.core.identity import identity_of
@@ -97,14 +97,7 @@ def _shortened(whole: tuple[slice, ...], personal: int) -> Form:
 
 
 def _try_all(algorithm: Algorithm, form: Form) -> bool:
-    slots: dict[str, Tensor] = {}
-    for index, step in enumerate(algorithm.server):
-        with refusing(f"algorithm.server[{index}]", step, ON_SERVER):
-            add_slots(slots, step.initial(numbers("w^t", form.shared)))
-            try_broadcast(step, slots, form.shared)
-    if algorithm.optimizer is not None:
-        with refusing("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
-            try_broadcast(algorithm.optimizer, slots, form.shared)
+    slots = first_slots(algorithm, form)
     vectors = {name: numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     states = tuple(state.name for state in algorithm.client_state)
     phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]

@@ -13,6 +13,19 @@ from fedflat.core.checks import wrong
 from fedflat.core.types import AVERAGE, Algorithm, Broadcasting, MeanView, ServerStep, ServerView
 
 
+def first_slots(algorithm: Algorithm, form: Form) -> dict[str, Tensor]:
+    """The slots of all server steps at w^0; what clients receive of them is looked at before any client's piece is."""
+    slots: dict[str, Tensor] = {}
+    for index, step in enumerate(algorithm.server):
+        with refusing(f"algorithm.server[{index}]", step, ON_SERVER):
+            _add_slots(slots, step.initial(numbers("w^t", form.shared)))
+            _try_broadcast(step, slots, form.shared)
+    if algorithm.optimizer is not None:
+        with refusing("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
+            _try_broadcast(algorithm.optimizer, slots, form.shared)
+    return slots
+
+
 def try_server(algorithm: Algorithm, form: Form, slots: dict[str, Tensor]) -> None:
     """Server steps see nothing private: only what they return is looked at."""
     mean, slots = numbers("a mean", algorithm.vectors * form.shared), dict(slots)
@@ -54,14 +67,14 @@ def _twice(
     return one
 
 
-def add_slots(slots: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+def _add_slots(slots: dict[str, Tensor], more: dict[str, Tensor]) -> None:
     """A step's slots among the others'; each has a name of its own."""
     if taken := more.keys() & {*slots, AVERAGE}:
         raise Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
     slots.update(more)
 
 
-def try_broadcast(piece: object, slots: Vectors, size: int) -> None:
+def _try_broadcast(piece: object, slots: Vectors, size: int) -> None:
     """What clients receive of the server's slots: named in a tuple, of the model's length."""
     if not isinstance(piece, Broadcasting):
         return
