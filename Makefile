@@ -1,6 +1,8 @@
 # make run   environment, pinned dependencies, then the quick start (a comparison on handwritten digits)
 # make test  the whole test suite; fails too where a branch of privacy/, pieces/ or a method's accounts was not taken
-# make check linters and types
+# make long  tests that wait for many processes or train for half a minute or more
+# make documented  every command and program of README, docs and examples, as a user runs it
+# make check linters, types and the measures of the house (tests/house.py)
 # make docs  the documentation as a site, in site/
 # make release  wheel, source, software bill of materials and checksums, in dist/
 # make lock  constraints.txt anew: pins and hashes
@@ -13,7 +15,7 @@ LOCKED := $(PIP) --require-hashes --only-binary :all: --constraint constraints.t
 
 METHODS := fedavg dp-fedavg dp-fedsam dp-fedpgn dp-fedpgn-ls
 
-.PHONY: run test check docs lock release clean
+.PHONY: run test long documented check docs lock release clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/fedflat compare $(addprefix quick-start-,$(METHODS)) --seeds 3 --out runs/quick-start
@@ -26,12 +28,20 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope --no-loadsc
 # Of the second run's tests some wait for processes: one worker more than two cores.
 test: $(VENV)/test.stamp
 	$(PYTEST) -n 2 $(COUNTED) --cov
-	$(PYTEST) -n 3 $(addprefix --ignore=,$(COUNTED))
+	$(PYTEST) -n 3 -m "not documented and not long" $(addprefix --ignore=,$(COUNTED))
+
+long: $(VENV)/test.stamp
+	$(PYTEST) -n 2 -m long tests
+
+# One after the other, with every thread: what runs is what a user starts.
+documented: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m documented --durations=10 tests/documented
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.house
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
@@ -56,7 +66,7 @@ $(VENV)/own.stamp: pyproject.toml constraints.txt constraints-cpu.txt | $(BIN)/p
 	sed -n '/^\(pip\|setuptools\)==/,/[^\]$$/p' constraints.txt > $(VENV)/installer.txt
 	$(PIP) --require-hashes --only-binary :all: --requirement $(VENV)/installer.txt
 	said=$$($(PIP) --require-hashes --no-deps --requirement constraints-cpu.txt 2>&1) || \
-	  case "$$said" in *'No matching distribution'*) echo "torch: the public index's";; *) echo "$$said" >&2; exit 1;; esac
+	  case "$$said" in *'No matching distribution'*|*ResolutionImpossible*) echo "torch: the public index's";; *) echo "$$said" >&2; exit 1;; esac
 	PYTHONWARNINGS=ignore $(PIP) --no-index --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -65,7 +75,7 @@ $(VENV)/run.stamp: $(VENV)/own.stamp
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/own.stamp
-	$(LOCKED) 'fedflat[dev,language,federation,scale,onnx]'
+	$(LOCKED) 'fedflat[dev,language,federation,scale,onnx,vision]'
 	touch $@ $(VENV)/run.stamp
 
 # For deploy/Containerfile.

@@ -20,7 +20,7 @@ from benchmarks.table import markdown
 from benchmarks.table_gpu import markdown_gpu
 from benchmarks.turns import System, environment, machine, measure
 from benchmarks.workloads import ALL, BY_NAME
-from fedflat.core.threads import using_threads
+from fedflat.core.process import using_threads
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,16 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.threads import using_threads
-from fedflat.engine.accumulate import Accumulator
+from fedflat.core.process import using_threads
 from fedflat.engine.device import TOLERANCE
+from fedflat.engine.reduce import Part
 from fedflat.engine.train import train
 
 SIZES = (7, 3, 0, 12, 1, 5, 12)
 WAYS: dict[str, dict[str, Any]] = {
     "sequential": {"backend": "sequential"},
-    "graphs, 1 stream": {"backend": "graphs", "processes": 1},
-    "graphs, 3 streams": {"backend": "graphs", "processes": 3},
-    "graphs, blocks of 2": {"backend": "graphs", "block": 2, "processes": 2},
     "vectorized": {"backend": "vectorized", "block": 3},
 }
-COMPILED = {"compiled": {"backend": "graphs", "processes": 2, "compile": True}}
 DENSE = WAYS | {"lowrank": {"backend": "lowrank", "block": 3}}
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 
@@ -62,9 +59,9 @@ class Noted:
     def __init__(self, inner: Any) -> None:
         self.inner, self.name, self.sums = inner, inner.name, list[Tensor]()
 
-    def train(self, cohort: Any, broadcast: Any, accumulator: Accumulator, heads: Any) -> None:
-        self.inner.train(cohort, broadcast, accumulator, heads)
-        self.sums.append(accumulator.total.clone())
+    def train(self, cohort: Any, broadcast: Any, kept: Any, clipped: Any) -> Iterator[Part]:
+        yield from self.inner.train(cohort, broadcast, kept, clipped)
+        self.sums.append(clipped.__self__.total.total.clone())
 
 
 def sums(method: str, dense: bool, **engine: Any) -> Tensor:
@@ -106,13 +103,12 @@ def row(method: str, device: str, dense: bool, precision: str, ways: dict[str, d
 
 
 def compare(device: str, methods: list[str] = METHODS, kernels: bool = True) -> list[dict[str, Any]]:
-    """Every method on a convolutional model, two on a dense one. kernels: two in bf16 and one compiled as well."""
+    """Every method on a convolutional model, two on a dense one. kernels: two in bf16 as well."""
     few = [name for name in methods if name in ("dp-fedavg", "dp-fedsam")]
     found = [row(name, device, False, "fp32", WAYS) for name in methods]
     found += [row(name, device, True, "fp32", DENSE) for name in few]
     if kernels:
         found += [row(name, device, False, "bf16", WAYS) for name in few]
-        found += [row(name, device, False, "fp32", COMPILED) for name in few[:1]]
     return found
 
 

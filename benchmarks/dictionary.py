@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedflat.models.representation.bodies import BodyOptions, body_of
-from fedflat.models.representation.leaves import dead_leaves
+from fedflat.models.patches import dead_leaves
+from fedflat.models.representation import BodyOptions, body_of
 
 SHAPE = (3, 32, 32)
 OPTIONS = {"kind": "patches", "filters": 128, "images": 500, "dimension": 200}

@@ -17,20 +17,17 @@ from benchmarks.workloads import BY_NAME
 KINDS = {
     "fedflat": ("ours", "auto"),
     "sequential": ("ours", "sequential"),
-    "graphs-1": ("ours", "graphs:1"),
-    "graphs-4": ("ours", "graphs:4"),
-    "graphs-8": ("ours", "graphs:8"),
-    "graphs-4-compile": ("ours", "graphs:4:compile"),
+    "vectorized": ("ours", "vectorized"),
     "limit": ("central", "eager"),
     "limit-compile": ("central", "compile"),
     "limit-graph": ("central", "graph"),
 }
 """Systems by name: module and kind."""
 LIMITS = tuple(name for name, (module, _) in KINDS.items() if module == "central")
-SMALL = ("fedflat", "sequential", "graphs-4", "limit", "limit-graph")
+SMALL = ("fedflat", "sequential", "vectorized", "limit", "limit-graph")
 PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "G1": ("G1", "fp32", tuple(KINDS)),
-    "G1-bf16": ("G1", "bf16", ("fedflat", "graphs-4", "graphs-4-compile", *LIMITS)),
+    "G1-bf16": ("G1", "bf16", ("fedflat", "sequential", *LIMITS)),
     "W2": ("W2", "fp32", SMALL),
     "W1": ("W1", "fp32", SMALL),
 }

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
+from fedflat.papers.board import FILE, TASKS, load, task_of
+from fedflat.papers.board_runs import Cell, ceiling, examples, measure
 from fedflat.report.pages import write
-from fedflat.reproduce.board import FILE, TASKS, load
-from fedflat.reproduce.board_runs import Cell, ceiling, examples, measure
 
 
 def main() -> None:
@@ -26,13 +26,15 @@ def main() -> None:
     asked.add_argument("methods", nargs="+")
     asked.add_argument("--alpha", type=float)
     asked.add_argument("--epsilon", type=float, nargs="+", default=[8])
+    asked.add_argument("--prior", help="Of the body, where the data have two: public natural data.")
     asked.add_argument("--encoder", help="The folder with a text encoder's weights and tokenizer.")
     given = asked.parse_args()
-    task = next(t for t in TASKS if t.data == given.data and given.alpha in (None, t.alpha))
+    named = (task for task in TASKS if task.data == given.data and given.alpha in (None, task.alpha))
+    task = next(task for task in named if given.prior in (None, task.prior))
     known = examples(task, given.encoder)
     for epsilon, text in itertools.product(given.epsilon, given.methods):
         if text == "ceiling":
-            _keep(load()["rows"], {task.data: ceiling(known)})
+            _keep(load()["rows"], {task.features: ceiling(known)})
             continue
         name, *options = text.split(",")
         method = {"name": name} | {k: yaml.safe_load(v) for k, v in (o.split("=") for o in options)}
@@ -43,8 +45,7 @@ def main() -> None:
 
 
 def _same(row: dict[str, Any], cell: Cell) -> bool:
-    own = (cell.task.data, cell.task.alpha, cell.epsilon, dict(cell.method))
-    return (row["data"], row["alpha"], row["epsilon"], row["method"]) == own
+    return task_of(row) is cell.task and (row["epsilon"], row["method"]) == (cell.epsilon, dict(cell.method))
 
 
 def _keep(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:

@@ -27,17 +27,17 @@ import torch
 
 from benchmarks.scale_paper import Costs, markdown
 from benchmarks.workloads import BY_NAME, network
+from fedflat.backends.onednn import keep_freed_memory, resident
 from fedflat.backends.ray import RayTasks
-from fedflat.backends.resident import keep_freed_memory, resident
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.workers import Workers
-from fedflat.core.params import layout_of
-from fedflat.core.personal import PersonalState
-from fedflat.core.threads import using_threads
-from fedflat.core.types import Algorithm, Broadcast, Local, Phase, UpdateView
+from fedflat.core.params import PersonalState, layout_of
+from fedflat.core.process import using_threads
+from fedflat.core.types import Algorithm, Broadcast, ClientView, Local, Phase
 from fedflat.data.clients import FederatedData
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import RoundSum
 from fedflat.pieces.clipping import whole_vector
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ class Pause:
 
     seconds: float
 
-    def __call__(self, update: torch.Tensor, view: UpdateView) -> torch.Tensor:
+    def __call__(self, update: torch.Tensor, view: ClientView) -> torch.Tensor:
         if self.seconds:
             time.sleep(self.seconds)
         return update
@@ -130,7 +130,7 @@ def timed_round(backend: Any, inner: Sequential) -> Spent:
     sink = PlainSum(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
     cohort, heads = np.arange(inner.data.clients), PersonalState(torch.zeros(0))
     spent, began, busy = cpu_seconds(), time.perf_counter(), time.thread_time()
-    backend.train(cohort, broadcast, sink, heads)
+    RoundSum(backend.algorithm, backend.local, broadcast, sink, heads).add_cohort(backend, cohort)
     seconds, driver = time.perf_counter() - began, time.thread_time() - busy
     return Spent(seconds, driver, cpu_seconds() - spent, sink.total)
 

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation.secagg import consistency, dealing, stages
+from fedflat.federation.secagg import dealing, stages
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import Collector, Secrets
 
@@ -40,7 +40,7 @@ def measure(clients: int) -> str:
     """One round of so many clients, in one line."""
     signers = {i: ec.generate_private_key(ec.SECP384R1()) for i in range(clients)}
     known = {i: key.public_key() for i, key in signers.items()}
-    threshold = consistency.enough_for_lies(clients, 0)
+    threshold = dealing.enough_for_lies(clients, 0)
     own, server = {i: Secrets.fresh(i, CONTEXT) for i in signers}, Collector(CONTEXT, SIZE, BITS, threshold)
     client, at_server = Clock(), Clock()
     server.keys = {i: secret.public(signers[i]) for i, secret in own.items()}

@@ -25,14 +25,14 @@ def _one(inputs: int, outputs: int) -> dict[str, Any]:
 
     from fedflat.assembly.jobs import prepare
     from fedflat.config.recipe import Recipe
-    from fedflat.core.personal import PersonalState
+    from fedflat.core.params import PersonalState
     from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
     from fedflat.records import checkpoint
 
     clients = [(torch.zeros(1, inputs), torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
     job = prepare(Recipe.of(_recipe()), nn.Linear(inputs, outputs), clients)
     parts, size = job.parts, job.parts.layout.dimension
-    state = parts.first_state(job.first, job.threshold)
+    state = parts.first_state(job.initial_weights, job.threshold)
     broadcast = broadcast_of(parts, state, 0)
     accumulator = accumulator_of(parts, broadcast, job.key)
     update = torch.full((1, size), 1e-3)
@@ -50,7 +50,7 @@ def _one(inputs: int, outputs: int) -> dict[str, Any]:
         ),
         "add": add,
         "checkpoint": saved,
-        "copy": _seconds(lambda: other.copy_(job.first)),
+        "copy": _seconds(lambda: other.copy_(job.initial_weights)),
     }
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import Accumulator
 from fedflat.federation import wire
-from fedflat.federation.server.transport import Flower, return_large_blocks
+from fedflat.federation.transport import Flower, return_large_blocks
 from fedflat.pieces.clipping import whole_vector
 
 
@@ -80,7 +80,8 @@ def measure(dimension: int, clients: int) -> tuple[float, float]:
     accumulator = Accumulator(whole_vector(0.1), 0.1, (slice(0, dimension),), dimension)
     before = peak_mib()
     began = time.perf_counter()
-    server.train(np.arange(clients), broadcast, accumulator, PersonalState(torch.zeros(0)))
+    for part in server.train(np.arange(clients), broadcast, PersonalState(torch.zeros(0)), lambda block: block):
+        part.add_to(accumulator)
     seconds = time.perf_counter() - began
     found = accumulator.result()
     if found.count != clients or +counts:

@@ -24,8 +24,8 @@ import numpy as np
 
 from fedflat.config.recipe import Recipe
 from fedflat.federation import wire
-from fedflat.federation.launch.project import client_folder, write_project
 from fedflat.federation.local import Federation
+from fedflat.federation.project import client_folder, write_project
 
 ROUNDS, POLL, IDLE = 1, 3.0, 20.0
 INPUTS, CLASSES = 64, 10
@@ -130,8 +130,8 @@ def measure(clients: int, dimension: int, place: Path) -> None:
         address, certificates = f"{federation.host}:{federation.port}", str(folder / "certificates" / "ca.crt")
         others = context.Process(target=crowd, args=(range(clients), folder, address, certificates, real, stop))
         others.start()
-        link, log = federation.processes["superlink"].pid, federation.logs / "superlink.log"
-        while log.read_text(errors="replace").count("[Fleet.ActivateNode]") < clients:
+        link = federation.processes["superlink"].pid
+        while federation.connected() < clients:
             time.sleep(1)
         time.sleep(5)
         before, start = usage(link), time.monotonic()

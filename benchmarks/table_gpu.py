@@ -76,9 +76,7 @@ def _how(facts: dict[str, Any]) -> str:
     if "batch" in facts:
         return f"batch {facts['batch']}"
     words = [str(facts["backend"])]
-    words += [f"streams: {facts['streams']}"] if facts.get("streams") else []
     words += [f"blocks of {facts['block']}"] if (facts.get("block") or 1) > 1 else []
-    words += ["compiled"] if facts.get("compiled") else []
     stages = facts.get("stages", {})
     if STAGE in stages:
         words += [f"local training {stages[STAGE] / sum(stages.values()):.0%} of the round"]

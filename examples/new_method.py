@@ -5,7 +5,7 @@ Run it: fedflat run quick-start -o algorithm.name=examples/new_method.py:dp_fedp
 
 from dataclasses import dataclass
 
-from fedflat import Algorithm, GradientFn, LocalView, Phase
+from fedflat import Algorithm, ClientView, GradientFn, Phase
 from fedflat.pieces.gradients import compose, sam
 
 
@@ -15,7 +15,7 @@ class Proximal:
 
     mu: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         return lambda w: gradient(w) + self.mu * (w - view.start)
 
 

@@ -16,94 +16,83 @@ if TYPE_CHECKING:
     from fedflat.core.types import (
         Algorithm,
         ClientState,
+        ClientView,
         CommonMask,
         GradientFn,
         GradientRule,
         Local,
-        LocalView,
         MaskView,
         MeanView,
         Optimizer,
         Phase,
         ServerStep,
         ServerView,
-        StateView,
         Transform,
-        UpdateView,
     )
     from fedflat.data.own import clients
-    from fedflat.engine.early import After
+    from fedflat.engine.job import RoundResult
+    from fedflat.estimator import PrivateClassifier, PrivateRegressor
     from fedflat.guard import Guard
     from fedflat.privacy.accounting.epsilon import epsilon, noise_multiplier
-    from fedflat.simulation.load import load
-    from fedflat.simulation.result import Result
+    from fedflat.simulation.result import Result, export, load
     from fedflat.simulation.run import run
 
 __version__ = "0.2.0"
 
-_PLACES = {
-    "After": "fedflat.engine.early",
-    "Algorithm": "fedflat.core.types",
-    "ClientState": "fedflat.core.types",
-    "CommonMask": "fedflat.core.types",
-    "GradientFn": "fedflat.core.types",
-    "GradientRule": "fedflat.core.types",
-    "Guard": "fedflat.guard",
-    "InputError": "fedflat.core.checks",
-    "Local": "fedflat.core.types",
-    "LocalView": "fedflat.core.types",
-    "MaskView": "fedflat.core.types",
-    "MeanView": "fedflat.core.types",
-    "Optimizer": "fedflat.core.types",
-    "Phase": "fedflat.core.types",
-    "Recipe": "fedflat.config.recipe",
-    "Result": "fedflat.simulation.result",
-    "RunError": "fedflat.core.checks",
-    "ServerStep": "fedflat.core.types",
-    "ServerView": "fedflat.core.types",
-    "StateView": "fedflat.core.types",
-    "Transform": "fedflat.core.types",
-    "UpdateView": "fedflat.core.types",
-    "clients": "fedflat.data.own",
-    "epsilon": "fedflat.privacy.accounting.epsilon",
-    "load": "fedflat.simulation.load",
-    "noise_multiplier": "fedflat.privacy.accounting.epsilon",
-    "run": "fedflat.simulation.run",
-}
-
 __all__ = [
-    "After",
     "Algorithm",
     "ClientState",
+    "ClientView",
     "CommonMask",
     "GradientFn",
     "GradientRule",
     "Guard",
     "InputError",
     "Local",
-    "LocalView",
     "MaskView",
     "MeanView",
     "Optimizer",
     "Phase",
+    "PrivateClassifier",
+    "PrivateRegressor",
     "Recipe",
     "Result",
+    "RoundResult",
     "RunError",
     "ServerStep",
     "ServerView",
-    "StateView",
     "Transform",
-    "UpdateView",
     "clients",
     "epsilon",
+    "export",
     "load",
     "noise_multiplier",
     "run",
 ]
 
+_PLACES = dict.fromkeys(__all__, "fedflat.core.types") | {
+    "RoundResult": "fedflat.engine.job",
+    "Guard": "fedflat.guard",
+    "InputError": "fedflat.core.checks",
+    "PrivateClassifier": "fedflat.estimator",
+    "PrivateRegressor": "fedflat.estimator",
+    "Recipe": "fedflat.config.recipe",
+    "Result": "fedflat.simulation.result",
+    "RunError": "fedflat.core.checks",
+    "clients": "fedflat.data.own",
+    "epsilon": "fedflat.privacy.accounting.epsilon",
+    "export": "fedflat.simulation.result",
+    "load": "fedflat.simulation.result",
+    "noise_multiplier": "fedflat.privacy.accounting.epsilon",
+    "run": "fedflat.simulation.run",
+}
+_RENAMED = dict.fromkeys(("LocalView", "UpdateView", "StateView"), "ClientView") | {"After": "RoundResult"}
+"""Names of 0.2 that users import."""
+
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that ``import fedflat`` stays fast."""
+    name = _RENAMED.get(name, name)
     if name not in _PLACES:
         raise AttributeError(f"module 'fedflat' has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

@@ -14,12 +14,7 @@ from typing import Any
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
 from fedflat.pieces.clipping import SmoothedNormalisation
-from fedflat.pieces.control import ScaffoldGradient, ScaffoldMessage, ServerControl, client_control
-from fedflat.pieces.feedback import FeedbackDirection, Residual, client_memory
-from fedflat.pieces.gradients import blur, compose, look_ahead, pgn, proximal, sam
-from fedflat.pieces.kalman import disk
-from fedflat.pieces.masks import random_mask, top_mask
-from fedflat.pieces.prior import HoldBias, label_prior
+from fedflat.pieces.gradients import HoldBias, blur, compose, label_prior, look_ahead, pgn, proximal, sam
 from fedflat.pieces.server import (
     KeepInitial,
     LaplacianSmoothing,
@@ -28,47 +23,22 @@ from fedflat.pieces.server import (
     laplacian_smoothing,
     velocity,
 )
-from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, rescale, top_k
+from fedflat.pieces.state import (
+    FeedbackDirection,
+    Residual,
+    ScaffoldGradient,
+    ScaffoldMessage,
+    ServerControl,
+    client_control,
+    client_memory,
+    disk,
+)
+from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, random_mask, rescale, top_k, top_mask
 
 Factory = Callable[..., Algorithm]
 """Makes a method from the recipe's ``algorithm`` keys."""
 
-__all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Factory",
-    "Phase",
-    "ae_dpfl",
-    "ae_fl",
-    "centaur",
-    "class_statistics",
-    "ddgauss",
-    "dp2_fedsam",
-    "dp_disk",
-    "dp_fedadam",
-    "dp_fedavg",
-    "dp_fedavg_blur",
-    "dp_fedavg_blurs",
-    "dp_fedavg_ft",
-    "dp_fedavg_la",
-    "dp_fedavg_ls",
-    "dp_fedavg_lus",
-    "dp_fednsam",
-    "dp_fedpgn",
-    "dp_fedpgn_ls",
-    "dp_fedprox",
-    "dp_fedsam",
-    "dp_fedsam_ft",
-    "dp_fedsam_topk",
-    "dp_scaffold",
-    "fed_normec",
-    "fed_smp_randk",
-    "fed_smp_topk",
-    "fedavg",
-    "fedsam",
-    "p_fedsam",
-    "sam_over_blur",
-]
+__all__ = ["ALGORITHMS", "Algorithm", "Factory", "Phase"]
 
 
 def fedavg() -> Algorithm:
@@ -492,35 +462,12 @@ def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:
     return Algorithm("dp-disk", phases=(Phase(rule=rule),), optimizer=optimizer)
 
 
-ALGORITHMS: dict[str, Factory] = {
-    "fedavg": fedavg,
-    "fedsam": fedsam,
-    "dp-fedavg": dp_fedavg,
-    "dp-fedavg-blur": dp_fedavg_blur,
-    "dp-fedavg-lus": dp_fedavg_lus,
-    "dp-fedavg-blurs": dp_fedavg_blurs,
-    "fed-smp-randk": fed_smp_randk,
-    "fed-smp-topk": fed_smp_topk,
-    "dp-fedsam": dp_fedsam,
-    "dp-fedsam-topk": dp_fedsam_topk,
-    "dp-fedsam-blur": sam_over_blur,
-    "dp-fedavg-la": dp_fedavg_la,
-    "dp-fedavg-ls": dp_fedavg_ls,
-    "dp-fedpgn": dp_fedpgn,
-    "dp-fedpgn-ls": dp_fedpgn_ls,
-    "dp-fedprox": dp_fedprox,
-    "dp-fedadam": dp_fedadam,
-    "dp-fednsam": dp_fednsam,
-    "dp-disk": dp_disk,
-    "dp-scaffold": dp_scaffold,
-    "fed-normec": fed_normec,
-    "class-statistics": class_statistics,
-    "dp-fedavg-ft": dp_fedavg_ft,
-    "dp-fedsam-ft": dp_fedsam_ft,
-    "centaur": centaur,
-    "dp2-fedsam": dp2_fedsam,
-    "p-fedsam": p_fedsam,
-    "ddgauss": ddgauss,
-    "ae-dpfl": ae_dpfl,
-    "ae-fl": ae_fl,
-}
+_METHODS: tuple[Factory, ...] = (
+    *(fedavg, fedsam, dp_fedavg, dp_fedavg_blur, dp_fedavg_lus, dp_fedavg_blurs, fed_smp_randk, fed_smp_topk),
+    *(dp_fedsam, dp_fedsam_topk, sam_over_blur, dp_fedavg_la, dp_fedavg_ls, dp_fedpgn, dp_fedpgn_ls),
+    *(dp_fedprox, dp_fedadam, dp_fednsam, dp_disk, dp_scaffold, fed_normec, class_statistics, dp_fedavg_ft),
+    *(dp_fedsam_ft, centaur, dp2_fedsam, p_fedsam, ddgauss, ae_dpfl, ae_fl),
+)
+ALGORITHMS = {"dp-fedsam-blur" if make is sam_over_blur else make.__name__.replace("_", "-"): make for make in _METHODS}
+"""Every method by the name that recipes know it by, in the order of ``fedflat list algorithms``."""
+__all__ += [make.__name__ for make in _METHODS]

@@ -1,4 +1,4 @@
-"""``fedflat.Guard``: plan, ledger, clip and noise for a server loop of one's own, whatever moves the messages.
+"""Guard a server loop of one's own (``fedflat.Guard``): plan, ledger, clip and noise for any transport.
 
 A guard is given each client's vector and gives back the noisy mean: the round is charged durably first, then clipped
 vectors are added in float64, noise is added once, and the public constant m divides. All of it is the engine's own
@@ -23,11 +23,9 @@ from fedflat.core.checks import RunError, in_range, whole, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import KEY_BYTES, digest, fresh_key
 from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
-from fedflat.engine.parts import Parts
-from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
+from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, select_cohort
 from fedflat.pieces.clipping import whole_vector
-from fedflat.pieces.mechanisms import GaussianNoise
-from fedflat.pieces.secure import GridNoise
+from fedflat.pieces.mechanisms import GaussianNoise, GridNoise
 from fedflat.privacy.ledger import RUN, Ledger
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import rounds_charged, statement
@@ -37,7 +35,7 @@ CHANGING = ("round", "epsilon", "clip", "sensitivity", "std")
 CLIPS = (1e-30, 1e30)
 """Clips whose noise, and whose mean, float32 holds."""
 SECURE = (2.0**-20, 2.0**20)
-"""Noise multipliers for which there is a grid (``pieces.secure``)."""
+"""Noise multipliers for which there is a grid (``pieces.mechanisms``)."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOURCE = "256 bits of operating-system entropy at every start, never stored"
 GIVEN = "a key that the caller gave: whoever knows it can remove the noise"
@@ -124,11 +122,11 @@ class Guard:
         return self.plan.epsilon(rounds_charged(0, entries))
 
     def cohort(self, round: int) -> NDArray[np.int64]:
-        """The secret cohort of a round: sorted ids in [0, M). Nobody but the server may learn it."""
+        """Return the secret cohort of a round: sorted ids in [0, M). Nobody but the server may learn it."""
         return select_cohort(self._parts(1), self._key, whole("round", _plain(round)))
 
     def release(self, round: int, vectors: Mapping[int, Any]) -> NDArray[np.float32]:
-        """The noisy mean ``(d,)`` of a round, charged before it exists.
+        """Return the noisy mean ``(d,)`` of a round, charged before it exists.
 
         vectors: client's id -> its update ``(d,)``, floating; a client that is not there counts as zero, and so does
         one whose vector is not finite. Anything refused below is refused before the round is charged.
@@ -152,7 +150,7 @@ class Guard:
             return after.shared.numpy()
 
     def statement(self, name: str = "guard") -> dict[str, Any]:
-        """The privacy statement of what was released so far (``fedflat.privacy.statement`` renders it)."""
+        """Return the privacy statement of what was released so far (``fedflat.privacy.statement`` renders it)."""
         entries = self._ledger.entries
         made = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
         secure = all(run["secure"] for run in made) and self.secure
@@ -183,12 +181,12 @@ class Guard:
     def __reduce__(self) -> NoReturn:
         raise wrong("guard", "a copy", "the guard itself", hint="A second one would draw the same noise.")
 
-    def _parts(self, dimension: int) -> Parts:
+    def _parts(self, dimension: int) -> RoundParts:
         plan = self.plan
         noisy = self.secure and plan.event_multiplier > 0
         mechanism: Mechanism = GridNoise(plan.std) if noisy else GaussianNoise(plan.std)
         layout = Layout(("vector",), (torch.Size([dimension]),), 1)
-        return Parts(Algorithm("guard"), plan, self.clip, mechanism, lambda view: _as_it_is, _LOCAL, layout)
+        return RoundParts(Algorithm("guard"), plan, self.clip, mechanism, lambda view: _as_it_is, _LOCAL, layout)
 
     def _check_round(self, round: int) -> None:
         whole("round", round)
@@ -200,7 +198,7 @@ class Guard:
             raise wrong("round", round, f"from {self.next_round} to {self.plan.rounds - 1}, as planned")
 
     def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[Tensor]:
-        """The vectors as they will be measured, in the order of ids: each id once, and copies of our own."""
+        """Return the vectors as they will be measured, in the order of ids: each id once, and copies of our own."""
         if not isinstance(vectors, Mapping):
             raise wrong("vectors", type(vectors).__name__, "a mapping: client's id -> vector")
         vectors = dict(vectors)  # whatever else a mapping may yield twice, or differently the second time
@@ -225,7 +223,7 @@ _LOCAL = Local(steps=1, batch_size=1, lr=1.0)
 
 
 def _plain(round: int | np.integer[Any]) -> int:
-    """A whole number of numpy as Python's; anything else as it is."""
+    """Return a whole number of numpy as Python's; anything else as it is."""
     return int(round) if isinstance(round, np.integer) else round
 
 
@@ -234,7 +232,7 @@ def _as_it_is(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tupl
 
 
 def _row(client: int, vector: Any) -> Tensor:
-    """A vector ``(d,)`` as a tensor of its own type, which nobody else can write to between norm and sum."""
+    """Return a vector ``(d,)`` as a tensor of its own type, which nobody else can write to between norm and sum."""
     try:
         row = vector.detach().clone() if isinstance(vector, Tensor) else torch.from_numpy(np.array(vector))
     except (TypeError, ValueError) as error:
@@ -247,7 +245,7 @@ def _row(client: int, vector: Any) -> Tensor:
 
 
 def _made(numbers: dict[str, Any], sampling: str) -> Plan:
-    """The plan of the numbers given; everybody takes part where no cohort is named."""
+    """Return the plan of the numbers given; everybody takes part where no cohort is named."""
     for name in ("clients", "rounds"):
         if numbers[name] is None:
             raise wrong(name, "nothing", "a whole number ≥ 1, or a plan")
@@ -256,12 +254,12 @@ def _made(numbers: dict[str, Any], sampling: str) -> Plan:
 
 
 def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
-    """A plan given instead of numbers, if it is of the Gaussian sum under a trusted server."""
+    """Return a plan given instead of numbers, if it is of the Gaussian sum under a trusted server."""
     if any(value is not None for value in numbers.values()):
         raise wrong("plan", "a plan and numbers", "one of both")
     if not isinstance(plan, Plan):
         raise wrong("plan", type(plan).__name__, "a plan of fedflat.privacy.plan, or the numbers by their names")
-    other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_noise is not None
+    other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_std is not None
     if other or not plan.private or plan.trust != "central" or plan.protocol != "sound":
         raise wrong("plan", "another mechanism or trust model", "Gaussian noise on one clip, trust central, sound")
     return plan

@@ -22,9 +22,9 @@ torch.set_num_threads(1)
 
 LONG = (
     "test_federation_processes", "test_federation_doors", "test_federation_partition",
-    "test_federation_turns_processes", "test_ray_tasks", "test_graphs", "test_audit_mechanism",
-    "test_contract_processes", "test_contract_worlds", "test_docs", "test_published_runs", "test_secure_runs",
-    "test_experiment",
+    "test_federation_turns_processes", "test_ray_tasks", "test_audit_mechanism",
+    "test_contract_processes", "test_contract_worlds", "test_documented", "test_docs", "test_published_runs",
+    "test_secure_runs", "test_experiment",
 )  # fmt: skip
 """Modules that take long, some mostly by waiting for processes: begun first, so that none is left alone at the end."""
 
@@ -99,3 +99,26 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         return Said(int(end.value.code or 0), found.out, found.err)
 
     return call
+
+
+@pytest.fixture
+def noise_of_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give seeded runs on different engines the same noise: for tests that compare engines on clients of their own."""
+    from fedflat.assembly import records
+
+    monkeypatch.setattr(records, "engine_facts", lambda recipe, problem, backend: "")
+
+
+@pytest.fixture
+def noise_of_the_seed(noise_of_any_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw cohorts and noise from the seed alone: for tests that compare two runs bit for bit.
+
+    A user's runs on data of their own have secret noise, and a seeded run's key follows its engine; neither is left out
+    where it is what a test is about (``test_noise_keys``, ``test_secure_runs``).
+    """
+    from fedflat.assembly import records, stating
+    from fedflat.simulation import run
+
+    for room in (records, stating, run):
+        monkeypatch.setattr(room, "is_seeded", lambda recipe: True)
+    monkeypatch.setattr(records, "check", lambda recipe: None)

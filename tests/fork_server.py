@@ -16,7 +16,7 @@ import torch.multiprocessing as multiprocessing
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
     "dp_accounting.pld.privacy_loss_distribution", "scipy.stats", "sklearn.datasets", "flwr_datasets",
-    "fedflat.simulation.run", "fedflat.federation.server.session", "fedflat.federation.client.session",
+    "fedflat.simulation.run", "fedflat.federation.server", "fedflat.federation.client",
     "flwr.cli.app", "flwr.superlink.main", "flwr.superlink.runtime", "flwr.supernode.cli.flower_supernode",
 ])  # fmt: skip
 

@@ -26,7 +26,7 @@ TINY: dict[str, Any] = {
     "algorithm": {"name": "dp-fedsam", "rho": 0.05},
     "local": {"steps": 3, "batch_size": 16},
     "cohort": {"size": 8},
-    "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
+    "privacy": {"randomness": "seeded", "noise_multiplier": 1.0, "accountant": "rdp"},
 }
 
 
@@ -46,7 +46,7 @@ def recipe(tmp_path: Path) -> str:
 def test_run_trains_and_ends_with_a_summary(fedflat: Any, recipe: str) -> None:
     said = fedflat("run", recipe, "--out", "here", "--profile")
     assert said.status == 0 and said.err.startswith("note: The noise drowns") and said.err.count("\n") == 1
-    assert "round 3/3" in said.out and "proven ε" in said.out and "here/report.html" in said.out
+    assert "round 3/3" in said.out and "ε of the mechanism" in said.out and "here/report.html" in said.out
     assert "local training, clip and sum" in said.out
     assert max(map(len, said.out.splitlines())) <= 80
     files = {path.name for path in Path("here").iterdir()}
@@ -258,6 +258,10 @@ def test_help_and_mistakes_answer_without_torch() -> None:
             "No such option '--epsilon'. A recipe's key is changed with -o privacy.",
         ),
         (("run", "tiny.yaml", "--out", "empty.yaml"), "--out: found empty.yaml, which is no folder"),
+        (("run", "tiny.yaml", "--out", ""), "--out: found nothing"),
+        (("compare", "tiny.yaml", "--out="), "--out: found nothing"),
+        (("run", "tiny.yaml", "-o", "name=../../escape"), "name: found ../../escape; allowed: a name that can be"),
+        (("compare", "tiny.yaml", "-o", "name=../../escape"), "name: found ../../escape; allowed: a name that can be"),
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
         (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),

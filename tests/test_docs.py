@@ -1,9 +1,5 @@
-"""Code blocks of the documentation run, and what the pages name exists.
-
-What a fence's language means: ``python`` runs as it is; ``sh`` runs, its ``fedflat`` lines with small sizes
-(``SMALL``), and its ``make`` lines name targets; ``yaml`` is a recipe; ``console`` (lines with $) and ``text`` are
-shown only.
-"""
+"""What the pages name exists: recipes, commands, options, links, tests, methods. (What they show runs:
+``documented/test_documented.py``.)"""
 
 from __future__ import annotations
 
@@ -13,86 +9,23 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from pages import LANGUAGES, NOTEBOOKS, PAGES, ROOT, blocks, fences, make_targets
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.recipe import Recipe
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 OTHERS = {"performance.md", "language.md"}
-LANGUAGES = {"python", "sh", "yaml", "console", "text", "{toctree}", "{eval-rst}"}
-SMALL = {
-    "run": ["-o", "rounds=2", "-o", "data.clients=40", "-o", "cohort.size=20"],
-    "compare": ["-o", "rounds=2", "-o", "data.clients=40", "-o", "cohort.size=20", "--seeds", "1", "--processes", "1"],
-    "audit": ["--runs", "200", "--kind", "mechanism"],
-    "pretrain": ["--steps", "2", "--images", "16", "--batch", "8", "--side", "8"],
-}
-PYTHON = [(page, i, code) for page in PAGES for i, code in enumerate(blocks(page, "python"))]
-
-
-@pytest.mark.usefixtures("quick_workers")
-@pytest.mark.parametrize(("page", "number", "code"), PYTHON, ids=[f"{p.stem}-{i}" for p, i, _ in PYTHON])
-def test_python_blocks_run(page: Path, number: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, f"{page.name} block {number}", "exec"), {"__name__": "__main__"})
 
 
 def test_every_block_says_what_it_is() -> None:
     for page in PAGES:
-        opened = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[::2]
         if page.name not in OTHERS:
-            assert set(opened) <= LANGUAGES, page.name
-
-
-SHELL = [page for page in PAGES if blocks(page, "sh")]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_workers")
-@pytest.mark.parametrize("page", SHELL, ids=[page.stem for page in SHELL])
-def test_shell_blocks_run(page: Path, command: Any) -> None:
-    """All ``sh`` blocks of a page one after the other, in one folder."""
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for line in "".join(blocks(page, "sh")).splitlines():
-        words = shlex.split(line, comments=True)
-        if words[0] == "make":
-            assert words[1] in targets
-            continue
-        assert words[0] == "fedflat", f"{page.name}: {line}"
-        more = [] if "--resume" in words else SMALL.get(words[1], [])
-        said = command(*words[1:], *more)
-        assert said.status == 0, f"{line}: {said.err}"
-
-
-def environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
-def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names: dict[str, object] = {"__name__": "__main__"}
-    for number, cell in enumerate(code_cells(notebook)):
-        exec(compile("".join(cell["source"]), f"{notebook.name} cell {number}", "exec"), names)
+            assert set(fences(page)) <= LANGUAGES, page.name
 
 
 def test_notebooks_are_kept_without_outputs() -> None:
@@ -114,9 +47,7 @@ def code_cells(path: Path) -> list[dict[str, list[str]]]:
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
-    done = subprocess.run(
-        [*command, str(ROOT / "docs"), str(site)], capture_output=True, text=True, timeout=300, env=environment()
-    )
+    done = subprocess.run([*command, str(ROOT / "docs"), str(site)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for page in [*(ROOT / "docs").glob("*.md"), *NOTEBOOKS]:
         assert (site / page.relative_to(ROOT / "docs")).with_suffix(".html").is_file(), page.name
@@ -153,6 +84,32 @@ def test_recipes_shown_are_valid() -> None:
     assert shown
     for recipe in shown:
         Recipe.of(recipe)
+
+
+def test_commands_that_are_shown_only_are_right() -> None:
+    """Those of ``console`` blocks take hours or data: their words, options, recipes and keys exist."""
+    from typer.main import get_command
+
+    from fedflat.cli.main import _assemble, app
+
+    _assemble()
+    known = get_command(app).commands  # type: ignore[attr-defined]
+    shown = "".join(text for page in PAGES for text in blocks(page, "console")).replace("\\\n", " ")
+    lines = re.findall(r"^\$ fedflat (.+)", shown, re.MULTILINE)
+    assert len(lines) > 20
+    for line in lines:
+        name, *words = shlex.split(line, comments=True)
+        options = {option for parameter in known[name].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= options, line
+        if name == "run" and words[0] != "RECIPE":
+            Recipe.load(words[0], [value for option, value in pairwise(words) if option == "-o"])
+
+
+def test_every_target_named_is_one_of_the_makefile() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)
+        assert set(named) <= make_targets(), page.name
 
 
 def anchors(page: Path) -> set[str]:

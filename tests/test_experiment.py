@@ -24,7 +24,7 @@ from fedflat.cli import main as cli
 from fedflat.core.checks import InputError
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import experiment
-from fedflat.simulation import experiment_worker as worker
+from fedflat.simulation import experiment as worker
 from fedflat.simulation.experiment import Comparison, compare
 from fedflat.simulation.experiment_settings import axis, check_folders, claim, expand, split_top, tasks
 
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "algorithm": {"name": "dp-fedavg"},
     "local": {"steps": 3, "batch_size": 16},
     "cohort": {"size": 8},
-    "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
+    "privacy": {"noise_multiplier": 1.0, "accountant": "rdp", "randomness": "seeded"},
 }
 METHODS = ["algorithm.name=dp-fedavg,dp-fedsam"]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fedflat
-from fedflat.analysis import flatness
-from fedflat.analysis.objective import Objective
 from fedflat.assembly.jobs import prepare
 from fedflat.engine.evaluate import scores
+from fedflat.landscape import flatness
+from fedflat.landscape.objective import Objective
 from fedflat.records import checkpoint
 from fedflat.report.metrics import read_run, read_runs
 

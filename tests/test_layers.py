@@ -34,10 +34,11 @@ MAY_IMPORT = {
     "assembly": _LIVE | {"backends", "methods"},
     "report": _LOW | {"privacy"},
     "simulation": _LIVE | {"backends", "methods", "assembly", "report"},
-    "analysis": _LIVE | {"backends", "assembly", "report", "simulation"},
-    "reproduce": _LIVE | {"backends", "methods", "assembly", "report", "simulation", "analysis"},
+    "estimator": {"core", "simulation"},
+    "landscape": _LIVE | {"backends", "assembly", "report", "simulation"},
+    "papers": _LIVE | {"backends", "methods", "assembly", "report", "simulation", "landscape"},
     "audit": _LIVE | {"backends", "methods", "assembly", "simulation"},
-    "federation": _LIVE | {"backends", "methods", "assembly", "simulation"},
+    "federation": _LIVE | {"backends", "methods", "assembly", "report", "simulation"},
 }
 """Every room but the command line: it imports rooms above it in this table, and itself."""
 
@@ -94,7 +95,8 @@ def habit_faults(sources: dict[Path, str]) -> list[str]:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Assert):
                 faults.append(f"{where}:{node.lineno}: assert")
-            if called in {"torch.load", "torch.save", "pickle.load", "pickle.loads", "eval", "exec"}:
+            pinned = where == "models/networks.py" and "weights_only=True" in ast.unparse(node)  # its digest is checked
+            if not pinned and called in {"torch.load", "torch.save", "pickle.load", "pickle.loads", "eval", "exec"}:
                 faults.append(f"{where}:{node.lineno}: {called}")
             seeds = {"np.random.seed", "numpy.random.seed", "random.seed", "torch.manual_seed", "np.random.default_rng"}
             if called in seeds and where != "core/rng.py":

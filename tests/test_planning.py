@@ -252,6 +252,16 @@ def test_the_command() -> None:
     assert facts["rounds"] == 4 and facts["epsilon"] <= 8
 
 
+def test_a_network_from_scratch_that_drowns_is_shown_a_public_body_first() -> None:
+    noisy = {"clip": 0.5, "noise_multiplier": 50.0}
+    found = forecast(changed(model={"name": "mlp", "hidden": 400}, privacy=noisy), trial=False)
+    assert found.alternatives[0].what == "a linear head on a public network" and found.alternatives[0].best is not None
+    assert found.best is not None and found.alternatives[0].best.round > found.best.round
+    assert (
+        forecast(changed(model="linear", privacy=noisy), trial=False).alternatives[0].what != found.alternatives[0].what
+    )
+
+
 def test_a_drowned_run_says_so_before_it_starts(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["quick-start", "-o", "rounds=2", "-o", "cohort.size=200", "-o", "engine.backend=sequential"]
     words += ["-o", "privacy.epsilon=0.01", "-o", "local.steps=1"]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from pydantic import BaseModel
+from torch import nn
 
+import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config import reference
-from fedflat.config.reading import override
-from fedflat.config.recipe import Recipe
+from fedflat.config.reading import override, parse_value
+from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
+from fedflat.config.sections import DataSection, NamedSection, Only
 from fedflat.core.checks import InputError
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
@@ -33,11 +40,72 @@ def test_every_key_of_a_method_has_a_meaning_and_no_other() -> None:
     assert taken == reference.ALGORITHM_KEYS.keys()
 
 
-@pytest.mark.parametrize("key", [key for key in reference.recipe_keys() if key.example and key.path.count(".") == 1])
-def test_an_example_is_accepted(key: reference.Key) -> None:
-    """As ``-o KEY=EXAMPLE`` of a recipe that has what the key needs beside it."""
-    base = {"rounds": 2, "algorithm": "dp-fedavg", "cohort": {"size": 2}}
-    Recipe.of(override(base, f"{key.path}={key.example}"))
+def conditions(model: type[BaseModel] = Recipe, before: str = "") -> dict[str, list[Only]]:
+    """Return every key of the schema, with the conditions that are declared beside it."""
+    found: dict[str, list[Only]] = {}
+    for name, info in model.model_fields.items():
+        found[before + name] = [part for part in info.metadata if isinstance(part, Only)]
+        inner = reference._section(info.annotation)
+        if inner is not None and not issubclass(inner, NamedSection):
+            found |= conditions(inner, f"{before}{name}.")
+    return found
+
+
+BASE: dict[str, Any] = {"rounds": 2, "algorithm": "dp-fedavg", "cohort": {"size": 2}}
+KEYS = {key.path: key for key in reference.recipe_keys()}
+
+
+def test_every_key_is_read_and_has_an_effect_or_is_refused() -> None:
+    """Each key's example is accepted where its condition holds, and refused by its name where it does not."""
+    package = Path(reference.__file__).parents[1]
+    trees = [ast.parse(file.read_text("utf-8")) for file in package.rglob("*.py") if file.parent.name != "config"]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    for path, only in conditions().items():
+        assert path.rpartition(".")[2] in read | {"compile"}, f"{path} is read nowhere"
+        example = KEYS[path].example if path in KEYS else ""
+        if not example or path.startswith("privacy.selection."):
+            continue
+        if only and example == KEYS[path].default:  # a default is never refused
+            example = str(float(example) / 2)
+        start = {} if path.startswith("evaluation.") else {"start": {"kind": "class-statistics"}}
+        fitting = override({**BASE, **start, "data": {"client_test_fraction": 0.5}}, f"{path}={example}")
+        for one in only:
+            value = one.values[-1] if one.values else "true" if one.chooser == "evaluation.private" else 0.5
+            if one.chooser != "privacy.clip.kind":
+                with pytest.raises(InputError, match=rf"{path}: found .*; allowed: nothing with "):
+                    Recipe.of(override(fitting, f"{one.chooser}={OTHER.get(path, FIRST[one.chooser])}"))
+            fitting = override(fitting, f"{one.chooser}={value}")
+        Recipe.of(fitting)
+
+
+FIRST = {
+    "cohort.sampling": "poisson",
+    "data.client_test_fraction": "0",
+    "evaluation.private": "false",
+    "data.partition.kind": "iid",
+    "privacy.noise.kind": "independent",
+    "server.average": "none",
+    "server.optimizer": "sgd",
+}
+"""A value of each chooser beside which the keys that name it have no effect."""
+OTHER = {"server.momentum": "adam"}
+
+
+def test_no_key_of_the_data_is_ignored_beside_clients() -> None:
+    pairs = [(torch.randn(3, 2), torch.tensor([0, 1, 1])) for _ in range(4)]
+    for name in DataSection.model_fields:
+        key = KEYS.get(f"data.{name}")
+        value = parse_value(key.example) if key is not None and key.example else "x"
+        recipe = {**BASE, "data": {name: value}}
+        if name in BESIDE_CLIENTS:
+            assert fedflat.run({**recipe, "privacy": {"noise_multiplier": 1.0}}, nn.Linear(2, 10), pairs).history
+            continue
+        with pytest.raises(InputError, match=rf"data\.{name}: found .*; allowed: nothing beside clients="):
+            fedflat.run(recipe, nn.Linear(2, 2), pairs)
+    with pytest.raises(InputError, match=r"2 faults: .*data\.scale.*\(2\) model: found mlp; .*beside model="):
+        fedflat.run({**BASE, "model": "mlp", "data": {"scale": {"a": [0, 1]}}}, nn.Linear(2, 2), pairs)
 
 
 def test_a_key_without_its_section_is_pointed_at() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 
 import fedflat
 from fedflat.core.checks import InputError
-from fedflat.report.cautions import cautions
+from fedflat.core.rng import stream
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
-from fedflat.simulation.export import export
+from fedflat.report.summary import cautions, remarks
+from fedflat.simulation.inspection import inspect_run
+from fedflat.simulation.result import export
 
 RECIPE: dict[str, Any] = {
     "rounds": 3,
@@ -66,7 +69,7 @@ def test_what_a_person_sees(ran: fedflat.Result) -> None:
 def test_warnings_reach_the_report(ran: fedflat.Result) -> None:
     assert any("is larger than 0.1/M" in text for text in ran.warnings)
     page = render([read_run(str(ran.folder))])
-    assert page.index("<strong>Warnings</strong>") < page.index("Privacy statement</h2>")
+    assert page.index("<strong>Warnings</strong>") < page.index("Guarantee</h2>")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "privacy.json", "recipe.yaml", "checkpoint"])
@@ -83,7 +86,8 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, name: str) -> None:
 def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     before = flat(module).clone()
-    ran = fedflat.run({**RECIPE, "rounds": 1}, model=module, out=tmp_path / "a")
+    without = {key: value for key, value in RECIPE.items() if key != "model"}
+    ran = fedflat.run({**without, "rounds": 1}, model=module, out=tmp_path / "a")
     found = fedflat.load(tmp_path / "a")
     assert found.privacy["proven_epsilon"] == ran.privacy["proven_epsilon"], "all but the model is there"
     with pytest.raises(InputError, match="the run's was given in Python"):
@@ -95,43 +99,90 @@ def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:
             _ = fedflat.load(tmp_path / "a", model=other).model
 
 
-def test_a_program_runs_without_the_package(ran: fedflat.Result, tmp_path: Path) -> None:
+def test_programs_give_what_the_module_gives_and_name_no_folder(ran: fedflat.Result, tmp_path: Path) -> None:
     from fedflat.simulation.inspection import check_sums
-    from fedflat.simulation.program import write_program
+    from fedflat.simulation.recomputed import Records
 
-    export(ran.folder, tmp_path / "out")
-    path = write_program(ran.folder, tmp_path / "out")
-    found = torch.export.load(path).module()
-    for size in (1, 5):
-        images = torch.linspace(-1, 1, size * 64).reshape(size, 1, 8, 8)
-        assert torch.allclose(found(images), ran.model(images), atol=1e-6)
-    assert {check.record: check.verdict for check in check_sums(tmp_path / "out")}["model.pt2"] == "ok"
-
-
-@pytest.mark.parametrize("write", ["write_program", "write_onnx"])
-def test_a_program_names_no_folder_of_this_machine(ran: fedflat.Result, tmp_path: Path, write: str) -> None:
-    from fedflat.simulation import program
-
-    if write == "write_onnx":
-        pytest.importorskip("onnxscript")
-    export(ran.folder, tmp_path / "out")
-    assert (
-        str(Path(fedflat.__file__).parent).encode()
-        not in getattr(program, write)(ran.folder, tmp_path / "out").read_bytes()
-    )
-
-
-def test_an_onnx_model_gives_what_the_module_gives(ran: fedflat.Result, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx.reference")
     pytest.importorskip("onnxscript")
-    from fedflat.simulation.program import write_onnx
-
-    export(ran.folder, tmp_path / "out")
-    found = onnx.ReferenceEvaluator(str(write_onnx(ran.folder, tmp_path / "out")))
+    export(ran.folder, tmp_path / "out", program=True, onnx=True)
+    files = [tmp_path / "out" / name for name in ("model.pt2", "model.onnx")]
+    assert not any(str(Path(fedflat.__file__).parent).encode() in file.read_bytes() for file in files)
+    program, graph = torch.export.load(files[0]).module(), onnx.ReferenceEvaluator(str(files[1]))
     for size in (1, 5):
         images = torch.linspace(-1, 1, size * 64).reshape(size, 1, 8, 8)
-        (outputs,) = found.run(None, {"inputs": images.numpy()})
+        assert torch.allclose(program(images), ran.model(images), atol=1e-6)
+        (outputs,) = graph.run(None, {"inputs": images.numpy()})
         assert torch.allclose(torch.from_numpy(outputs), ran.model(images), atol=1e-5)
+    assert {check.verdict for check in check_sums(Records(tmp_path / "out"))} == {"ok"}
+
+
+def people(seed: int, users: int) -> pd.DataFrame:
+    draw, n = stream(seed, "people"), 6 * users
+    frame = pd.DataFrame({"user\u200b ": np.arange(n) % users, "age": draw.normal(40, 15, n)})
+    frame["plan"] = draw.choice(["free", "pro"], n)
+    frame["bought"] = np.where(frame.age + 30 * (frame.plan == "pro") > 55, "yes", "no")
+    frame.loc[::7, "age"] = np.nan
+    return frame
+
+
+def test_from_a_table_to_an_answer_and_to_onnx_with_the_steps_beside_it(tmp_path: Path) -> None:
+    """The same rows by the result, its folder, an export, and ONNX with nothing but preparation.json."""
+    onnx = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    clients = fedflat.clients(
+        people(0, 30), by="user", inputs=["age", "plan"], target="bought", fill={"age": 40}, scale={"age": (40, 15)},
+        categories={"plan": ["free", "pro"], "bought": ["no", "yes"]}, test_clients=0.2,
+    )  # fmt: skip
+    assert clients.clients == 24 and clients.left_out == 6 and len(clients.test_targets) == 36
+    recipe = {"rounds": 3, "algorithm": "fedavg", "cohort": {"size": 24}, "local": {"steps": 9, "lr": 1.0}}
+    ran = fedflat.run(recipe, model=nn.Linear(3, 2), clients=clients, out=tmp_path / "run")
+    assert ran.privacy["facts"]["left_out"] == 6 and "The 6 clients left out" in " ".join(ran.privacy["not_covered"])
+    assert not [check for check in inspect_run(tmp_path / "run") if check.verdict == "wrong"]
+    rows = people(1, 10)
+    expected = ran.predict(rows)
+    assert set(expected) == {"no", "yes"} and (expected == rows.bought).mean() > 0.7 and ran.classes == ("no", "yes")
+    shares = ran.predict_proba(rows)
+    assert np.allclose(shares.sum(1), 1) and (shares.argmax(1) == (expected == "yes")).all()
+    loaded = fedflat.load(tmp_path / "run", model=nn.Linear(3, 2))
+    assert (loaded.predict(rows) == expected).all()
+    with pytest.raises(InputError, match=r"given in Python.*load\(RUN, model=MODULE\)"):
+        fedflat.export(tmp_path / "run", tmp_path / "out", onnx=True)
+    assert not (tmp_path / "out").exists(), "nothing is left that blocks the next try"
+    loaded.export(tmp_path / "out", onnx=True)
+    steps = json.loads((tmp_path / "out" / "preparation.json").read_text())
+    how, sides = steps["encoding"], []
+    for name in how["inputs"]:
+        cells = [how["fill"].get(name) if value != value else value for value in rows[name].tolist()]
+        if name in how["categories"]:
+            sides.append(np.array([[value == each for each in how["categories"][name]] for value in cells]))
+        else:
+            mean, std = how["scale"].get(name, (0, 1))
+            sides.append((np.array(cells)[:, None] - mean) / std)
+    inputs = np.concatenate(sides, 1).astype(np.float32)
+    (outputs,) = onnx.ReferenceEvaluator(str(tmp_path / "out" / "model.onnx")).run(None, {"inputs": inputs})
+    assert [steps["names"][place] for place in outputs.argmax(1)] == expected.tolist()
+    with pytest.raises(InputError, match="no column plan"):
+        ran.predict(rows.drop(columns="plan"))
+    with pytest.raises(InputError, match=r"row 0, column plan: found 'gold'; allowed: free, pro"):
+        ran.predict(rows.assign(plan="gold"))
+
+
+def test_tensors_numbers_and_labels_are_answered(tmp_path: Path) -> None:
+    draw = torch.from_numpy(stream(2, "numbers").normal(size=(40, 3))).float()
+    frame = pd.DataFrame(draw.numpy(), columns=["a", "b", "c"]).assign(u=np.arange(40) % 8, y=lambda f: 100 + 50 * f.a)
+    recipe = {"rounds": 20, "algorithm": "fedavg", "cohort": {"size": 8}, "local": {"steps": 5, "lr": 0.2}}
+    clients = fedflat.clients(frame, "u", ["a", "b", "c"], "y", scale={"y": (100, 50)})
+    found = fedflat.run(recipe, model=nn.Linear(3, 1), clients=clients, task="regression")
+    assert np.allclose(found.predict(frame), frame.y, atol=5), "in the target's own units"
+    with pytest.raises(InputError, match="predict_proba: found task: regression"):
+        found.predict_proba(frame)
+    pairs = [(x, (x > 0).long()) for x in draw.split(5)]
+    labels = fedflat.run({**recipe, "rounds": 1}, model=nn.Linear(3, 3), clients=pairs, task="multilabel")
+    assert set(np.unique(labels.predict(draw))) <= {0, 1} and labels.predict_proba(draw.numpy()).shape == (40, 3)
+    for rows, says in ((torch.zeros(2, 4), "inputs of shape"), (frame, "found a table"), ("x", "found str")):
+        with pytest.raises(InputError, match=says):
+            labels.predict(rows)
 
 
 def test_an_export_without_what_the_seed_drew_says_so(tmp_path: Path) -> None:
@@ -153,6 +204,7 @@ def test_what_is_no_ended_run(tmp_path: Path) -> None:
 
 
 GOOD = {"round": 0, "test_accuracy": 0.8, "test_loss": 0.5, "class_accuracy": [0.8, 0.8]}
+POOR = {**GOOD, "test_accuracy": 0.56, "class_accuracy": [0.56, 0.56]}
 QUIET = {"round": 0, "cohort": 5, "clipped_fraction": 0.5, "signal_to_noise": 1.0, "train_loss": 1.0}
 
 
@@ -170,12 +222,20 @@ QUIET = {"round": 0, "cohort": 5, "clipped_fraction": 0.5, "signal_to_noise": 1.
         (GOOD, {**QUIET, "train_loss": None, "cohort": 0}, None),
         (GOOD, {**QUIET, "clipped_fraction": 1.0, "update_norm_mean": 3.0}, "their mean length was 3"),
         (GOOD, {**QUIET, "clipped_fraction": 1.0, "cohort": 0}, None),
-        (GOOD, {**QUIET, "signal_to_noise": 0.05}, "The noise is 20 times the signal"),
-        (GOOD, {**QUIET, "signal_to_noise": 0.0}, "The noise is inf times the signal"),
+        (GOOD, {**QUIET, "signal_to_noise": 0.05}, None),  # it learnt: a remark, and no warning
+        (POOR, {**QUIET, "signal_to_noise": 0.05}, "The noise is 20 times the signal"),
+        (POOR, {**QUIET, "signal_to_noise": 0.0}, "The noise is inf times the signal"),
     ],
 )
 def test_each_warning(released: dict[str, Any], private: dict[str, Any], says: str | None) -> None:
     found = cautions({}, [released], [private] if private else [])
     assert found == [] if says is None else len(found) == 1 and says in found[0]
-    hidden = bool(found) and released == GOOD
+    hidden = bool(found) and released in (GOOD, POOR)
     assert not found or found[0].endswith("not covered by the guarantee)") == hidden
+
+
+def test_noise_above_the_signal_is_a_remark_where_the_model_learnt() -> None:
+    loud = [{**QUIET, "signal_to_noise": 0.05}]
+    (said,) = remarks([GOOD], loud)
+    assert said.startswith("One round's noise is 20 times as long as its signal") and "learnt" in said
+    assert remarks([POOR], loud) == remarks([GOOD], [QUIET]) == []

@@ -13,7 +13,7 @@ import fedflat
 
 ROOT = Path(fedflat.__file__).parents[1]
 LOCK = ROOT / "constraints.txt"
-EXTRAS = ("dev", "docs", "language", "federation", "scale", "onnx")
+EXTRAS = ("dev", "docs", "language", "federation", "scale", "onnx", "vision")
 """What the Makefile installs; verify and trackers are the user's own choice and have no pins."""
 
 if not LOCK.is_file():

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from fedflat.assembly import proxy
+from fedflat.assembly import inputs as proxy
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.records import LATER, identity
@@ -32,19 +32,16 @@ from fedflat.privacy.verify import verify
 from fedflat.records import keys
 from fedflat.report import card
 from fedflat.report.metrics import read_run
-from fedflat.simulation import experiment, tuning, tuning_proxy
 from fedflat.simulation import run as simulation
-from fedflat.simulation.experiment import Comparison
+from fedflat.simulation import tuning
+from fedflat.simulation.experiment import Comparison, finished
 from fedflat.simulation.experiment_settings import expand, tasks
-from fedflat.simulation.experiment_worker import finished
 from fedflat.simulation.inspection import inspect_run
-from fedflat.simulation.tuning_cost import costs_of
-from fedflat.simulation.tuning_records import CHARGE, PUBLIC, WINNER
-from fedflat.simulation.tuning_settings import applied, axes, draw, grid
+from fedflat.simulation.tuning_settings import CHARGE, PUBLIC, WINNER, applied, axes, costs_of, draw, grid
 
 SMALL = {
     "name": "small",
-    "seed": 1,  # of which two trials are drawn
+    "seed": 1,
     "rounds": 2,
     "data": {"dataset": "digits", "clients": 20},
     "model": {"name": "mlp", "hidden": 4},
@@ -84,12 +81,19 @@ class Here:
         return Comparison(folder, None, None, (), {}, 0, len(every))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _two_trials() -> Iterator[None]:
+    """Draw two trials: how many there are is secret otherwise, and may be none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trials, "draw", lambda *_: 2)
+        yield
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Here]]:
     def put(*args: Any) -> Here:
         found = Here(*args)
-        monkeypatch.setattr(experiment, "compare", found)
-        monkeypatch.setattr(tuning_proxy, "compare", found)
+        monkeypatch.setattr(tuning, "compare", found)
         return found
 
     yield put
@@ -229,7 +233,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Here, tuning.
     """One selection that went through, and how it ran."""
     folder, ran = tmp_path_factory.mktemp("selection") / "tuned", Here()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "compare", ran)
+        patch.setattr(tuning, "compare", ran)
         found = tuning.tune(asked(), folder)
     return folder, ran, found
 
@@ -300,7 +304,7 @@ def test_a_killed_selection_goes_on_with_what_was_drawn(
 
 def test_trials_that_are_left_or_fail_select_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Comparison(tmp_path, None, None, (), {"a": "out of memory"}, 2, 5)
-    monkeypatch.setattr(experiment, "compare", lambda *_: half)
+    monkeypatch.setattr(tuning, "compare", lambda *_: half)
     found = tuning.tune(asked(), tmp_path / "tuned")
     assert (found.winner, found.left, found.failed) == (None, 2, {"a": "out of memory"})
     assert "winner" not in json.loads((tmp_path / "tuned" / tuning.DRAW).read_text())
@@ -382,7 +386,7 @@ def test_scores_are_of_public_examples_that_are_no_test_data() -> None:
 def test_a_release_without_a_finite_score_never_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tuning.trial_recipe(asked(), {"name": "a" * 16, "settings": {}})
     module = torch.nn.Linear(3, 1)
-    monkeypatch.setattr("fedflat.simulation.load.load", lambda path: type("Loaded", (), {"model": module}))
+    monkeypatch.setattr("fedflat.simulation.result.load", lambda path: type("Loaded", (), {"model": module}))
     regression, public = recipe.model_copy(update={"task": "regression"}), (torch.ones(7, 3), torch.zeros(7))
     assert -1e3 < tuning.score(tmp_path, regression, *public) <= 0
     torch.nn.init.constant_(module.weight, float("nan"))
@@ -436,7 +440,7 @@ def test_keys_that_a_random_process_does_not_use_are_refused() -> None:
 
 def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, here: Callable[..., Here]) -> None:
     ran = here()
-    found = tuning_proxy.tune_on_proxy(
+    found = tuning.tune_on_proxy(
         Recipe.of(SMALL), ["local.lr=0.01,1", "algorithm.name=dp-fedavg,dp-fedsam"], 9, tmp_path
     )
     assert len(found.rows) == 4 and found.rows[0][1] == max(accuracy for _, accuracy in found.rows)
@@ -447,8 +451,8 @@ def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, here: Cal
     assert (tmp_path / "settings.csv").read_text().splitlines()[0] == "local.lr,algorithm.name,accuracy"
     assert (tmp_path / "settings.svg").read_text().startswith("<?xml")
     assert yaml.safe_load(found.chosen.read_text())["privacy"]["epsilon"] == 8
-    drawn = tuning_proxy.settings_to_try(axes(["local.lr=log:0.01:1"]), 5, 0)
-    assert len(drawn) == 5 and len(tuning_proxy.settings_to_try(axes(["local.steps=whole:1:3"]), 9, 0)) == 3
+    drawn = tuning.settings_to_try(axes(["local.lr=log:0.01:1"]), 5, 0)
+    assert len(drawn) == 5 and len(tuning.settings_to_try(axes(["local.steps=whole:1:3"]), 9, 0)) == 3
 
 
 # The command
@@ -500,8 +504,7 @@ def test_what_is_not_done_ends_with_status_1(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
     half = Comparison(tmp_path, None, None, (), {"a": "out of memory"}, 2, 5)
-    monkeypatch.setattr(experiment, "compare", lambda *_: half)
-    monkeypatch.setattr(tuning_proxy, "compare", lambda *_: half)
+    monkeypatch.setattr(tuning, "compare", lambda *_: half)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     said = command("tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2", "--on", on)
     assert said.status == 1 and "1 trials failed, 2 are left (out of memory); the same command goes on" in said.err
@@ -520,6 +523,6 @@ def test_no_score_is_taken_on_rows_of_natural_clients(tmp_path: Path) -> None:
     rows = ["who,a,label", *(f"{i % 5},{i},{i % 2}" for i in range(40))]
     (tmp_path / "people.csv").write_text("\n".join(rows))
     of = {"dataset": str(tmp_path / "people.csv"), "target": "label", "validation_fraction": 0.5, "inputs": ["a"]}
-    assert len(load_validation({**of, "partition": {"kind": "iid"}})[1]) == 4
-    with pytest.raises(InputError, match="rows of its natural clients, and no public ones"):
+    assert len(load_validation({**of, "partition": {"kind": "iid"}, "test_fraction": 0.2})[1]) == 4
+    with pytest.raises(InputError, match="people has no public test data to set apart"):
         load_validation({**of, "partition": {"kind": "natural", "by": "who"}})

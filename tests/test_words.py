@@ -19,30 +19,31 @@ from fedflat.core.papers import CITED
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PUBLIC = [
-    "After",
     "Algorithm",
     "ClientState",
+    "ClientView",
     "CommonMask",
     "GradientFn",
     "GradientRule",
     "Guard",
     "InputError",
     "Local",
-    "LocalView",
     "MaskView",
     "MeanView",
     "Optimizer",
     "Phase",
+    "PrivateClassifier",
+    "PrivateRegressor",
     "Recipe",
     "Result",
+    "RoundResult",
     "RunError",
     "ServerStep",
     "ServerView",
-    "StateView",
     "Transform",
-    "UpdateView",
     "clients",
     "epsilon",
+    "export",
     "load",
     "noise_multiplier",
     "run",
@@ -81,7 +82,6 @@ METHODS = [
 ]
 ROOMS = [
     "algorithms",
-    "analysis",
     "assembly",
     "audit",
     "backends",
@@ -90,19 +90,21 @@ ROOMS = [
     "core",
     "data",
     "engine",
+    "estimator",
     "federation",
     "guard",
+    "landscape",
     "methods",
     "models",
+    "papers",
     "pieces",
     "privacy",
     "records",
     "report",
-    "reproduce",
     "simulation",
 ]
 PIECES = [f"fedflat.pieces.{found.name}" for found in pkgutil.iter_modules(pieces.__path__)]
-TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.load", "data.own", "core.papers"]
+TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.result", "data.own", "core.papers"]
 EXAMPLES = [*PIECES, "fedflat.algorithms", *(f"fedflat.{name}" for name in TOLD)]
 
 

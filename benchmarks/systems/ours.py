@@ -1,6 +1,6 @@
 """fedflat: whole rounds as ``fedflat.run`` does them, with clip, noise, ledger and ε.
 
-Usage: python -m benchmarks.systems.ours WORKLOAD FOLDER BACKEND[:PROCESSES][:compile] fp32|bf16 [DEVICE]
+Usage: python -m benchmarks.systems.ours WORKLOAD FOLDER BACKEND[:PROCESSES] fp32|bf16 [DEVICE]
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from benchmarks.protocol import Gate
 from benchmarks.workloads import BY_NAME, Workload, read_data
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.threads import using_threads
+from fedflat.core.process import using_threads
 from fedflat.data.clients import FederatedData
-from fedflat.engine.train import Job, train
+from fedflat.engine.job import Job
+from fedflat.engine.train import train
 
 
 def federation(workload: Workload, folder: str) -> FederatedData:
@@ -29,9 +30,9 @@ def federation(workload: Workload, folder: str) -> FederatedData:
 
 
 def engine(kind: str, precision: str, device: str) -> dict[str, Any]:
-    """The recipe's section for, say, ``graphs:4:compile``: four streams of recorded graphs, the model compiled."""
+    """The recipe's section for, say, ``workers:4``: four worker processes."""
     backend, *more = kind.split(":")
-    options: list[dict[str, Any]] = [{"compile": True} if o == "compile" else {"processes": int(o)} for o in more]
+    options: list[dict[str, Any]] = [{"processes": int(o)} for o in more]
     found = {"backend": backend, "precision": precision, "device": device}
     return {key: value for section in (found, *options) for key, value in section.items()}
 
@@ -41,6 +42,7 @@ def recipe(workload: Workload, kind: str, precision: str, device: str) -> dict[s
     method = {"name": "dp-fedsam", "rho": workload.rho} if workload.rho else {"name": "dp-fedavg"}
     return {
         "rounds": 1000,
+        "data": {"classes": workload.classes, "examples_per_client": workload.examples},
         "model": {"name": workload.model},
         "algorithm": method,
         "local": {"epochs": workload.epochs, "batch_size": workload.batch, "lr": workload.lr, "momentum": 0.0},
@@ -56,8 +58,6 @@ def facts(job: Job, workload: Workload) -> dict[str, Any]:
     return {
         "backend": found["name"],
         "block": found["block"],
-        "streams": found["threads"] if found["name"] == "graphs" else None,
-        "compiled": job.problem.compiled,
         "samples": workload.samples,
     }
 

@@ -1,4 +1,4 @@
-"""Going on with a run that ended: its released model as first weights, and a budget for both runs together.
+"""Go on with a run that ended: its released model as initial weights, one budget for both runs.
 
 The second run is a run of its own, with its own ledger and statement. What both cost a client who is in each is their
 composition, from both ledgers (``privacy.together``); ``privacy.epsilon`` of the second is that total.
@@ -31,7 +31,7 @@ MOST = 1e4  # multipliers above are no way to reach a total: what is left of it 
 
 
 def earlier(recipe: Recipe) -> list[Published]:
-    """The runs that a recipe goes on from, the nearest first, each as its folder states it.
+    """Return the runs that a recipe goes on from, the nearest first, each as its folder states it.
 
     Raises:
         InputError: ``after`` is no folder of a run that ended, goes on since its statement was written, has no proven
@@ -41,6 +41,7 @@ def earlier(recipe: Recipe) -> list[Published]:
     folder = recipe.after
     while folder is not None:
         path = Path(folder)
+        # Two names may lead to one folder, so files are compared and not names.
         if any(run.folder is not None and path.samefile(run.folder) for run in found):
             raise wrong("after", f"{folder}, which goes on from itself", "a run that began before this one")
         run, folder = _stated(path)
@@ -49,7 +50,7 @@ def earlier(recipe: Recipe) -> list[Published]:
 
 
 def _stated(path: Path) -> tuple[Published, str | None]:
-    """One run as its folder states it, and the folder of the one before it."""
+    """Return one run as its folder states it, and the folder of the one before it."""
     allowed = "the folder of a run that ended"
     if not all((path / name).is_file() for name in (STATEMENT, LEDGER, RECIPE)):
         raise wrong("after", path, allowed)
@@ -81,18 +82,16 @@ def put_weights(folder: str, module: nn.Module) -> None:
 
 
 def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
-    """The plan whose noise makes all runs together cost ``privacy.epsilon``, the least that does.
+    """Return the plan whose noise makes all runs together cost ``privacy.epsilon``, the least that does.
 
     Raises:
         InputError: the runs before cost as much already; or a mechanism with an account of its own.
     """
     target = float(recipe.privacy.epsilon or 0.0)
     alone = recipe.model_copy(
-        update={
-            "after": None,
-            "privacy": recipe.privacy.model_copy(update={"epsilon": None, "noise_multiplier": 1.0}),
-        }
+        update={"after": None, "privacy": recipe.privacy.model_copy(update={"epsilon": None, "noise_multiplier": 1.0})}
     )
+    # A plan with noise 1 stands for the law of a round; only its multiplier is searched for.
     plan, before = plan_at(alone), earlier(recipe)
     own = plan.mechanism is not None or plan.noise_cohort is not None or plan.selection is not None
     if own or not plan.private:
@@ -118,13 +117,15 @@ def calibrated(recipe: Recipe, plan_at: Callable[[Recipe], Plan]) -> Plan:
 
 
 def together(before: Sequence[Published], entries: Sequence[Mapping[str, Any]], epsilon: float = 0.0) -> Total:
-    """What the runs before cost with one more of these ledger lines. epsilon: its own, where its law is only added."""
+    """Return what the runs before cost with one more of these ledger lines. epsilon: its own, where its law is only
+    added.
+    """
     delta = float(entries[0]["delta"]) if entries else 0.0
     return total([*before, *([Published("this run", epsilon, delta, list(entries))] if entries else [])])
 
 
 def warning(recipe: Recipe, entries: Sequence[Mapping[str, Any]], epsilon: float | None) -> list[str]:
-    """What must be said beside the statement of a run that went on from others; nothing of one that did not."""
+    """Return what must be said beside the statement of a run that went on from others; nothing of one that did not."""
     if recipe.after is None:
         return []
     if epsilon is None:

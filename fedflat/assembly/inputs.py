@@ -1,28 +1,38 @@
-"""The federation and the module of a run."""
+"""Build the federation and the module of a run, or data of a random process of the same form.
+
+``data.dataset: random-process/1x28x28/10/60000+10000`` names the shape of the images, the number of classes, and the
+training and test examples. Each class has a few dead-leaves images of its own (``models.patches``); an
+example is one of them, shifted a little, under another dead-leaves image. Nobody's data are in it.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly import proxy
-from fedflat.assembly.plans import NOT_HELD, algorithm_of
+from fedflat.assembly.plans import NOT_HELD, PREFIX, THEIRS, algorithm_of, is_proxy, public_examples
 from fedflat.assembly.tasks import check_outputs, try_loss
+from fedflat.backends.onednn import refuse_crashing
 from fedflat.config.reading import GIVEN
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
-from fedflat.core.checks import wrong
+from fedflat.core.checks import in_range, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
+from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.clients import FederatedData, from_pairs, hold_back, with_test
+from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients
+from fedflat.data.partition import partition
+from fedflat.models.patches import dead_leaves
 
 Clients = FederatedData | Mapping[Any, Any] | Sequence[Any]
 """What ``run(clients=...)`` takes."""
@@ -36,14 +46,16 @@ def as_given(
     algorithm: Algorithm | Factory | None = None,
     loss: CustomLoss | None = None,
 ) -> Recipe:
-    """The recipe without the names of data, model and method that were given in Python instead; twice is as once."""
+    """Return the recipe without the names of data, model and method that were given in Python instead; twice is as
+    once.
+    """
     given: dict[str, Any] = {}
     if model is not None:
         given["model"] = NamedSection(name=GIVEN)
     if clients is not None or (data is not None and data.name == PAIRS):
         # Whose examples are whose came with the data: no seed has a say in it.
-        split, kept = Partition(kind="natural"), recipe.data.client_test_fraction
-        given["data"] = DataSection(dataset=GIVEN, partition=split, client_test_fraction=kept)
+        kept = {name: getattr(recipe.data, name) for name in BESIDE_CLIENTS}
+        given["data"] = DataSection(dataset=GIVEN, partition=Partition(kind="natural"), **kept)
     if algorithm is not None:
         options = {} if isinstance(algorithm, Algorithm) else recipe.algorithm.options
         options = {**options, "source": GIVEN}
@@ -54,7 +66,7 @@ def as_given(
 
 
 def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData:
-    """The federation: clients given in Python, or the recipe's data section."""
+    """Return the federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
         given = _given(clients, test, recipe.task != "classification")
         parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
@@ -63,15 +75,15 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
         raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
     if recipe.data.dataset == GIVEN:
         raise wrong("data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
-    if proxy.is_proxy(recipe.data.dataset):
-        return proxy.federation(recipe.data, recipe.seed)
+    if is_proxy(recipe.data.dataset):
+        return federation(recipe.data, recipe.seed)
     from fedflat.data.sources import load
 
     return load(recipe.data, recipe.seed)
 
 
 def _given(clients: Clients, test: Any, fractions: bool) -> FederatedData:
-    """Pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
+    """Return the pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
     if isinstance(clients, Mapping):
         return own_clients(clients, test=test)
     if not isinstance(clients, FederatedData):
@@ -81,9 +93,10 @@ def _given(clients: Clients, test: Any, fractions: bool) -> FederatedData:
 
 def module_of(
     recipe: Recipe, given: nn.Module | None, data: FederatedData, objective: Objective = CROSS_ENTROPY
-) -> tuple[nn.Module, bool]:
-    """A module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
-    draws from torch's generator."""
+) -> tuple[nn.Module, bool, int]:
+    """Return a module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
+    draws from torch's generator; and how many classes there are, of a module that is given as many as it puts out.
+    """
     from fedflat.models import build, refuse_unclipped_state
     from fedflat.models.registry import OURS
 
@@ -92,26 +105,192 @@ def module_of(
             kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
             hint = "Net() is one, and Net is not; a model's name stands in the recipe."
             raise wrong("model", kind, "a torch.nn.Module", hint=hint)
-        module = copy.deepcopy(given)
+        module = given
     else:
         if recipe.model.name == GIVEN:
             raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
-        options = options_for(recipe, data.vocabulary, data.padding)
+        known = None if data.preparation is None else data.preparation.record()
+        options = options_for(recipe, data.vocabulary, data.padding, known)
         module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
+    # Made-up rows: what a module is asked here must not follow from anybody's data.
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
     if not example.is_floating_point() and data.inputs.numel():  # the range of token ids
         example.view(-1)[0] = 0 if data.vocabulary else int(data.inputs.min())
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
-    draws = bool(refuse_unclipped_state(module, example, known=given is None and recipe.model.name in OURS))
+    if given is not None or ":" in recipe.model.name:
+        # The user's own module stays as it was: its weights are w^0 of further runs too.
+        module = _copied(module)
+        refuse_crashing(module, example)
+    classes, draws = (
+        data.classes,
+        bool(refuse_unclipped_state(module, example, known=given is None and recipe.model.name in OURS)),
+    )
+    # A module built for the data fits them; one that was given may have other outputs.
     if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
-        check_outputs(module, example, data, objective)
+        found = check_outputs(module, example, data, objective)
+        classes = classes if data.stated else found
     try_loss(objective, module, example, data)
-    return module, draws
+    return module, draws, classes
 
 
-def options_for(recipe: Recipe, vocabulary: int, padding: int) -> dict[str, Any]:
-    """The model's options, with those that its data decide (vocabulary 0: no text)."""
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a user's module. Raises InputError for one that cannot be copied, as old-style weight norm
+    cannot.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # any class may refuse in its own way
+        hint = "torch.nn.utils.parametrizations.weight_norm can be." if "weight_norm" in str(error) else ""
+        raise wrong("model", "a module that cannot be copied", "one that copy.deepcopy copies", hint=hint) from error
+
+
+def options_for(
+    recipe: Recipe, vocabulary: int, padding: int, preparation: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the model's options, with those that its data decide (vocabulary 0: no text).
+
+    preparation: the record of the steps from a row to an input, where there is one.
+    """
     from fedflat.models.registry import takes
 
-    of_data = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
+    of_data: dict[str, Any] = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
+    if preparation is not None:
+        of_data["pixels"] = {"mean": preparation.get("mean", [0.0]), "std": preparation.get("std", [1.0])}
     return {key: value for key, value in of_data.items() if takes(recipe.model.name, key)} | recipe.model.options
+
+
+MODES = 3
+"""Images that stand for one class."""
+POOL = 2000
+"""Dead-leaves images that lie over them, each in many places and both ways round."""
+SHARE = 0.6
+"""The class's part of an example's variance."""
+SEED = 20_220_101
+"""Of the process itself: the same for every recipe."""
+
+
+class Form(NamedTuple):
+    """Shape (c, h, w), classes, and examples of training and of test."""
+
+    shape: tuple[int, int, int]
+    classes: int
+    train: int
+    test: int
+
+    @property
+    def dataset(self) -> str:
+        """As ``data.dataset`` names it."""
+        return f"{PREFIX}{'x'.join(map(str, self.shape))}/{self.classes}/{self.train}+{self.test}"
+
+
+def form_of(dataset: str) -> Form:
+    """Return what the name of a data set says.
+
+    Raises:
+        InputError: it is none of a random process.
+    """
+    found = re.fullmatch(r"random-process/([13])x(\d+)x(\d+)/(\d+)/(\d+)\+(\d+)", dataset)
+    numbers = [int(part) for part in found.groups()] if found else [0]
+    if min(numbers) < 1:
+        raise wrong("data.dataset", dataset, f"a form such as {PREFIX}1x28x28/10/60000+10000, 1 or 3 channels")
+    channels, height, width, classes, train, test = numbers
+    return Form((channels, height, width), classes, train, test)
+
+
+def on_proxy(recipe: Recipe, data: FederatedData) -> Recipe:
+    """Return the recipe on a random process of the same form: shape, classes, number of examples, clients, and their
+    split.
+
+    data: the recipe's federation, of which only public numbers are taken. Natural clients become equal ones, since
+    who has how many examples is theirs.
+    Raises InputError: the data are no images with classes.
+    """
+    shape = data.input_shape
+    if len(shape) != 3 or shape[0] not in (1, 3) or not data.inputs.is_floating_point() or data.targets.dim() != 1:
+        found = f"inputs of shape {'×'.join(map(str, shape))}"
+        raise wrong("--on proxy", found, "images with 1 or 3 channels", hint="Other data have no random process here.")
+    # How many examples somebody has is private, so the process takes a stated number.
+    each = public_examples(recipe, data)
+    if each is None:
+        allowed = "data.examples_per_client or data.max_per_client, public numbers"
+        raise wrong("--on proxy", "clients of one's own", allowed, hint=THEIRS)
+    train = each * data.clients
+    held = round(train / (1 - recipe.data.client_test_fraction))
+    tested = len(data.test_targets) if data.test_targets is not None else max(1, train // 5)
+    section = DataSection(
+        dataset=Form((shape[0], shape[1], shape[2]), data.classes, held, tested).dataset,
+        partition=Partition() if recipe.data.partition.kind == "natural" else recipe.data.partition,
+        clients=data.clients,
+        client_test_fraction=recipe.data.client_test_fraction,
+        max_per_client=recipe.data.max_per_client,
+    )
+    privacy = recipe.privacy.model_copy(update={"randomness": "seeded"})  # it holds nobody's data
+    return recipe.model_copy(update={"data": section, "privacy": privacy})
+
+
+def federation(options: DataSection, seed: int) -> FederatedData:
+    """Return the federation of a random process; ``seed`` decides who has what, the process has a seed of its own.
+
+    Raises:
+        InputError: a key that it does not use, or a form that is none.
+    """
+    form = form_of(options.dataset)
+    used = ("dataset", "partition", "clients", "client_test_fraction", "max_per_client")
+    for name in DataSection.model_fields:
+        if name not in used and getattr(options, name) != DataSection.model_fields[name].default:
+            raise wrong(f"data.{name}", getattr(options, name), "nothing: a random process does not use it")
+    images, targets = examples(form, form.train + form.test)
+    spec = options.partition.model_dump(exclude_none=True)
+    parts = partition(targets[: form.train].numpy(), spec, options.clients, seed)
+    if options.max_per_client is not None:
+        parts = bounded(parts, options.max_per_client, seed)
+    share = in_range("data.client_test_fraction", options.client_test_fraction, 0.0, 1.0, open_high=True)
+    parts, held = hold_back(parts, share, seed)
+    return FederatedData(
+        inputs=images[: form.train],
+        targets=targets[: form.train],
+        parts=parts,
+        held_back=held,
+        test_inputs=images[form.train :],
+        test_targets=targets[form.train :],
+        classes=form.classes,
+        name=options.dataset,
+        most=options.max_per_client,
+        stated=True,
+    )
+
+
+def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:
+    """``count`` standardised images ``(count, c, h, w)`` float32 and their classes ``(count,)`` int64."""
+    stand_for = dead_leaves(form.classes * MODES, form.shape, SEED)
+    over = dead_leaves(min(POOL, count), form.shape, SEED + 1)
+    images, targets = [], []
+    for number, start in enumerate(range(0, count, POOL)):
+        draw, size = stream(SEED, "examples of a random process", number), min(POOL, count - start)
+        classes = draw.integers(form.classes, size=size)
+        under = stand_for[torch.from_numpy(classes * MODES + draw.integers(MODES, size=size))]
+        above = over[torch.from_numpy(draw.integers(len(over), size=size))]
+        near = max(form.shape[1:]) // 14
+        mixed = SHARE**0.5 * _moved(under, draw, near, near) + (1 - SHARE) ** 0.5 * _moved(
+            _turned(above, draw), draw, form.shape[1], form.shape[2]
+        )
+        images.append(mixed)
+        targets.append(torch.from_numpy(classes))
+    whole = torch.cat(images)
+    return (whole - whole.mean()) / whole.std(), torch.cat(targets)
+
+
+def _moved(images: Tensor, draw: np.random.Generator, down: int, across: int) -> Tensor:
+    """Return each image shifted by up to so many pixels either way, what leaves at one end coming in at the other."""
+    count, _, height, width = images.shape
+    up, left = (torch.from_numpy(draw.integers(-most, most + 1, size=count)) for most in (down, across))
+    rows = (torch.arange(height)[None] + up[:, None]) % height
+    columns = (torch.arange(width)[None] + left[:, None]) % width
+    at = torch.arange(count)
+    return images[at[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _turned(images: Tensor, draw: np.random.Generator) -> Tensor:
+    """Return each image, or its mirror image."""
+    mirrored = torch.from_numpy(draw.random(len(images)) < 0.5)[:, None, None, None]
+    return torch.where(mirrored, images.flip(-1), images)

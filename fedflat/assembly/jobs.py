@@ -1,4 +1,4 @@
-"""Everything live that a run needs, checked, before anything is trained."""
+"""Build and check everything live that a run needs, before anything is trained."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly import going_on, start
+from fedflat.assembly import going_on, plans, records
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
+from fedflat.assembly.piece_check import try_pieces
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics
-from fedflat.assembly.trial_of_pieces import packaged, try_pieces
+from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
-from fedflat.backends.onednn import serves
-from fedflat.backends.resident import keep_freed_memory, resident
+from fedflat.backends.onednn import in_bearable_layout, keep_freed_memory, resident, serves
 from fedflat.backends.sequential import Sequential
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
+from fedflat.core.checks import RunError, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -40,13 +39,15 @@ from fedflat.data.clients import FederatedData
 from fedflat.data.public import public_training
 from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.evaluate import Metric, outputs_of
-from fedflat.engine.parts import Parts
+from fedflat.engine.job import Evaluation, Job
 from fedflat.engine.problem import ModuleProblem, refuse_change
-from fedflat.engine.train import Backend, Evaluation, Job
+from fedflat.engine.reduce import Backend
+from fedflat.engine.round import RoundParts
+from fedflat.methods import assembly as published
+from fedflat.methods import assembly as voting
 from fedflat.methods import noise as noising
-from fedflat.methods.ae_dpfl import assembly as voting
-from fedflat.methods.published import assembly as published
-from fedflat.pieces.prior import check_bias
+from fedflat.models.registry import is_sized
+from fedflat.pieces.gradients import check_bias
 
 
 def prepare(
@@ -66,19 +67,24 @@ def prepare(
     loss, metrics: of the user's own, see ``fedflat.run``. features: whether the job's data become a frozen body's
     features, or stay as they are. A GPU that was not asked for, and fails, is left: the run goes on with the processor.
     """
+    # From here on the recipe says `given` wherever Python gave something, so no name can mislead.
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
     made = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
     wanted = metrics_of(metrics, recipe, made.data)
+    if recipe.evaluation.keep != "last" and made.data.test_inputs is None:
+        raise wrong("evaluation.keep", recipe.evaluation.keep, "last where there are no public test data")
     job = _placed(recipe, made)
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
-        try_metrics(job.metrics, outputs_of(job.problem, job.first, tests, job.evaluation.batch_size), targets.cpu())
+        try_metrics(
+            job.metrics, outputs_of(job.problem, job.initial_weights, tests, job.evaluation.batch_size), targets.cpu()
+        )
     return job
 
 
 def _placed(recipe: Recipe, made: _Ingredients) -> Job:
-    """The job on the device that the recipe asks for."""
+    """Return the job on the device that the recipe asks for."""
     engine = recipe.engine
     device = device_for(
         engine.device, engine.backend, made.module, made.layout, made.data, made.precision, made.objective
@@ -87,6 +93,9 @@ def _placed(recipe: Recipe, made: _Ingredients) -> Job:
         return _job(recipe, made, device)
     try:
         return _job(recipe, replace(made, module=copy.deepcopy(made.module)), device)
+    # What fits on a device follows from clients' data, so it may not choose where a run computes.
+    except RunError:  # such as data that are too large for it: nothing is chosen by what clients hold
+        raise
     except RuntimeError as error:
         warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
     with contextlib.suppress(RuntimeError):  # an error of the GPU may stay
@@ -130,12 +139,13 @@ def _ingredients(
     loss: CustomLoss | None,
 ) -> _Ingredients:
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
-    start.check(recipe, method)
+    plans.check(recipe, method)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
     if recipe.data.clients is not None:  # impossible privacy settings stop before data is read
         plan_of(recipe, method, recipe.data.clients)
     data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
+    records.check(recipe)  # after a data set that is not there has been named
     data = suited(data, recipe.task)
     queries = public = None
     if method.kind == "votes":
@@ -143,7 +153,9 @@ def _ingredients(
     if method.kind == "update" and method.options.get("public"):
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
-    module, random = module_of(recipe, model, data, objective)
+    data = with_public_classes(recipe, data, method.private, named=model is None and is_sized(recipe.model.name))
+    module, random, classes = module_of(recipe, model, data, objective)
+    data = replace(data, classes=classes)
     if recipe.after is not None:
         going_on.put_weights(recipe.after, module)
     if method.zero_head or recipe.start is not None:
@@ -159,16 +171,20 @@ def _ingredients(
 
 
 def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
-    """The job on a device, to which the module is moved."""
+    """Return the job on a device, to which the module is moved."""
+    # The identity and a federation's app need the weights as they were before any device touched them.
     pristine = copy.deepcopy(made.module).cpu()
     module, layout, precision = made.module.to(device), made.layout, made.precision
     untouched = StateWatch(module)
     data = _resident(made.data, module, device, precision, made.features)
+    if any(part is made.module for part in made.given):
+        data = in_bearable_layout(module, data)
     parts, threshold = _parts(recipe, made.method, data, layout)
-    random = try_pieces(parts.algorithm, layout) or made.random or not packaged(parts.algorithm)
-    compiled = bool(recipe.engine.compile)
-    onednn = not compiled and made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
+    # Tried on made-up vectors, so that a fault shows before anybody's data are trained on.
+    random = try_pieces(parts.algorithm, layout) or made.random
+    onednn = made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts, data.clients, pristine)
+    # Bits of a module on a GPU are another machine's; the identity must not follow them.
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
     what = replace(identity(kept, made.digest, pristine, layout, given), noise=noising.mixed_by(parts.plan))
     refuse_change(untouched, everything=True)  # features were computed on it
@@ -176,54 +192,57 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     if isinstance(objective.own, nn.Module):
         objective = replace(objective, own=copy.deepcopy(objective.own).to(device))
     problem = ModuleProblem(
-        module,
-        layout,
-        precision,
-        compiled,
-        onednn=onednn,
-        random=random,
-        pristine=pristine,
-        objective=objective,
+        module, layout, precision, onednn=onednn, random=random, pristine=pristine, objective=objective
     )
+    backend = _backend(recipe, parts, problem, data)
+    what = replace(what, engine=records.engine_facts(recipe, problem, backend))
+    # Code that cannot be told apart from other code gets fresh noise, whatever the seed says.
+    seeded = records.is_seeded(recipe) and what.method is not None
     job = Job(
         parts=parts,
         data=data,
         problem=problem,
-        backend=_backend(recipe, parts, problem, data),
-        first=flatten(module, layout).cpu(),
+        backend=backend,
+        initial_weights=flatten(module, layout).cpu(),
         threshold=threshold,
         seed=recipe.seed,
-        key=fresh_key() if what.method is None else noise_key(recipe.seed, *what.facts),
+        key=noise_key(recipe.seed, *what.facts) if seeded else fresh_key(),
         evaluation=Evaluation(
-            **recipe.evaluation.model_dump(exclude={"metrics"}),
+            **recipe.evaluation.model_dump(include={"every", "personal_every", "batch_size", "keep"}),
             threads=recipe.engine.processes or torch.get_num_threads(),
         ),
         identity=what,
-        made_for={} if recipe.model.name == GIVEN else _shapes(made.data),
-        first_backend=None if parts.first is None else _one_by_one(parts.first, problem, data, recipe.seed),
+        made_for=_made_for(made.data, named=recipe.model.name != GIVEN),
+        round_zero_backend=None
+        if parts.round_zero is None
+        else _one_by_one(parts.round_zero, problem, data, recipe.seed),
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))
     return job if made.queries is None else voting.with_votes(job, recipe, made.queries)
 
 
-def _shapes(data: FederatedData) -> dict[str, Any]:
-    """What a named module was built for: public, since its tensors' shapes show it."""
-    return {
+def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
+    """Return what is public of the rows that a module takes: their shape, and the steps from a row to an input.
+
+    named: the module was built for the data, so that the shapes of its tensors show the number of classes. Otherwise
+    that number may follow from clients' targets, and is left out.
+    """
+    found: dict[str, Any] = {
         "input_shape": list(data.input_shape),
         "dtype": str(data.inputs.dtype).removeprefix("torch."),
-        "classes": data.classes,
-        "vocabulary": data.vocabulary,
-        "padding": data.padding,
     }
+    if named:
+        found |= {"classes": data.classes, "vocabulary": data.vocabulary, "padding": data.padding}
+    return found if data.preparation is None else {**found, "preparation": data.preparation.record()}
 
 
-def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[Parts, float]:
-    """What the server and the clients agree on, and the first threshold."""
+def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[RoundParts, float]:
+    """Return what the server and the clients agree on, and the first threshold."""
     plan = plan_of(recipe, method, data.clients, layout.dimension)
     as_published = published.applies(recipe, method)
     clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
-    parts = Parts(
+    parts = RoundParts(
         algorithm=method,
         plan=plan,
         clip=clip,
@@ -234,27 +253,28 @@ def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layou
         weighted=weighted(recipe, method),
         average=average_of(recipe, method),
     )
-    return published.parts_of(parts) if as_published else start.with_start(recipe, parts), threshold
+    return published.parts_of(parts) if as_published else plans.with_start(recipe, parts), threshold
 
 
 def _resident(
     data: FederatedData, module: nn.Module, device: torch.device, precision: str, features: bool = True
 ) -> FederatedData:
-    """The data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor cores."""
+    """Return the data where training is, laid out for it: a GPU reads channels-last fast only where it uses tensor
+    cores.
+    """
     data = with_features(data, module, precision) if features else data
     return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
 
 
-def _backend(recipe: Recipe, parts: Parts, problem: ModuleProblem, data: FederatedData) -> Backend:
+def _backend(recipe: Recipe, parts: RoundParts, problem: ModuleProblem, data: FederatedData) -> Backend:
+    # glibc gives memory back after each step otherwise, and taking it again costs as much as a step.
     keep_freed_memory()
     engine = recipe.engine
     with exact(problem.device):
-        return backend_for(
-            engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed, engine.compile
-        )
+        return backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
 
 
-def _one_by_one(parts: Parts, problem: ModuleProblem, data: FederatedData, seed: int) -> Backend:
+def _one_by_one(parts: RoundParts, problem: ModuleProblem, data: FederatedData, seed: int) -> Backend:
     return Sequential(parts.algorithm, problem, parts.local, data, seed)
 
 

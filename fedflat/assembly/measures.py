@@ -1,4 +1,4 @@
-"""Measures of the public test set by name (``evaluation.metrics``), computed by scikit-learn where it has them."""
+"""Compute measures of the public test set by name (``evaluation.metrics``), by scikit-learn where it has them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def f1(outputs: Tensor, targets: Tensor) -> float:
 
 
 def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share right of each class of the test set, averaged without weights."""
+    """Return the share right of each class of the test set, averaged without weights."""
     from sklearn.metrics import recall_score
 
     return float(recall_score(*_right_side(outputs, targets), average="macro", labels=targets.unique().numpy()))
@@ -55,6 +55,7 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
         chances, truth = outputs.double().softmax(-1), F.one_hot(targets, outputs.shape[-1]).bool()
         if outputs.shape[-1] == 2:
             chances, truth = chances[:, 1:], truth[:, 1:]
+    # A class that is everywhere or nowhere in the test set has no curve.
     both = truth.any(0) & ~truth.all(0)
     if not bool(both.any()):
         return math.nan
@@ -63,7 +64,7 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
 
 
 def top5(outputs: Tensor, targets: Tensor) -> float:
-    """Share of examples whose class is among the five likeliest."""
+    """Return the share of examples whose class is among the five likeliest."""
     best = outputs.topk(min(5, outputs.shape[-1]), dim=-1).indices
     return float((best == targets[:, None]).any(-1).double().mean())
 
@@ -79,17 +80,17 @@ def _errors(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mae(outputs: Tensor, targets: Tensor) -> float:
-    """Mean absolute error."""
+    """Return the mean absolute error."""
     return float(_errors(outputs, targets).abs().mean())
 
 
 def rmse(outputs: Tensor, targets: Tensor) -> float:
-    """Root of the mean squared error."""
+    """Return the root of the mean squared error."""
     return float(_errors(outputs, targets).square().mean().sqrt())
 
 
 def r2(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the targets' variance that is explained; mean over several targets."""
+    """Return the share of the targets' variance that is explained; mean over several targets."""
     from sklearn.metrics import r2_score
 
     return float(r2_score(targets.numpy(), outputs.reshape(targets.shape).numpy()))
@@ -108,7 +109,7 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def named(where: str, names: tuple[str, ...], task: str) -> dict[str, Callable[[Tensor, Tensor], float]]:
-    """The measures of these names. Raises InputError for a name that is not here or not of the task."""
+    """Return the measures of these names. Raises InputError for a name that is not here or not of the task."""
     for name in names:
         measure = MEASURES[one_of(where, name, MEASURES)]
         if task not in measure.tasks:

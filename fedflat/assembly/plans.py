@@ -1,14 +1,15 @@
-"""The method, the plan and the public numbers that a recipe asks for."""
+"""Build the method, the plan and the public numbers that a recipe asks for."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from fedflat.algorithms import ALGORITHMS, Factory
+from fedflat.algorithms import ALGORITHMS, Factory, class_statistics
 from fedflat.assembly import going_on
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
@@ -16,14 +17,16 @@ from fedflat.config.sections import ClipSection, ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Optimizer
+from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
 from fedflat.data.clients import FederatedData
+from fedflat.data.preparation import DATASETS
+from fedflat.engine.round import RoundParts
+from fedflat.methods import assembly as published
+from fedflat.methods import assembly as voting
 from fedflat.methods import noise as noising
-from fedflat.methods.ae_dpfl import assembly as voting
-from fedflat.methods.published import assembly as published
 from fedflat.pieces import clipping
-from fedflat.pieces.averaging import MovingAverage, TailAverage
-from fedflat.pieces.server import optimizer
+from fedflat.pieces.clipping import whole_vector
+from fedflat.pieces.server import MovingAverage, TailAverage, optimizer
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.tuning import Selection
 
@@ -32,12 +35,15 @@ NOT_HELD = (
     "resume=True)"
 )
 
+SIMULATED = "privacy.epsilon and privacy.budget are those of the simulated larger system, not of the run that happens."
+
 
 def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
-    """The algorithm a recipe names, with its options checked against the factory's signature."""
+    """Return the algorithm a recipe names, with its options checked against the factory's signature."""
     if isinstance(given, Algorithm):
         return given
     name, options = recipe.algorithm.name, recipe.algorithm.options
+    # `source` is what fedflat wrote into a run's recipe, no option of the method.
     source = options.pop("source", None) if options.get("source") == GIVEN else None
     if given is not None:
         if not callable(given):
@@ -62,6 +68,7 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
         if named and one.default is one.empty and one.name not in options:
             raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
+        # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
         if isinstance(one.default, bool) and not isinstance(options.get(one.name, one.default), bool):
             raise wrong(f"algorithm.{one.name}", options[one.name], "true or false")
     method = factory(**options)
@@ -73,7 +80,9 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
 
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:
-    """The privacy plan of a recipe with M = ``clients``; ``dimension`` d, where the model is known, is for ddgauss."""
+    """Return the privacy plan of a recipe with M = ``clients``; ``dimension`` d, where the model is known, is for
+    ddgauss.
+    """
     if recipe.after is not None and recipe.privacy.epsilon is not None:
         return going_on.calibrated(recipe, lambda alone: plan_of(alone, method, clients, dimension))
     noising.check(recipe, method)
@@ -108,59 +117,124 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
         selection=selection_of(recipe),
         share=recipe.start.share if recipe.start else None,
+        evaluation=evaluation_of(recipe, method),
     )
-    plan = noising.settle(plan)
+    plan = noising.with_fixed_numbers(plan)
     if votes is not None:
         plan = voting.with_draws(plan, votes, recipe)
     if privacy.budget is not None:
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
+    if plan.budget is not None and plan.noise_cohort is not None:  # said of a settled recipe too, which has no epsilon
+        plan = replace(plan, warnings=(*plan.warnings, SIMULATED))
     return plan
 
 
+def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
+    """Return the share of a round's privacy that the private evaluation takes; None where there is none.
+
+    Raises:
+        InputError: it has no account beside something else that the recipe asks for.
+    """
+    if not recipe.evaluation.private:
+        return None
+    privacy, trust = recipe.privacy, noising.trust_of(recipe, method)
+    clip = privacy.clip.kind if isinstance(privacy.clip, ClipSection) else "constant"
+    hint = "evaluation.private: true needs it."
+    plain = method.private and method.kind == "update"
+    for fits, where, found, allowed in (
+        (plain, "algorithm.name", method.name, "a private method whose clients send updates"),
+        (trust == "central", "privacy.trust", trust, "central"),
+        (privacy.protocol == "sound", "privacy.protocol", privacy.protocol, "sound"),
+        (privacy.noise.kind == "independent", "privacy.noise", privacy.noise.kind, "independent"),
+        (not privacy.secure_rng, "privacy.secure_rng", True, "false"),
+        (clip != "adaptive", "privacy.clip", clip, "one constant clip"),
+        (recipe.start is None, "start", "class sums", "nothing"),
+        (recipe.task == "classification", "task", recipe.task, "classification"),
+    ):
+        if not fits:
+            raise wrong(where, found, allowed, hint=hint)
+    return recipe.evaluation.share
+
+
 def selection_of(recipe: Recipe) -> Selection | None:
-    """What the recipe's run is selected by, if it is."""
+    """Return what the recipe's run is selected by, if it is."""
     asked = recipe.privacy.selection
     return None if asked is None else Selection.of(asked.model_dump())
 
 
 def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
-    """Local training's public numbers; epochs become K = E·⌈n̄/batch⌉ for every client."""
+    """Local training's public numbers, the same for every client."""
     local = recipe.local
     momentum = method.momentum if local.momentum is None else local.momentum
+    if momentum is None:
+        momentum = MOMENTUM
+        if method.name not in ALGORITHMS and local.optimizer == "sgd":
+            found = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
+            warnings.warn(f"{found}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
+    reason = f"Reason: {method.fixed_momentum}."
     if method.fixed_momentum and momentum != method.momentum:
-        raise wrong(
-            "local.momentum",
-            momentum,
-            f"{method.momentum:g} for {method.name}",
-            hint=f"Reason: {method.fixed_momentum}.",
-        )
+        raise wrong("local.momentum", momentum, f"{method.momentum or 0.0:g} for {method.name}", hint=reason)
     if local.optimizer != "sgd":
         if method.fixed_momentum:
-            hint = f"Reason: {method.fixed_momentum}."
-            raise wrong("local.optimizer", local.optimizer, f"sgd for {method.name}", hint=hint)
+            raise wrong("local.optimizer", local.optimizer, f"sgd for {method.name}", hint=reason)
         if local.momentum is not None:
             raise wrong("local.momentum", local.momentum, f"no value with local.optimizer {local.optimizer}")
-    steps = local.steps
-    if steps is None:
-        steps = (local.epochs or 1) * math.ceil(data.examples_per_client / local.batch_size)
-    return Local(
-        steps=steps,
-        batch_size=local.batch_size,
-        lr=local.lr,
-        momentum=momentum,
-        lr_decay=local.lr_decay,
-        weight_decay=local.weight_decay,
-        max_grad_norm=local.max_grad_norm,
-        epochs=local.epochs if published.applies(recipe, method) else None,
-        optimizer=local.optimizer,
-        schedule=local.schedule,
-        warmup=local.warmup,
-        rounds=recipe.rounds,
-    )
+    epochs = local.epochs if published.applies(recipe, method) else None
+    settled = {"steps": steps_of(recipe, method, data), "momentum": momentum, "epochs": epochs}
+    return Local(**{**local.model_dump(), **settled, "rounds": recipe.rounds})
+
+
+STEPS = 10
+"""Local steps where neither the recipe nor a public number of examples says how many."""
+
+
+def steps_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> int:
+    """K, the steps of every client: the recipe's, or E·⌈n̄/batch⌉ with a public n̄, which no client's size moves.
+
+    Raises:
+        InputError: there are epochs, and no public number of examples.
+    """
+    local = recipe.local
+    if local.steps is not None:
+        return local.steps
+    public = public_examples(recipe, data)
+    # Without a guarantee, or in a published procedure, the mean size may be looked at.
+    if public is None and (not method.private or published.applies(recipe, method)):
+        public = data.examples_per_client
+    if public is None and local.epochs is None:
+        return STEPS
+    if public is None:
+        allowed = "local.steps; or epochs with data.examples_per_client or data.max_per_client, public numbers"
+        raise wrong("local.epochs", local.epochs, allowed, hint=THEIRS)
+    return (local.epochs or 1) * math.ceil(public / local.batch_size)
+
+
+PREFIX = "random-process/"
+"""What the name of a data set that is a random process begins with."""
+PUBLISHED = frozenset(DATASETS) | {source.hub for source in DATASETS.values() if source.hub}
+"""Names of the data sets that anybody can have."""
+THEIRS = "How many examples clients have is theirs, and what follows from it would be released."
+
+
+def is_proxy(dataset: str) -> bool:
+    """Return whether a recipe's ``data.dataset`` is a random process."""
+    return dataset.startswith(PREFIX)
+
+
+def is_public(dataset: str) -> bool:
+    """Return whether a recipe's ``data.dataset`` names a published data set or a random process, nobody's own data."""
+    return dataset in PUBLISHED or is_proxy(dataset)
+
+
+def public_examples(recipe: Recipe, data: FederatedData) -> int | None:
+    """Return n̄, the public number of a client's examples: stated, a published data set's average, or the bound."""
+    if recipe.data.examples_per_client is not None:
+        return recipe.data.examples_per_client
+    return data.examples_per_client if is_public(recipe.data.dataset) else data.most
 
 
 def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, float]:
-    """The clip and its first threshold C; non-private twins clip nothing."""
+    """Return the clip and its first threshold C; non-private twins clip nothing."""
     if not method.private:
         return clipping.whole_vector(math.inf), math.inf
     given = recipe.privacy.clip
@@ -190,7 +264,8 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
 
 
 def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
-    """The recipe's server section with its defaults filled in; ``optimizer`` stays None where the method has its own.
+    """Return the recipe's server section with its defaults filled in; ``optimizer`` stays None where the method has its
+    own.
 
     Raises:
         InputError: settings of another optimiser beside the method's own, or a round whose noise it could not know.
@@ -212,7 +287,7 @@ def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
 
 
 def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Optimizer]:
-    """The server optimiser of each round: the method's own, or the recipe's, which asks nothing of the noise."""
+    """Return the server optimiser of each round: the method's own, or the recipe's, which asks nothing of the noise."""
     server = server_of(recipe, method).model_dump()
     if method.optimizer is not None:
         return functools.partial(method.optimizer, server["lr"])
@@ -222,8 +297,11 @@ def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Opti
 
 
 def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
-    """What is released of the server's iterates; None: the last one."""
-    server = recipe.server
+    """Return what is released of the server's iterates; None: the last one."""
+    server, keep = recipe.server, recipe.evaluation.keep
+    if keep != "last" and (server.average != "none" or method.head is not None or method.kind == "votes"):
+        found = f"{keep} with {method.name}" if server.average == "none" else f"{keep} with server.average"
+        raise wrong("evaluation.keep", found, "last")
     if server.average == "none":
         return None
     if published.applies(recipe, method):
@@ -241,3 +319,45 @@ def weighted(recipe: Recipe, method: Algorithm) -> bool:
             hint="Weights n_i make the sensitivity depend on data sizes.",
         )
     return recipe.server.weights == "samples"
+
+
+def check(recipe: Recipe, method: Algorithm) -> None:
+    """Refuse what cannot begin with class sums.
+
+    Raises:
+        InputError: with the reason.
+    """
+    if recipe.start is None:
+        return
+    if recipe.after is not None:
+        raise wrong("start", recipe.start.kind, "nothing with after", hint="It would put the head back to zero.")
+    if recipe.privacy.protocol != "sound":
+        raise wrong("privacy.protocol", recipe.privacy.protocol, "sound with start")
+    if recipe.task != "classification" or recipe.loss is not None:
+        found = recipe.task if recipe.loss is None else "a loss of one's own"
+        raise wrong("task", found, "classification with start", hint="Its release are sums by class.")
+    if method.kind != "update" or method.head is not None or method.zero_head:
+        hint = "Such a method averages updates of a model whose last layer is shared, and has steps of its own."
+        raise wrong("algorithm.name", f"{method.name} with start", "a method that goes on from there", hint=hint)
+
+
+def with_start(recipe: Recipe, parts: RoundParts) -> RoundParts:
+    """Return the parts with those of round 0, if the recipe begins with class sums."""
+    if recipe.start is None:
+        return parts
+    plan, clip = parts.plan.at_round(0), whole_vector(start_clip_of(recipe))
+    plain = optimizer("sgd", lr=recipe.start.lr, momentum=0.0)
+    first = replace(
+        parts, algorithm=class_statistics(), plan=plan, clip=clip, mechanism=noising.mechanism_of(recipe, plan),
+        optimizer=lambda view: plain, threshold=clip.threshold,
+    )  # fmt: skip
+    return replace(parts, round_zero=first)
+
+
+def start_clip_of(recipe: Recipe) -> float:
+    """C of round 0: its own, or the recipe's where that is one number."""
+    given = recipe.privacy.clip
+    clip = (recipe.start and recipe.start.clip) or (given.value if isinstance(given, ClipSection) else given)
+    if clip is None:
+        raise wrong("start.clip", "nothing", "a number > 0, since privacy.clip is none")
+    return float(clip)

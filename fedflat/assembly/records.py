@@ -1,71 +1,88 @@
-"""What is written down of a run: the settled recipe, its fingerprint, the versions, the privacy statement."""
+"""Write down a run before it begins: its recipe, fingerprint, versions, and what its randomness follows."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fedflat.assembly import going_on
-from fedflat.assembly.plans import server_of
+from fedflat.assembly.plans import is_public, server_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection
+from fedflat.core.checks import wrong
 from fedflat.core.identity import identity_of
+from fedflat.core.imports import DIGEST
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm
-from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.public import HELD_OUT
-from fedflat.engine.early import SEEN, interrupted
-from fedflat.engine.parts import Parts
-from fedflat.engine.train import Job, Outcome
-from fedflat.methods import noise as noising
-from fedflat.methods.ae_dpfl import assembly as voting
-from fedflat.methods.published import assembly as published
+from fedflat.core.types import MOMENTUM, Algorithm
+from fedflat.engine.job import Job
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import Backend
+from fedflat.engine.round import RoundParts
+from fedflat.methods import assembly as published
 from fedflat.models.representation import FILE, Representation, write_body
-from fedflat.privacy.statement import PRIORS, rounds_charged, statement
-from fedflat.records.opening import Identity, versions
+from fedflat.records.opening import Identity, software, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
-LATER: dict[str, dict[str, Any]] = {"data": {"validation_fraction": 0.0}, "privacy": {"selection": None}}
+LATER: dict[str, dict[str, Any]] = {
+    "data": {"validation_fraction": 0.0}
+    | dict.fromkeys(("test", "test_clients", "fill", "separator", "encoding", "examples_per_client", "classes")),
+    "privacy": {"selection": None, "randomness": "secret", "benchmark": False},
+}
 """Keys that recipes did not always have, with what stands for their absence: without them a run is what it was."""
 
 
 def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, given: Sequence[Any]) -> Identity:
-    """What a run is: its settled recipe, its data, the module's weights and layout before round 0, its method.
+    """Return what a run is: its settled recipe, its data, the module's weights and layout before round 0, its method.
 
     data: a digest of all of it. given: code of the user's own (a method, a module), for which the recipe's names do not
     stand.
     """
     kept = {section: values for section, values in recipe.items() if section not in UNCHANGING}
+    if recipe["evaluation"].get("private"):  # it takes noise away from the update
+        kept["evaluation"] = {key: recipe["evaluation"][key] for key in ("private", "share")}
+    # A key that a recipe did not have yet counts as its default, or all earlier noise would be drawn anew.
     for section, keys in LATER.items():
         kept[section] = {key: value for key, value in kept[section].items() if key not in keys or value != keys[key]}
     return Identity(
         recipe=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         data=data,
-        model=str(identity_of((str(layout), dict(module.named_parameters()), dict(module.named_buffers())))),
-        method=identity_of(tuple(given)) if given else "",
+        model=str(identity_of((str(layout), _by_name(module.named_parameters()), _by_name(module.named_buffers())))),
+        method=identity_of(tuple(map(_as_in_02, given))) if given else "",
     )
 
 
-def settled(recipe: Recipe, parts: Parts, clients: int, module: nn.Module | None = None) -> dict[str, Any]:
-    """The recipe as a dict with what depends on data and calibration filled in; settling it again changes nothing.
+def _as_in_02(given: Any) -> Any:
+    """Return a method as 0.2 took its digest: with the momentum that stood for none."""
+    said = not isinstance(given, Algorithm) or given.momentum is not None
+    return given if said else replace(given, momentum=MOMENTUM)
+
+
+def _by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors in the order in which the digests of 0.2 took them."""
+    return dict(sorted(named, key=lambda pair: repr(pair[0])))
+
+
+def settled(recipe: Recipe, parts: RoundParts, clients: int, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return the recipe as a dict with what depends on data and calibration filled in; settling it again changes
+    nothing.
 
     module: the run's; a frozen body's digest is among what is filled in.
     """
     dump, plan, local = recipe.dump(), parts.plan, parts.local
     dump["server"] = server_of(recipe, parts.algorithm).model_dump(mode="json")
     dump["data"]["clients"] = clients
-    if parts.first is not None:
-        dump["start"]["clip"] = parts.first.threshold
+    if parts.round_zero is not None:
+        dump["start"]["clip"] = parts.round_zero.threshold
     if isinstance(module, Representation):
-        dump["model"]["sha256"] = module.sha256
+        dump["model"] |= module.settled
     dump["privacy"]["trust"] = plan.trust
     dump["local"] |= {
         "steps": local.steps,
@@ -92,7 +109,8 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     dump = settled(recipe, job.parts, job.data.clients, job.problem.pristine)
     # The back end that was chosen, so that a resumed run adds in the same order, bit for bit.
     dump["engine"] |= {"backend": job.backend.name, "block": getattr(job.backend, "block", None)}
-    dump["engine"] |= {"device": str(job.problem.device), "compile": job.problem.compiled}
+    # Compiled code is made anew on another machine, so a resumed run goes without.
+    dump["engine"] |= {"device": str(job.problem.device), "compile": False}
     threads = getattr(job.backend, "threads", None)
     dump["engine"] |= {} if threads is None else {"processes": threads}
     if recipe.model.name == GIVEN:
@@ -106,39 +124,14 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
 
 
 def _origin(kind: type) -> dict[str, str]:
-    """Where the class of a module that was given in Python comes from: its name, and its file's, without the folder."""
+    """Return where the class of a module that was given in Python comes from: its name, and its file's, without the
+    folder.
+    """
     try:
         file = {"file": Path(inspect.getfile(kind)).name}
     except (OSError, TypeError):  # defined at a prompt
         file = {}
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", **file}
-
-
-def stated_facts(recipe: Recipe, job: Job) -> dict[str, Any]:
-    """The public facts that the statement puts into sentences of its own."""
-    method, clip = job.parts.algorithm, recipe.privacy.clip
-    shown = clip.model_dump(exclude_none=True) if isinstance(clip, ClipSection) else clip
-    return {
-        "clip": shown if method.private else None,
-        "secure": recipe.privacy.secure_rng,
-        "personal": method.head is not None,
-        "finetuned": method.finetune is not None,
-        **({"client_state": [state.name for state in method.client_state]} if method.client_state else {}),
-        "public_data": job.data.test_inputs is not None,
-        **({"unidentified": True} if job.identity.method is None else {}),
-        "prior": prior_of(recipe, job.problem.pristine),
-        "held_out": held_out(job.parts.algorithm, recipe.data.dataset, job.data.name),
-    }
-
-
-def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
-    """What shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``."""
-    if recipe.after is not None:
-        return "earlier run"
-    own = recipe.model.name == GIVEN or ":" in recipe.model.name
-    said = {**vars(type(module)), **vars(module)} if own and module is not None else {}  # never what it inherits
-    found = said.get("prior", "unknown") if own else getattr(module, "prior", "none")
-    return found if found in PRIORS else "unknown"
+    return {"class": f"{kind.__module__.partition(DIGEST)[0]}.{kind.__qualname__}", **file}
 
 
 def write_frozen(job: Job, folder: Path) -> None:
@@ -148,34 +141,33 @@ def write_frozen(job: Job, folder: Path) -> None:
         write_body(module.body, folder / FILE)
 
 
-def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
-    """Whether the examples a method takes for public were clients' own (``data.public``): held out of their data."""
-    source, given = method.options.get("public"), loaded == PAIRS
-    if source is None and method.kind == "votes" and not given:
-        source = HELD_OUT
-    return source == HELD_OUT or (source is not None and source == dataset and not given)
+def is_seeded(recipe: Recipe) -> bool:
+    """Return whether the recipe asks for cohorts and noise that follow its seed."""
+    return recipe.privacy.randomness == "seeded"
 
 
-def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
-    """The privacy statement of a run so far."""
-    plan, asked = job.parts.plan, {}
-    facts = settled(recipe, job.parts, job.data.clients, job.problem.pristine) | stated_facts(recipe, job)
-    # Where it ran changes nothing that is guaranteed, and whoever knows the seed of a simulation knows its noise.
-    del facts["engine"], facts["seed"]
-    facts |= noising.facts(recipe, plan) | voting.facts(job)
-    if plan.protocol == "published":
-        asked = published.stated(plan, rounds_charged(outcome.state.round, outcome.entries))
-        facts |= published.facts(plan)
-    found = statement(
-        plan,
-        rounds_run=outcome.state.round,
-        algorithm=job.parts.algorithm.name,
-        facts=facts,
-        key_source="os-entropy" if recipe.privacy.secure_rng or job.identity.method is None else "seed",
-        entries=outcome.entries,
-        **asked,
-    )
-    found["reasons"] += interrupted(plan, found["rounds_charged"], job.last_round)
-    found["warnings"] += [SEEN] if outcome.seen else []
-    found["warnings"] += going_on.warning(recipe, outcome.entries, found["proven_epsilon"])
-    return found
+def check(recipe: Recipe) -> None:
+    """Refuse seeded noise for clients of one's own, unless the recipe says that it is a benchmark.
+
+    Raises:
+        InputError: with what to write instead.
+    """
+    if is_seeded(recipe) and not recipe.privacy.benchmark and not is_public(recipe.data.dataset):
+        hint = "Seeded noise can be drawn again, so it protects nobody; privacy.benchmark: true allows it to measure."
+        raise wrong("privacy.randomness", "seeded with clients of one's own", "secret", hint=hint)
+
+
+def engine_facts(recipe: Recipe, problem: ModuleProblem, backend: Backend) -> str:
+    """Return what a seeded key follows besides the run itself: all that may change a bit of a sum.
+
+    For published data it is the engine as the recipe asks for it, and the versions: what a processor rounds otherwise,
+    and which back end ``auto`` found fastest, leave the noise as it is, so that a table can be made again elsewhere.
+    There is nobody whom the noise of such a run protects. For clients of one's own it is the engine that was chosen and
+    the processor, so that two runs which are not the same bit for bit never share noise.
+    """
+    asked = recipe.engine.model_dump(mode="json") | {"precision": problem.precision}
+    versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "numpy")}
+    facts: dict[str, Any] = {"asked": asked, "versions": versions}
+    if not is_public(recipe.data.dataset):
+        facts["found"] = software(backend, problem)
+    return json.dumps(facts, sort_keys=True)

@@ -1,4 +1,4 @@
-"""What is trained for: the task of a recipe, a loss and metrics of the user's own, and targets that suit them."""
+"""Set up what is trained for: the recipe's task, a user's own loss and metrics, and targets that suit them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
 from fedflat.core.rng import seeded_torch
-from fedflat.data.clients import FederatedData, first_above
+from fedflat.data.clients import FederatedData, classes_of, first_above
 from fedflat.engine.evaluate import Metric, measured
 
 TRIED = 4
@@ -30,7 +30,7 @@ SQUARED = "squared"
 
 
 def objective_of(recipe: Recipe, loss: CustomLoss | None) -> Objective:
-    """The loss of a recipe: its task's, one by import path, or a function given in Python."""
+    """Return the loss of a recipe: its task's, one by import path, or a function given in Python."""
     if loss is None and recipe.loss == GIVEN:
         raise wrong("loss", f"{GIVEN}: the run's folder does not hold the function", NOT_HELD)
     if loss is None and recipe.loss == SQUARED:
@@ -50,7 +50,7 @@ def refuse_other_tasks(where: str, recipe: Recipe) -> None:
 
 
 def suited(data: FederatedData, task: str) -> FederatedData:
-    """The federation with targets as the task takes them.
+    """Return the federation with targets as the task takes them.
 
     Raises InputError, naming client and row, for targets of another kind.
     """
@@ -62,6 +62,29 @@ def suited(data: FederatedData, task: str) -> FederatedData:
     tests = None if data.test_targets is None else data.test_targets.float()
     outputs = 1 if data.targets.dim() == 1 else data.targets.shape[1]
     return replace(data, targets=data.targets.float(), test_targets=tests, classes=outputs)
+
+
+def with_public_classes(recipe: Recipe, data: FederatedData, private: bool, named: bool) -> FederatedData:
+    """Return the federation with a number of classes that is public: the recipe's, or that of the public test data.
+
+    Classes by their names, of published data and in a deployment are stated already. private: whether the method gives
+    a guarantee. named: whether the model is built for that number.
+
+    Raises:
+        InputError: a model is to be built and nothing public says how many classes there are; or a client has more.
+    """
+    if recipe.task not in ("classification", "next-token"):
+        return data
+    known, needed = recipe.data.classes, private and named and not data.stated
+    if known is None and needed and data.test_targets is not None:
+        known = classes_of(data.test_targets)
+    if known is None and needed:
+        hint = "The largest label of somebody would show in the shape of what is released."
+        raise wrong("data.classes", "nothing", "the number of classes, a public number; or public test data", hint=hint)
+    if known is not None and data.classes > known:
+        hint = "data.classes says how many there are."
+        raise wrong("clients", first_above(data, known), f"class numbers below {known}", hint=hint)
+    return data if known is None else replace(data, classes=known, stated=True)
 
 
 def _whose(data: FederatedData, row: int) -> str:
@@ -103,14 +126,14 @@ def _first_bad(targets: Tensor, bad: Tensor, place: Callable[[int], str], allowe
         raise wrong(f"{place(row)}, target", f"{shown.flatten()[0].item():g}", allowed)
 
 
-def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objective: Objective) -> None:
-    """Raise InputError for a module whose outputs do not fit the task. example: made-up inputs."""
+def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objective: Objective) -> int:
+    """Return how many outputs a module has. Raises InputError where they do not fit the task. example: made up."""
     with torch.no_grad():
         out = copy.deepcopy(module).eval()(example)
     if not isinstance(out, Tensor):
         raise wrong("model", f"an output of type {type(out).__name__}", "a tensor")
     if objective.own is not None:
-        return
+        return data.classes
     shape, task, n = tuple(out.shape[1:]), objective.task, data.classes
     if task in ("classification", "next-token"):
         wanted = (len(example), *data.targets.shape[1:])
@@ -119,11 +142,12 @@ def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objec
             raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
         if out.shape[-1] < n:
             raise wrong("model", f"{out.shape[-1]} outputs", f"at least {n} ({first_above(data, out.shape[-1])})")
-        return
+        return int(out.shape[-1])
     wanted = tuple(data.targets.shape[1:])
     if shape != wanted and not (task == "regression" and wanted == () and shape == (1,)):
         allowed = f"{wanted} per example, as the targets of task: {task}" if wanted else "() or (1,) per example"
         raise wrong("model", f"outputs of shape {shape} per example", allowed)
+    return data.classes
 
 
 def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: FederatedData) -> None:
@@ -132,6 +156,7 @@ def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Fed
     own = objective.own
     if own is None:
         return
+    # A loss may keep what it saw in places that its results do not show at once.
     watched = StateWatch(own)
     with torch.no_grad(), seeded_torch(0, "outputs to try a loss on"):
         shape = copy.deepcopy(module).eval()(example).shape[1:]
@@ -167,6 +192,7 @@ def _tried(own: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
         raise wrong(where, f"{type(error).__name__}: {reason}", allowed) from error
     if not isinstance(found, Tensor) or found.shape != (len(outputs),):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        # The commonest mistake: torch's losses take the mean unless they are told not to.
         hint = "Leave out the mean: reduction='none'." if isinstance(found, Tensor) and found.dim() == 0 else ""
         raise wrong(where, shown, allowed, hint=hint)
     if not found.is_floating_point() or not found.requires_grad:
@@ -179,7 +205,7 @@ def _tried(own: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
 def metrics_of(
     given: Mapping[str, Metric] | Sequence[str] | None, recipe: Recipe, data: FederatedData
 ) -> dict[str, Metric]:
-    """The recipe's measures by name, then the user's own.
+    """Return the recipe's measures by name, then the user's own.
 
     Raises InputError for a name that cannot be a key, is not of the task, or metrics without test data.
     """

@@ -1,32 +1,48 @@
-"""The audit's small federation: real parts from ``prepare``, clients whose update is chosen.
+"""Build the audit's small federation, and draw many releases of one round through the real server path.
 
 A canary is a client whose loss is linear: its gradient is constant, so the real local loop, gradient rule, mask and
 transforms of the method turn a chosen direction into the message that the method would send.
+
+Behind the sum everything is the key's noise and deterministic functions of the noisy sum, so n runs are one call on a
+state of n copies: n·d entries of noise, the constant divisor, the server's steps applied to each copy (by vmap of the
+real steps). That is checked against single calls, exactly and in law; where it does not hold, a loop of single calls
+is used instead.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import Layout
-from fedflat.core.personal import ClientContext
-from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Algorithm, Broadcast, Local, Part, RoundState
+from fedflat.core.params import ClientContext, Layout
+from fedflat.core.rng import digest, stream
+from fedflat.core.types import (
+    Aggregate,
+    Algorithm,
+    Broadcast,
+    Local,
+    MeanView,
+    Optimizer,
+    Part,
+    RoundState,
+    ServerView,
+)
 from fedflat.engine.client import train_client
-from fedflat.engine.parts import Parts
+from fedflat.engine.job import Job
 from fedflat.engine.problem import Batch, Gradient
-from fedflat.engine.round import accumulator_of, broadcast_of, select_cohort
-from fedflat.engine.train import Job
+from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, noisy_sum, select_cohort
 
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
 """The model has 16 tensors of 12 entries and a linear head of 26; two clients are there beside the canary."""
@@ -49,7 +65,7 @@ class AuditModel(nn.Module):
                 parameter.zero_()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs ``(n, 12)`` -> logits ``(n, 2)``."""
+        """Return the logits ``(n, 2)`` of inputs ``(n, 12)``."""
         return self.head(inputs * self.scale * torch.stack(list(self.blocks)).sum(0))  # type: ignore[no-any-return]
 
 
@@ -60,7 +76,7 @@ class LinearProblem:
     layout: Layout
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
-        """The constant gradient of one part."""
+        """Return the constant gradient of one part."""
         zero = torch.zeros(weights.shape[:-1])
         return Gradient(batch.inputs[..., self.layout.span(part)].clone(), zero, zero)
 
@@ -77,23 +93,25 @@ class LinearData:
     slope: Tensor
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """The same gradient at every step."""
+        """Yield the same gradient at every step."""
         for _ in range(steps):
             yield Batch(self.slope, torch.zeros(0))
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """The one batch, whose share of the data is 1."""
+        """Return the one batch, whose share of the data is 1."""
         yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
 
     def class_shares(self, classes: int) -> Tensor:
-        """All classes alike."""
+        """Return all classes alike."""
         return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
 
 
 def linear_message(
     algorithm: Algorithm, layout: Layout, local: Local, broadcast: Broadcast, update: Tensor, personal: Tensor
 ) -> Tensor:
-    """The messages ``(…, d)`` of clients that pull into ``update`` ``(…, d)``, through the real ``train_client``."""
+    """Return the messages ``(…, d)`` of clients that pull into ``update`` ``(…, d)``, through the real
+    ``train_client``.
+    """
     slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
     start = torch.cat([broadcast.shared, personal])
     weights = start.expand(slope.shape).clone()
@@ -106,17 +124,17 @@ def linear_message(
 class Bench:
     """Real parts and a public state to start the round from."""
 
-    parts: Parts
+    parts: RoundParts
     state: RoundState
     personal: Tensor
     seed: int = 0
 
     def changed(self, **parts: Any) -> Bench:
-        """The same with other parts: how a defect is planted."""
+        """Return the same with other parts: how a defect is planted."""
         return replace(self, parts=replace(self.parts, **parts))
 
     def random(self, purpose: str) -> Tensor:
-        """A standard normal vector ``(d,)`` of a named public stream."""
+        """Return a standard normal vector ``(d,)`` of a named public stream."""
         draw = stream(self.seed, "audit: " + purpose).standard_normal(self.state.shared.numel())
         return torch.from_numpy(draw).float()
 
@@ -139,7 +157,7 @@ class World:
 
 
 def bench_of(name: str, options: Mapping[str, Any] | None = None, sections: Mapping[str, Any] | None = None) -> Bench:
-    """The audit's federation for a method: q = 1, σ = 3, C = 1, δ = 1e-5, one round.
+    """Return the audit's federation for a method: q = 1, σ = 3, C = 1, δ = 1e-5, one round.
 
     options: the algorithm's keys. sections: recipe sections to audit as they are (``privacy`` may bring a clip of its
     own, ``server`` an optimiser); the fixed configuration overrides what it fixes.
@@ -148,7 +166,7 @@ def bench_of(name: str, options: Mapping[str, Any] | None = None, sections: Mapp
     width = job.parts.layout.dimension
     start = stream(0, "audit: start").standard_normal(width) * 0.1
     state = job.parts.first_state(torch.from_numpy(start).float(), job.threshold)
-    bench = Bench(job.parts, state, job.first[width:].clone())
+    bench = Bench(job.parts, state, job.initial_weights[width:].clone())
     slots = {
         slot: value + 0.1 * bench.random("slot " + slot) if value.shape == state.shared.shape else value
         for slot, value in state.slots.items()
@@ -157,12 +175,10 @@ def bench_of(name: str, options: Mapping[str, Any] | None = None, sections: Mapp
 
 
 def prepare_job(
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    sections: Mapping[str, Any] | None = None,
+    name: str, options: Mapping[str, Any] | None = None, sections: Mapping[str, Any] | None = None,
     inputs: Tensor | None = None,
-) -> Job:
-    """A live job of the audit's federation; ``inputs`` ``(12,)`` is the last client's only example."""
+) -> Job:  # fmt: skip
+    """Return a live job of the audit's federation; ``inputs`` ``(12,)`` is the last client's only example."""
     given = {key: dict(value) for key, value in (sections or {}).items()}
     privacy: dict[str, Any] = {"clip": CLIP} | given.get("privacy", {})
     privacy |= {"noise_multiplier": SIGMA, "delta": DELTA, "epsilon": None, "budget": None, "noise_cohort": None}
@@ -179,14 +195,17 @@ def prepare_job(
         }
     )
     if algorithm_of(recipe).kind == "ddgauss" or recipe.privacy.trust == "distributed":
-        recipe = Recipe.of(recipe, [f"cohort.min={CLIENTS - 1}"])  # met with and without the client
+        # The least cohort must be met with and without the client.
+        recipe = Recipe.of(recipe, [f"cohort.min={CLIENTS - 1}"])
     return prepare(recipe, AuditModel(), *examples_of(CLIENTS, inputs))
 
 
 def examples_of(
     clients: int, inputs: Tensor | None = None
 ) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    """A pair of one example for each client, of zeros but for the last client's ``inputs`` ``(12,)``; and test data."""
+    """Return a pair of one example for each client, of zeros but for the last client's ``inputs`` ``(12,)``; and test
+    data.
+    """
     examples = [torch.zeros(1, ENTRIES) for _ in range(clients)]
     if inputs is not None:
         examples[-1] = inputs.reshape(1, ENTRIES)
@@ -195,13 +214,14 @@ def examples_of(
 
 
 def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) -> World:
-    """Broadcast, local training, clip and sum of a round; ``canary`` None: world 0, the client removed.
+    """Return the broadcast, local training, clip and sum of a round; ``canary`` None: world 0, the client removed.
 
     The cohort comes from the real sampler: at q = 1 everybody. The last client is the canary. Where clients bring the
     noise (trust distributed, local), a removed client's slot still sends its share of it, and a zero update.
     """
     parts = bench.parts
     if canary is None and parts.plan.trust != "central":
+        # A removed client still sends its share of the noise; NaN counts as a message of zeros.
         canary = Client(torch.full_like(bench.state.shared, math.nan))
     cohort = select_cohort(parts, key, bench.state.round)
     broadcast = broadcast_of(parts, bench.state, bench.seed)
@@ -215,3 +235,201 @@ def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) ->
         )
         accumulator.add(message, [chosen.size])
     return World(broadcast, accumulator.result(), accumulator.divisor)
+
+
+CHECKED = 150
+"""Single calls per world that are compared with the copies."""
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Two worlds that differ in one client; ``canary`` is absent in world 0."""
+
+    bench: Bench
+    others: Client
+    canary: Client
+
+    def world(self, present: bool, key: bytes) -> World:
+        """Return what the server holds before noise."""
+        return world_of(self.bench, self.others, self.canary if present else None, key)
+
+
+def run_key(seed: int, purpose: str, number: int) -> bytes:
+    """Return the noise key of one audited run."""
+    return digest(seed, "audit: " + purpose, number)
+
+
+def released(bench: Bench, new: RoundState, copies: int = 1) -> Tensor:
+    """Return the whole released state ``(copies, width)``: the shared vector's change, changed slots, the next clip."""
+    old = bench.state
+    columns = [new.shared.reshape(copies, -1) - old.shared]
+    for name, value in sorted(new.slots.items()):
+        flat = value.reshape(copies, -1)
+        if name not in old.slots or not bool((flat == old.slots[name]).all()):
+            columns.append(flat)
+    if new.clip != old.clip:
+        columns.append(torch.full((copies, 1), new.clip))
+    return torch.cat(columns, 1)
+
+
+def single(neighbours: Neighbours, present: bool, key: bytes, world: World | None = None) -> Tensor:
+    """Return one run: the real path from the cohort to the new state; ``(width,)``. ``world`` if it is known
+    already."""
+    bench = neighbours.bench
+    held = neighbours.world(present, key) if world is None else world
+    new, _ = finish_round(bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore, divisor=held.divisor)
+    return released(bench, new)[0]
+
+
+def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) -> Tensor:
+    """Return ``copies`` runs in one call of the real ``finish_round``: ``(copies, width)``."""
+    bench = neighbours.bench
+    algorithm = replace(bench.parts.algorithm, server=tuple(_EachStep(s, copies) for s in bench.parts.algorithm.server))
+    parts = replace(bench.parts, algorithm=algorithm, optimizer=_each_optimizer(bench.parts.optimizer, copies))
+    state = replace(
+        bench.state,
+        shared=bench.state.shared.repeat(copies),
+        slots={name: value.repeat(copies) for name, value in bench.state.slots.items()},
+    )
+    mask = world.broadcast.mask
+    broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
+    aggregate = replace(world.aggregate, total=world.aggregate.total.repeat(copies))
+    new, _ = finish_round(parts, state, broadcast, aggregate, key, _ignore, divisor=world.divisor)
+    return released(bench, new, copies)
+
+
+def releases(neighbours: Neighbours, present: bool, runs: int, purpose: str, looped: bool) -> Tensor:
+    """Return ``runs`` releases ``(runs, width)`` of one world, with fresh noise."""
+    if looped:
+        keys = (run_key(number, f"{purpose} {present}", 1) for number in range(runs))
+        return torch.stack([single(neighbours, present, key) for key in keys])
+    key = run_key(runs, f"{purpose} {present}", 0)
+    return side_by_side(neighbours, neighbours.world(present, key), key, runs)
+
+
+def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
+    """Return whether copies side by side would not be the same as single runs.
+
+    Exactly: the first copy is the single run of the same key. law: in distribution as well, by many single runs.
+    """
+    bench = neighbours.bench
+    if bench.parts.clip.moves:
+        return True
+    for present in (False, True):
+        keys = [run_key(n, "faithful", int(present)) for n in range(2)]
+        worlds = [neighbours.world(present, key) for key in keys]
+        if on_a_grid(worlds[0]) or type(worlds[0].aggregate) is not Aggregate:
+            # Copies of the total would lose what else such a sum holds.
+            return True
+        if not torch.equal(worlds[0].aggregate.total, worlds[1].aggregate.total):
+            # Messages are random where clients add their own noise.
+            return True
+        alone = single(neighbours, present, keys[0], worlds[0])
+        first = side_by_side(neighbours, worlds[0], keys[0], 3)[0]
+        if alone.shape != first.shape or not torch.allclose(alone, first, rtol=1e-4, atol=1e-5):
+            return True
+        if law and _law_differs(neighbours, present, worlds[0]):
+            return True
+    return False
+
+
+def on_a_grid(world: World) -> bool:
+    """Return whether the mechanism works on whole numbers (secure grid noise, ddgauss): its runs are slow."""
+    return world.aggregate.exact is not None
+
+
+def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
+    """Return whether energy or a projection differ between single runs and copies: means or spreads."""
+    one = torch.stack([single(neighbours, present, run_key(n, "law", 7), world) for n in range(CHECKED)]).double()
+    many = side_by_side(neighbours, world, run_key(0, "law, copies", 7), 4 * CHECKED).double()
+    if one.shape[1] != many.shape[1]:
+        return True
+    direction = torch.linspace(-1, 1, one.shape[1], dtype=torch.float64)
+    for a, b in ((one.square().sum(1), many.square().sum(1)), (one @ direction, many @ direction)):
+        error = torch.sqrt(a.var() / len(a) + b.var() / len(b))
+        if float((a.mean() - b.mean()).abs()) > 6 * float(error) + 1e-6 * float(b.mean().abs()) + 1e-9:
+            return True
+        if max(float(a.var()), float(b.var())) > 1e-12 and not 1 / 4 < float((a.var() + 1e-30) / (b.var() + 1e-30)) < 4:
+            return True
+    return False
+
+
+def coupled_difference(neighbours: Neighbours, number: int = 0) -> Tensor:
+    """Return the world 1 minus world 0 under the same noise key ``(width,)``: noise cancels where it does not see the
+    data.
+    """
+    key = run_key(number, "coupled", 0)
+    one, zero = single(neighbours, True, key), single(neighbours, False, key)
+    if one.shape != zero.shape:
+        return torch.zeros_like(one)
+    return one - zero
+
+
+def _ignore(entry: Mapping[str, Any]) -> None:
+    """The audit writes no ledger."""
+
+
+@dataclass(frozen=True)
+class _EachStep:
+    """A real server step on each of ``copies`` copies."""
+
+    step: Any
+    copies: int
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        """Only asked before round 0."""
+        initial: dict[str, Tensor] = self.step.initial(shared)
+        return initial
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        def one(row: Tensor, slots: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            found: tuple[Tensor, dict[str, Tensor]] = self.step(row, replace(view, slots=slots))
+            return found
+
+        return _flat(torch.func.vmap(one)(_rows(mean, self.copies), _rows_of(view.slots, self.copies)))
+
+
+def _each_optimizer(optimizer: Callable[[MeanView], Optimizer], copies: int) -> Callable[[MeanView], Optimizer]:
+    """Return the real server optimiser on each of ``copies`` copies."""
+
+    def each(view: MeanView, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        made = optimizer(view)
+        mapped = torch.func.vmap(lambda w, mean, slots: made(w, mean, slots))
+        return _flat(mapped(_rows(w, copies), _rows(mean, copies), _rows_of(slots, copies)))
+
+    return lambda view: functools.partial(each, view)
+
+
+def _rows(vector: Tensor, copies: int) -> Tensor:
+    return vector.reshape(copies, -1)
+
+
+def _rows_of(slots: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
+    return {name: _rows(value, copies) for name, value in slots.items()}
+
+
+def _flat(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    return found[0].reshape(-1), {name: value.reshape(-1) for name, value in found[1].items()}
+
+
+Floats = NDArray[np.float64]
+
+
+def vote_releases(bench: Bench, present: bool, runs: int) -> Floats:
+    """Return the noisy votes ``(runs, draws·Q·V)``: others vote for the last class, the canary, if ``present``, for the
+    first.
+    """
+    parts, state = bench.parts, bench.state
+    broadcast, size = broadcast_of(parts, state, bench.seed), parts.mechanism.size  # type: ignore[attr-defined]
+    votes = torch.zeros(CLIENTS, size)
+    votes[:-1, -1] = votes[-1, 0] = 1.0
+    released = []
+    for number in range(runs):
+        key = run_key(number, f"votes {present}", 0)
+        accumulator = accumulator_of(parts, broadcast, key)
+        for draw in parts.plan.draws(state.round):
+            cohort = select_cohort(parts, key, draw)
+            chosen = cohort if present else cohort[cohort != CLIENTS - 1]
+            accumulator.of(draw).add(votes[torch.from_numpy(chosen)], [1] * len(chosen))
+        released.append(noisy_sum(parts, broadcast, accumulator.result(), key))
+    return torch.stack(released).double().numpy()

@@ -1,9 +1,10 @@
-"""From counts to bounds on ε: Clopper–Pearson, threshold choice on one half, a Gaussian pair, and one-run guesses."""
+"""Turn counts into lower bounds on ε, and name an audit's result."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ Counts = NDArray[np.integer[Any]]
 
 
 def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
-    """Clopper–Pearson: a lower limit of the success probability that is wrong with probability ≤ ``failure``."""
+    """Return a lower Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
     from scipy.stats import beta
 
     k = np.asarray(successes, dtype=np.float64)
@@ -47,17 +48,18 @@ class Event:
     first: bool
 
     def counts(self, absent: Floats, present: Floats) -> tuple[int, int]:
-        """(occurrences in the likely world, in the unlikely world) among runs ``(n,)`` of each."""
+        """Return (occurrences in the likely world, in the unlikely world) among runs ``(n,)`` of each."""
         hits = [int(((x > self.threshold) == self.above).sum()) for x in (absent, present)]
         return (hits[1], hits[0]) if self.first else (hits[0], hits[1])
 
 
 def choose_event(absent: Floats, present: Floats, delta: float, failure: float) -> tuple[Event, float]:
-    """The event with the best bound on these runs, and that bound (it is optimistic: evaluate it on other runs).
+    """Return the event with the best bound on these runs, and that bound (it is optimistic: evaluate it on other runs).
 
     absent, present: the statistic ``(n,)`` in world 0 (client removed) and world 1.
     """
     trials = len(absent)
+    # Thresholds lie where the tails are, as leaks show there, and evenly in between.
     pooled = np.sort(np.concatenate([absent, present]))
     extreme = np.unique(np.geomspace(1, len(pooled) / 2, 80).astype(np.int64)) - 1
     places = np.unique(
@@ -80,7 +82,7 @@ def choose_event(absent: Floats, present: Floats, delta: float, failure: float) 
 
 
 def event_bound(event: Event, absent: Floats, present: Floats, delta: float, failure: float) -> float:
-    """Lower bound on ε from fresh runs ``(n,)`` of each world; wrong with probability ≤ ``failure``."""
+    """Return the lower bound on ε from fresh runs ``(n,)`` of each world; wrong with probability ≤ ``failure``."""
     likely, unlikely = event.counts(absent, present)
     trials = len(absent)
     return float(
@@ -88,17 +90,10 @@ def event_bound(event: Event, absent: Floats, present: Floats, delta: float, fai
     )
 
 
-def largest_bound(runs: int, delta: float, failure: float) -> float:
-    """The cap: what ``runs`` perfectly separated runs of each world show (half of them choose, half evaluate)."""
-    trials = runs - runs // 2
-    high, low = lowest_rate(trials, trials, failure / 2), highest_rate(0, trials, failure / 2)
-    return float(epsilon_from_rates(high, low, delta))
-
-
 def gaussian_pair_epsilon(
     mean0: float, std0: float, mean1: float, std1: float, delta: float, top: float = 1e3
 ) -> float:
-    """The smallest ε with δ(ε) ≤ ``delta`` in both directions between N(mean0, std0²) and N(mean1, std1²).
+    """Return the smallest ε with δ(ε) ≤ ``delta`` in both directions between N(mean0, std0²) and N(mean1, std1²).
 
     By quadrature on a grid; ``top`` where the two are further apart than that. Standard deviations > 0.
     """
@@ -112,7 +107,7 @@ def gaussian_pair_epsilon(
 
 
 def _smallest(log_p: Floats, log_q: Floats, step: float, delta: float, top: float) -> float:
-    """Smallest ε ≥ 0 with ∫ max(0, p − e^ε q) ≤ δ, by bisection."""
+    """Return the smallest ε ≥ 0 with ∫ max(0, p − e^ε q) ≤ δ, by bisection."""
     p, loss = np.exp(log_p), log_p - log_q
 
     def excess(epsilon: float) -> float:
@@ -131,8 +126,8 @@ def _smallest(log_p: Floats, log_q: Floats, step: float, delta: float, top: floa
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """How likely ≥ ``correct`` of ``guesses`` right guesses are under (ε, δ)-DP, at most (Steinke et al.
-    2023, Theorem 5.2: m canaries included by fair coins, one run; the number of guesses fixed beforehand).
+    """Return how likely ≥ ``correct`` of ``guesses`` right guesses are under (ε, δ)-DP, at most (Steinke et al. 2023,
+    Theorem 5.2: m canaries included by fair coins, one run; the number of guesses fixed beforehand).
 
     β = P[Bin(r, e^ε/(1+e^ε)) ≥ v], plus 2mδ·max_i P[v > Bin ≥ v − i]/i.
     """
@@ -149,7 +144,9 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
 
 def one_run_bound(canaries: int, guesses: int, correct: int, delta: float, failure: float) -> float:
-    """The largest ε that the guesses refute at significance ``failure``: a lower bound on ε; 0 if none is refuted."""
+    """Return the largest ε that the guesses refute at significance ``failure``: a lower bound on ε; 0 if none is
+    refuted.
+    """
     if one_run_p_value(canaries, guesses, correct, 0.0, delta) >= failure:
         return 0.0
     high = 1.0
@@ -161,3 +158,56 @@ def one_run_bound(canaries: int, guesses: int, correct: int, delta: float, failu
         refuted = one_run_p_value(canaries, guesses, correct, middle, delta) < failure
         low, high = (middle, high) if refuted else (low, middle)
     return low
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """One audit of one method or run.
+
+    kind: worlds, noise, mechanism, canaries or one-run. claimed: ε the accounting claims for what was audited;
+    proven: ε that is proven for it (inf where no bound exists). lower_bound: ε it has at least, except with probability
+    1 − ``confidence``; None for an estimate, which bounds nothing and is in ``estimate``. canary, statistic: those
+    that gave the number. runs: releases looked at, per world for a mechanism. violations: of the exact contract 2b
+    (empty: it holds), for worlds every pair further apart than C, for noise every difference from the plan. details: of
+    worlds, the greatest ``movement`` over C, by back end and data in ``table``; of noise, its std over the plan's,
+    ``ratio``. assumptions: what the number rests on, one sentence each.
+    """
+
+    kind: str
+    method: str
+    claimed: float = math.inf
+    proven: float = math.inf
+    lower_bound: float | None = None
+    confidence: float | None = None
+    canary: str = "none"
+    statistic: str = "not run"
+    runs: int = 0
+    seconds: float = 0.0
+    assumptions: tuple[str, ...] = ()
+    violations: tuple[str, ...] = ()
+    estimate: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def exceeds_proven(self) -> bool:
+        """The proof or the code is wrong: more leaks than is proven to leak at most, or contract 2b is broken."""
+        over = self.lower_bound is not None and self.lower_bound > self.proven
+        return over or bool(self.violations)
+
+    @property
+    def exceeds_claimed(self) -> bool:
+        """The audit shows that the claimed ε does not hold."""
+        return self.lower_bound is not None and self.lower_bound > self.claimed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values for JSON; an infinite number becomes None."""
+        facts = asdict(self) | {"exceeds_proven": self.exceeds_proven, "exceeds_claimed": self.exceeds_claimed}
+        return {name: _plain(value) for name, value in facts.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

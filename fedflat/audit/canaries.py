@@ -1,14 +1,21 @@
-"""The neighbours of the mechanism audit: what the canary sends, and what the others send beside it."""
+"""Measure exactly what one client can change in a round, with canaries as neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedflat.audit.bench import Bench, Client
+from fedflat.audit.bench import ENTRIES, Bench, Client, Neighbours, World, coupled_difference, prepare_job, run_key
+from fedflat.core.types import ServerView
+from fedflat.engine.accumulate import GridAccumulator, PlainSum
+from fedflat.engine.job import Job
+from fedflat.engine.round import accumulator_of, broadcast_of
+from fedflat.engine.train import final_module, train
 
 LOUD = 100.0
 """Norms before the clip, in units of C: whatever a transform keeps of such an update is still clipped."""
@@ -29,7 +36,7 @@ def _silence(bench: Bench) -> Client:
 
 
 def _even(bench: Bench, purpose: str) -> Tensor:
-    """A random vector with the same norm, 1, in every tensor."""
+    """Return a random vector with the same norm, 1, in every tensor."""
     vector = bench.random(purpose)
     for where in bench.parts.layout.tensors("shared"):
         vector[where] /= torch.linalg.vector_norm(vector[where])
@@ -51,7 +58,7 @@ def _opposed(bench: Bench, threshold: float) -> tuple[Client, Client]:
 
 
 def _apart(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    """The others in the first half of every tensor, the canary in the second."""
+    """Return the others in the first half of every tensor, the canary in the second."""
     first, second = _even(bench, "apart") * threshold * LOUD, _even(bench, "apart too") * threshold * LOUD
     for where in bench.parts.layout.tensors("shared"):
         middle = (where.start + where.stop + 1) // 2
@@ -65,30 +72,154 @@ def _silent(bench: Bench, threshold: float) -> tuple[Client, Client]:
 
 
 def _sparse(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    """One entry of each tensor: a top-k or LUS mask keeps all of it."""
+    """Return one entry of each tensor: a top-k or LUS mask keeps all of it."""
     vector = torch.zeros_like(bench.state.shared)
     vector[[where.start for where in bench.parts.layout.tensors("shared")]] = threshold * LOUD
     return _silence(bench), Client(vector)
 
 
 def _against_direction(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    """Through PGN's re-added direction: the canary pulls against what the server broadcasts, the others along it."""
+    """Return neighbours through PGN's re-added direction: the canary pulls against the broadcast, the others
+    along it.
+    """
     vector = bench.state.slots.get("direction", bench.random("direction"))
     vector = vector / torch.linalg.vector_norm(vector) * threshold * LOUD
     return Client(vector), Client(-vector)
 
 
 CANARIES = (
-    Canary("random direction at C", _direction),
-    Canary("every tensor at C", _every_tensor),
-    Canary("against the others, far more data", _opposed),
-    Canary("where no other mask is", _apart),
-    Canary("silent client", _silent),
-    Canary("one entry per tensor", _sparse),
-)
+    Canary("random direction at C", _direction), Canary("every tensor at C", _every_tensor),
+    Canary("against the others, far more data", _opposed), Canary("where no other mask is", _apart),
+    Canary("silent client", _silent), Canary("one entry per tensor", _sparse),
+)  # fmt: skip
 AGAINST_DIRECTION = Canary("against the re-added direction", _against_direction)
 
 
 def canaries_for(bench: Bench) -> tuple[Canary, ...]:
-    """The canaries of a method: all, and one more against the direction that it broadcasts, if it does."""
+    """Return the canaries of a method: all, and one more against the direction that it broadcasts, if it does."""
     return (*CANARIES, AGAINST_DIRECTION) if "direction" in bench.state.slots else CANARIES
+
+
+KEYS = 3
+ROUNDING = 1e-5
+"""What float32 arithmetic may add, relative to the sensitivity and absolutely."""
+
+
+def contract_violations(bench: Bench, name: str = "", options: Mapping[str, Any] | None = None,
+                        sections: Mapping[str, Any] | None = None) -> tuple[str, ...]:  # fmt: skip
+    """Return every way in which adversarial neighbours break contract 2b; empty if it holds.
+
+    name, options, sections: as for ``bench_of``; with a name the whole released module is checked as well.
+    """
+    found: list[str] = []
+    for canary in canaries_for(bench):
+        others, client = canary.make(bench, bench.state.clip if math.isfinite(bench.state.clip) else 1.0)
+        found += [f"{canary.name}: {fault}" for fault in _differences(Neighbours(bench, others, client))]
+    found += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
+    if name:
+        found += outside_faults(lambda inputs: prepare_job(name, options, sections, inputs))
+    return tuple(found)
+
+
+def _allowed(bench: Bench, broadcast_clip: float) -> float:
+    plan = bench.parts.plan
+    return plan.sensitivity(bench.parts.clip.bound(broadcast_clip)) if plan.private else math.inf
+
+
+def _differences(neighbours: Neighbours) -> list[str]:
+    """Return how sum, noisy mean and noise of two worlds differ under the same keys beyond what is allowed."""
+    bench, faults = neighbours.bench, []
+    key = run_key(0, "exact", 0)
+    zero, one = neighbours.world(False, key), neighbours.world(True, key)
+    limit = _allowed(bench, zero.broadcast.clip)
+    # Another key gives another sum only if the messages are random.
+    again = neighbours.world(True, run_key(1, "exact", 0)).aggregate.total
+    random = zero.aggregate.exact is not None or not torch.equal(one.aggregate.total, again)
+    moved = float(torch.linalg.vector_norm(one.aggregate.total - zero.aggregate.total))
+    if moved > limit * (1 + ROUNDING) and not random:
+        faults.append(f"the noiseless sum moves by {moved:.4g}, more than the sensitivity {limit:.4g}")
+    # Where clients round or add noise, worlds cannot be coupled; only the sampled audit is left.
+    if random:
+        return faults
+    plain = replace(bench.parts.algorithm, server=(_Show(bench.parts.broadcast),))
+    bare = Neighbours(bench.changed(algorithm=plain), neighbours.others, neighbours.canary)
+    start, width = bench.state.shared.numel(), bench.parts.message_length
+    # Behind the mean, an adaptive clip's next threshold, from a count with its own noise.
+    shifts = [coupled_difference(bare, number)[start : start + width] for number in range(KEYS)]
+    mean_limit = limit / bench.parts.plan.divisor
+    longest = max(float(torch.linalg.vector_norm(shift)) for shift in shifts)
+    if longest > mean_limit * (1 + ROUNDING) + ROUNDING:
+        faults.append(f"the released mean moves by {longest:.4g}, more than sensitivity/m = {mean_limit:.4g}")
+    spread = max(float((shift - shifts[0]).abs().max()) for shift in shifts)
+    if spread > 4 * ROUNDING or not _same_noise(bench, zero, one):
+        faults.append("the noise is not the same with and without the client")
+    return faults
+
+
+def _same_noise(bench: Bench, zero: World, one: World) -> bool:
+    """Return whether the mechanism draws bit for bit the same noise in both worlds, key by key."""
+    bound = bench.parts.clip.bound(zero.broadcast.clip)
+    draws = []
+    for world in (zero, one):
+        for number in range(KEYS):
+            key = run_key(number, "exact noise", 0)
+            draws.append(bench.parts.mechanism.noise(key, 0, world.broadcast, world.aggregate, bound))
+    return all(torch.equal(a, b) for a, b in zip(draws[:KEYS], draws[KEYS:]))
+
+
+@dataclass(frozen=True)
+class _Show:
+    """A server step that shows the mean, in the first of the slots, and hands on nothing; clients receive as ever."""
+
+    broadcast: tuple[str, ...]
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        """No slots."""
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.zeros_like(mean[: view.tensors[-1].stop]), {"": mean}
+
+
+def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
+    """Return the messages that no honest client sends, straight into the accumulator beside an ordinary one."""
+    key, width = run_key(0, "hostile", 0), bench.parts.message_length
+    broadcast = broadcast_of(bench.parts, bench.state, bench.seed)
+    ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
+    limit, found = _allowed(bench, broadcast.clip), []
+    if not bench.parts.plan.private:
+        return []
+    hostile = {
+        "NaN": torch.full((1, width), math.nan), "one infinite entry": torch.eye(1, width) * math.inf,
+        "huge": torch.full((1, width), 3e38), "wrong length": torch.ones(1, width + 1),
+        "whole numbers": torch.ones(1, width, dtype=torch.int64),
+    }  # fmt: skip
+    for label, message in hostile.items():
+        totals = []
+        for extra in ([], [message]):
+            accumulator = accumulator_of(bench.parts, broadcast, key)
+            for sent in [ordinary, *extra]:
+                accumulator.add(sent, [1])
+            totals.append(accumulator.result().total)
+        moved = float(torch.linalg.vector_norm((totals[1] - totals[0]).double()))
+        random = not isinstance(accumulator, (PlainSum, GridAccumulator))
+        if not math.isfinite(moved) or (moved > limit * (1 + ROUNDING) and not random):
+            found.append((label, f"a message moves the sum by {moved:.4g}, more than {limit:.4g}"))
+    return found
+
+
+def outside_faults(make: Callable[[Tensor | None], Job]) -> list[str]:
+    """Return the tensors of the released module, besides the shared vector, that are not w^0's bit for bit after a real
+    round.
+
+    make: inputs ``(12,)`` of the last client -> a fresh job.
+    """
+    job = make(torch.full((ENTRIES,), 1e6))
+    before = {name: value.clone() for name, value in job.problem.module.state_dict().items()}
+    after = final_module(job, train(job)).state_dict()
+    shared = job.parts.layout.names[: job.parts.layout.shared]
+    return [
+        f"{name} is released and is not w^0's: it depends on clients' data outside the clipped sum"
+        for name, value in after.items()
+        if name not in shared and not (name in before and torch.equal(value, before[name]))
+    ]

@@ -1,4 +1,4 @@
-"""Finite data that a client may bring to break a bound: made for the shape and the classes of a recipe's examples."""
+"""Make finite data that a client may bring to break a bound, in the shape and classes of a recipe's examples."""
 
 from __future__ import annotations
 
@@ -47,50 +47,27 @@ class Case:
 
 
 CASES: tuple[Case, ...] = (
-    Case("ordinary"),
-    Case("cancelling 1e6", start="even"),
-    Case("no gradient", start="even"),
-    Case("pixels", others="pixels", start="even"),
-    Case("ordinary", others="cancelling 1e6"),
-    Case("huge 1e14"),
-    Case("ordinary", others="opposite 1e6"),
-    Case("no gradient", others="constant", start="even", last=True),
-    Case("ordinary", others="empty"),
-    Case("cancelling 1e14", start="even"),
-    Case("cancelling 1e6"),
-    Case("huge 3e38"),
-    Case("huge 1e6", start="later"),
-    Case("ordinary", noise=True),
-    Case("ordinary", others="pixels", start="even"),
-    Case("ordinary", others="cancelling 1e6", start="even"),
-    Case("huge 1e6"),
-    Case("tiny 1e-30"),
-    Case("duplicated"),
-    Case("one class"),
-    Case("constant"),
-    Case("huge 1e14", others="huge 1e14"),
-    Case("cancelling 1e6", start="later"),
+    Case("ordinary"), Case("cancelling 1e6", start="even"), Case("no gradient", start="even"),
+    Case("pixels", others="pixels", start="even"), Case("ordinary", others="cancelling 1e6"), Case("huge 1e14"),
+    Case("ordinary", others="opposite 1e6"), Case("no gradient", others="constant", start="even", last=True),
+    Case("ordinary", others="empty"), Case("cancelling 1e14", start="even"), Case("cancelling 1e6"), Case("huge 3e38"),
+    Case("huge 1e6", start="later"), Case("ordinary", noise=True), Case("ordinary", others="pixels", start="even"),
+    Case("ordinary", others="cancelling 1e6", start="even"), Case("huge 1e6"), Case("tiny 1e-30"), Case("duplicated"),
+    Case("one class"), Case("constant"), Case("huge 1e14", others="huge 1e14"), Case("cancelling 1e6", start="later"),
     Case("no gradient", start="even", noise=True),
-)
+)  # fmt: skip
 """In the order in which they are tried where time is short."""
 TOKENS: tuple[Case, ...] = (
-    Case("ordinary"),
-    Case("one text, all labels"),
-    Case("one token"),
-    Case("padding"),
-    Case("ordinary", others="one text, all labels"),
-    Case("no gradient", start="even"),
-    Case("duplicated"),
-    Case("one class"),
-    Case("ordinary", others="empty"),
-    Case("one text, all labels", start="later"),
+    Case("ordinary"), Case("one text, all labels"), Case("one token"), Case("padding"),
+    Case("ordinary", others="one text, all labels"), Case("no gradient", start="even"), Case("duplicated"),
+    Case("one class"), Case("ordinary", others="empty"), Case("one text, all labels", start="later"),
     Case("ordinary", noise=True),
-)
+)  # fmt: skip
 """The same for token ids."""
 
 
 def cases_for(data: FederatedData) -> tuple[Case, ...]:
-    """The cases that mean something for a federation's examples."""
+    """Return the cases that mean something for a federation's examples."""
     return CASES if data.inputs.is_floating_point() else TOKENS
 
 
@@ -101,46 +78,48 @@ class Maker:
     template: FederatedData
 
     def make(self, kind: str, client: int) -> Pair:
-        """The data of ``kind`` for a client; clients other than 0 have fewer examples, one of them a single one."""
+        """Return the data of ``kind`` for a client; clients other than 0 have fewer examples, one of them a single
+        one."""
         x, y = self.ordinary(client)
         if kind == "ordinary":
             return x, y
+        # A client without data is the world in which it is absent.
         if kind == "empty":
             return x[:0], y[:0]
         made = _KINDS[kind](self, x, y, client)
         return made[0].to(x.dtype), made[1]
 
     def ordinary(self, client: int) -> Pair:
-        """Examples of the recipe's own training data, different ones for each client."""
+        """Return the examples of the recipe's own training data, different ones for each client."""
         held = np.concatenate(self.template.parts)
         count = max(1, ROWS - client % ROWS)
         rows = torch.from_numpy(held[np.arange(client * ROWS, client * ROWS + count) % len(held)])
         return self.template.inputs[rows], self.template.targets[rows]
 
     def public(self) -> Pair:
-        """A few test examples, the last of the last class: it says how many classes there are."""
+        """Return a few test examples, the last of the last class: it says how many classes there are."""
         x, y = self.ordinary(0)
         x, y = (torch.cat([t, t, t])[:8] for t in (x, y))
         y[-1] = self.template.classes - 1
         return x, y
 
     def direction(self, client: int) -> Tensor:
-        """A standard normal example ``(…)``, always the same one for a client."""
+        """Return a standard normal example ``(…)``, always the same one for a client."""
         draw = stream(0, "audit: hostile example", client).standard_normal(self.template.input_shape)
         return torch.from_numpy(draw).float()
 
     def label(self, number: int, like: Tensor) -> Tensor:
-        """Targets of the form of ``like`` ``(n, …)``, all of class ``number`` (counted round)."""
+        """Return the targets of the form of ``like`` ``(n, …)``, all of class ``number`` (counted round)."""
         return torch.full_like(like, number % self.template.classes)
 
     def with_all_labels(self, example: Tensor, y: Tensor) -> Pair:
-        """One example once for each class (at most 64 of them)."""
+        """Return one example once for each class (at most 64 of them)."""
         count = min(self.template.classes, 64)
         targets = torch.arange(count).reshape(-1, *(1 for _ in y.shape[1:])).expand(count, *y.shape[1:])
         return example.expand(count, *example.shape).clone(), targets.clone()
 
     def opposite(self, first: Tensor, second: Tensor, y: Tensor) -> Pair:
-        """Two examples of the first and the last class."""
+        """Return two examples of the first and the last class."""
         return torch.stack([first, second]), torch.cat([self.label(0, y[:1]), self.label(-1, y[:1])])
 
 
@@ -158,7 +137,7 @@ def _cancelling(scale: float) -> Kind:
 
 
 def _opposite(scale: float) -> Kind:
-    """Two nearly equal inputs, of the first and the last class."""
+    """Return two nearly equal inputs, of the first and the last class."""
 
     def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
         u = maker.direction(client) * scale
@@ -176,7 +155,7 @@ def _huge(scale: float) -> Kind:
 
 
 def _pixels(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-    """Two raw images, whole numbers to 255, that differ in one pixel by 1, of opposite classes."""
+    """Return two raw images, whole numbers to 255, that differ in one pixel by 1, of opposite classes."""
     draw = stream(0, "audit: pixels", client).integers(0, PIXELS, maker.template.input_shape)
     image = torch.from_numpy(draw).float()
     other = image.clone()
@@ -185,14 +164,17 @@ def _pixels(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
 
 
 def _no_gradient(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-    """One huge input with every label: from a head of zeros its rows cancel, and the message is zero (or rounding)."""
+    """Return one huge input with every label: from a head of zeros its rows cancel, and the message is zero (or
+    rounding).
+    """
     if not x.is_floating_point():
         return maker.with_all_labels(x[0], y)
-    return maker.with_all_labels(maker.direction(client).sign() * 2.0**46, y)  # powers of two: products are exact
+    # With powers of two all products are exact.
+    return maker.with_all_labels(maker.direction(client).sign() * 2.0**46, y)
 
 
 def _token(number: int) -> Kind:
-    """Texts of one token; -1 for padding."""
+    """Return the texts of one token; -1 for padding."""
 
     def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
         token = maker.template.padding if number < 0 else min(number, max(maker.template.vocabulary - 1, 0))
@@ -202,34 +184,24 @@ def _token(number: int) -> Kind:
 
 
 _KINDS: Mapping[str, Kind] = {
-    **{f"cancelling {scale}": _cancelling(float(scale)) for scale in ("1e6", "1e14")},
-    "opposite 1e6": _opposite(1e6),
+    **{f"cancelling {scale}": _cancelling(float(scale)) for scale in ("1e6", "1e14")}, "opposite 1e6": _opposite(1e6),
     **{f"huge {scale}": _huge(float(scale)) for scale in ("1e6", "1e14", "3e38")},
     "tiny 1e-30": lambda maker, x, y, client: (maker.direction(client).expand(x.shape) * 1e-30, y),
     "duplicated": lambda maker, x, y, client: (x[:1].expand(x.shape).clone(), y[:1].expand(y.shape).clone()),
     "one class": lambda maker, x, y, client: (x, maker.label(0, y)),
-    "constant": lambda maker, x, y, client: (torch.ones_like(x), maker.label(0, y)),
-    "pixels": _pixels,
-    "no gradient": _no_gradient,
-    "one text, all labels": lambda maker, x, y, client: maker.with_all_labels(x[0], y),
-    "one token": _token(5),
-    "padding": _token(-1),
-}
+    "constant": lambda maker, x, y, client: (torch.ones_like(x), maker.label(0, y)), "pixels": _pixels,
+    "no gradient": _no_gradient, "one text, all labels": lambda maker, x, y, client: maker.with_all_labels(x[0], y),
+    "one token": _token(5), "padding": _token(-1),
+}  # fmt: skip
 
 
 def federation(template: FederatedData, pairs: Sequence[Pair], test: Pair) -> FederatedData:
-    """The template's federation with other clients: one pair each."""
+    """Return the template's federation with other clients: one pair each."""
     inputs, targets = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends))
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
     return replace(
-        template,
-        inputs=inputs,
-        targets=targets,
-        parts=parts,
-        held_back=empty,
-        test_inputs=test[0],
-        test_targets=test[1],
-        name="worlds",
-    )
+        template, inputs=inputs, targets=targets, parts=parts, held_back=empty, test_inputs=test[0],
+        test_targets=test[1], name="worlds",
+    )  # fmt: skip

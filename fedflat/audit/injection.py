@@ -1,10 +1,12 @@
-"""Canary clients in a real training run: more clients, each pulling in a random direction of its own."""
+"""Bound ε from below with canary clients in a real training run (Andrew et al. 2023, Steinke et al. 2023)."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.audit.bench import linear_message
+from fedflat.audit.bounds import AuditResult, gaussian_pair_epsilon, one_run_bound
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast
-from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.parts import Parts
-from fedflat.engine.train import Backend, Evaluation, Job, train
+from fedflat.engine.job import Evaluation, Job
+from fedflat.engine.reduce import Backend, Clipped, Part, Trained
+from fedflat.engine.round import RoundParts
+from fedflat.engine.train import train
 from fedflat.privacy.plan import Plan
 
 Floats = NDArray[np.float64]
@@ -41,7 +45,8 @@ class Directions:
     _kept: list[Tensor] = field(default_factory=list, repr=False)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(number of the first, ``(n, d)``) for consecutive blocks."""
+        """Yield (number of the first, ``(n, d)``) for consecutive blocks."""
+        # Drawing directions again costs time, keeping them costs memory.
         keep = self.count * self.dimension <= KEPT_ENTRIES
         for index, start in enumerate(range(0, self.count, BLOCK)):
             if index < len(self._kept):
@@ -53,7 +58,7 @@ class Directions:
             yield start, block
 
     def rows(self, numbers: range | list[int]) -> Tensor:
-        """The chosen directions ``(n, d)``."""
+        """Return the chosen directions ``(n, d)``."""
         draws = [
             stream(self.seed, "audit: canary", i).standard_normal(self.dimension, dtype=np.float32) for i in numbers
         ]
@@ -62,7 +67,7 @@ class Directions:
         return unit
 
     def cosines(self, vector: Tensor) -> Floats:
-        """Cosine of every direction with ``vector`` ``(d,)``: ``(count,)``; zeros for a zero vector."""
+        """Return the cosine of every direction with ``vector`` ``(d,)``: ``(count,)``; zeros for a zero vector."""
         norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
         if not norm > 0 or not math.isfinite(norm):
             return np.zeros(self.count)
@@ -78,7 +83,7 @@ class CanaryBackend:
     """
 
     inner: Backend
-    parts: Parts
+    parts: RoundParts
     directions: Directions
     included: NDArray[np.bool_]
     first: int
@@ -90,19 +95,19 @@ class CanaryBackend:
     drawn: int = 0
 
     def train(
-        self, cohort: NDArray[np.int64], broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState
-    ) -> None:
-        """The real clients by the inner back end, then the canaries of the cohort through the real local loop."""
+        self, cohort: NDArray[np.int64], broadcast: Broadcast, kept: PersonalState, clipped: Clipped
+    ) -> Iterator[Part]:
+        """Train the real clients by the inner back end, then the canaries of the cohort through the real local loop."""
         self.look(broadcast.shared)
-        self.inner.train(cohort[cohort < self.first], broadcast, accumulator, heads)
+        yield from self.inner.train(cohort[cohort < self.first], broadcast, kept, clipped)
         numbers = [int(c) - self.first for c in cohort if c >= self.first and self.included[int(c) - self.first]]
         self.drawn += len(numbers)
         length = broadcast.clip * LOUD if math.isfinite(broadcast.clip) else 1.0
         parts = self.parts
         for place in range(0, len(numbers), BLOCK):
             updates = self.directions.rows(numbers[place : place + BLOCK]) * length
-            messages = linear_message(parts.algorithm, parts.layout, parts.local, broadcast, updates, heads.first)
-            accumulator.add(messages, [1] * len(updates))
+            messages = linear_message(parts.algorithm, parts.layout, parts.local, broadcast, updates, kept.first)
+            yield Trained(messages, [1] * len(updates))
 
     def look(self, shared: Tensor) -> None:
         """Score the step that led to a released vector ``(d,)``."""
@@ -130,29 +135,31 @@ class Observed:
 
 
 def with_canaries(job: Job, directions: Directions, included: NDArray[np.bool_]) -> Job:
-    """The same run with ``len(included)`` more clients: the same q, σ, C, T and δ, so the same proven ε."""
+    """Return the same run with ``len(included)`` more clients: the same q, σ, C, T and δ, so the same proven ε."""
     count = job.parts.plan.sampler.clients
     if job.parts.plan.trust != "central":
         found = job.parts.plan.trust
         raise wrong("privacy.trust", found, "central for canary audits", hint="They see models, not single updates.")
-    if job.parts.first is not None:
+    if job.parts.round_zero is not None:
         hint = "They send updates, and its first round takes class sums."
         raise wrong("start", "class-statistics", "nothing for canary audits", hint=hint)
     plan = _larger(job.parts.plan, count + len(included))
+    # More clients at the same q, σ and δ have the same proven ε.
     parts = replace(job.parts, plan=plan)
     backend = CanaryBackend(job.backend, parts, directions, included, count)
     return replace(job, parts=parts, backend=backend, folder=None, evaluation=Evaluation(every=10**9))
 
 
 def _larger(plan: Plan, clients: int) -> Plan:
-    """The plan for more clients at the same q; the noise multiplier that ran stays."""
+    """Return the plan for more clients at the same q; the noise multiplier that ran stays."""
     sampler = plan.sampler
     size = sampler.q * clients
     maximum = sampler.maximum
     if sampler.name == "fixed":
         size = max(1, round(size))
     separation = getattr(sampler, "separation", None) if sampler.name != "full" else None
-    if separation is not None:  # as many turns as before
+    # A whole number of clients has as many turns as before.
+    if separation is not None:
         size = max(1, int(size))
     if maximum is not None:
         maximum = max(math.ceil(size), round(maximum * clients / sampler.clients))
@@ -171,3 +178,99 @@ def observe(job: Job) -> Observed:
     start = backend.start if backend.start is not None else outcome.state.shared
     final = backend.directions.cosines(outcome.state.shared - start)
     return Observed(final, backend.largest, backend.total, outcome.state.round, backend.drawn)
+
+
+GUESSED = 0.2
+"""Share of the canaries guessed at, fixed beforehand: half of it highest scores "in", half lowest "out", the rest
+abstained from."""
+CONFIDENCE = 0.95
+ONE_RUN_ASSUMES = (
+    "A valid lower bound for add-remove (ε, δ)-DP of the run with the canaries in it, whatever the distribution.",
+    f"Canaries are additional clients, their updates {LOUD:g} C long, at the recipe's q, σ, C, T and δ; m grows with "
+    "them, an adaptive C follows them too; the run is another one than the recipe's, evaluated at its end only.",
+    "The coins are independent of everything else, and the number of guesses was fixed beforehand.",
+    "The adversary sees every released model; random directions in one run, which hide each other where canaries are "
+    "many against d, make the bound valid, not tight.",
+)
+
+
+def _result(kind: str, job: Job, seen: Observed, canaries: int, details: dict[str, Any], **facts: Any) -> AuditResult:
+    """Return the result of a whole run that was trained once with canaries."""
+    plan = job.parts.plan
+    proven = plan.epsilon(seen.rounds)
+    common = {"canaries": canaries, "canary_messages": seen.drawn, "rounds": seen.rounds, "delta": plan.delta}
+    return AuditResult(
+        kind, job.parts.algorithm.name, claimed=proven, proven=proven, runs=1, details=common | details, **facts
+    )
+
+
+def one_run(job: Job, canaries: int, confidence: float = CONFIDENCE) -> AuditResult:
+    """Return the lower bound on ε of a run at its δ, from ``canaries`` clients that are included by fair coins."""
+    began, delta = time.perf_counter(), job.parts.plan.delta
+    included = stream(job.seed, "audit: coins").random(canaries) < 0.5
+    directions = Directions(job.seed, canaries, job.parts.layout.dimension)
+    seen = observe(with_canaries(job, directions, included))
+    guesses, correct = guess(seen.total, included, GUESSED)
+    most = one_run_bound(canaries, guesses, guesses, delta, 1 - confidence)
+    counts = {"included": int(included.sum()), "guesses": guesses, "correct": correct, "largest_possible": most}
+    return _result(
+        "one-run", job, seen, canaries, counts, confidence=confidence, assumptions=ONE_RUN_ASSUMES,
+        lower_bound=one_run_bound(canaries, guesses, correct, delta, 1 - confidence),
+        canary="random direction at C, in or out", statistic="sum of cosines over rounds",
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def guess(scores: NDArray[np.float64], included: NDArray[np.bool_], share: float) -> tuple[int, int]:
+    """Return (guesses, correct ones): the highest scores are guessed in, the lowest out, as many of each.
+
+    scores, included: ``(m,)``. share: guesses / m in (0, 1]; the number does not depend on the scores.
+    """
+    each = max(1, int(share * len(scores) / 2)) if len(scores) > 1 else 0
+    order = np.argsort(scores, kind="stable")
+    correct = int(included[order[len(order) - each :]].sum()) + int((~included[order[:each]]).sum())
+    return 2 * each, correct
+
+
+BOOTSTRAPS = 200
+ONE_SHOT_ASSUMES = (
+    "An estimate, not a bound: it has no confidence level and may lie on either side of the true ε.",
+    f"Canaries are additional clients, their updates {LOUD:g} C long, at the recipe's q, σ, C, T and δ; m grows with "
+    "them, an adaptive C follows them too; the run is another one than the recipe's, evaluated at its end only.",
+    "The adversary sees every released model and knows the directions, but chooses random ones, not the worst.",
+    "Cosines are taken as Gaussian in both worlds; canaries as independent of each other (d large).",
+)
+
+
+def one_shot(job: Job, canaries: int) -> AuditResult:
+    """Return the estimate ε at the run's δ from ``canaries`` clients that train and as many directions that do not."""
+    began, delta = time.perf_counter(), job.parts.plan.delta
+    directions = Directions(job.seed, 2 * canaries, job.parts.layout.dimension)
+    seen = observe(with_canaries(job, directions, np.ones(canaries, dtype=np.bool_)))
+    # Algorithm 1 looks at w^T − w^0, Algorithm 2 at the largest cosine over the rounds; the rest was never included.
+    scores = {"final model": seen.final, "all rounds": seen.largest}
+    pairs = {name: (cosines[:canaries], cosines[canaries:]) for name, cosines in scores.items()}
+    estimates = {name: estimate(*pair, delta) for name, pair in pairs.items()}
+    best = max(estimates, key=lambda name: estimates[name])
+    details = {"estimates": estimates, "interval_95": spread(*pairs[best], delta, job.seed)}
+    return _result(
+        "canaries", job, seen, canaries, details, estimate=estimates[best], assumptions=ONE_SHOT_ASSUMES,
+        canary="random direction at C", statistic=f"cosine, {best}", seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def estimate(observed: Floats, unseen: Floats, delta: float) -> float:
+    """Return ε at ``delta`` between Gaussians fitted to the statistic of canaries and of unseen directions."""
+    stds = [max(float(x.std(ddof=1)), 1e-12) for x in (unseen, observed)]
+    return gaussian_pair_epsilon(float(unseen.mean()), stds[0], float(observed.mean()), stds[1], delta)
+
+
+def spread(observed: Floats, unseen: Floats, delta: float, seed: int) -> tuple[float, float]:
+    """Return 2.5 % and 97.5 % points of the estimate over resampled canaries (bootstrap)."""
+    generator = stream(seed, "audit: bootstrap")
+    found = []
+    for _ in range(BOOTSTRAPS):
+        draws = [x[generator.integers(0, len(x), len(x))] for x in (observed, unseen)]
+        found.append(estimate(draws[0], draws[1], delta))
+    low, high = np.quantile(found, [0.025, 0.975])
+    return float(low), float(high)

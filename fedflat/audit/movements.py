@@ -1,35 +1,47 @@
-"""The worlds audit of a recipe: how far one client's data moves its release, on every back end that applies."""
+"""Audit a recipe in pairs of worlds: how far one client's data moves its release, and whether noise is shared.
+
+Noise of a run is read off it: the released mean with noise, less the one without, through ``simulation.run``.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, plan_of
-from fedflat.audit.planted import PLANTED
-from fedflat.audit.result import AuditResult
-from fedflat.audit.shared_noise import shared_noise
-from fedflat.audit.worlds import BATCH, CLIENTS, SLACK, STEPS, Engine, Movement, Scenario, Worlds
+from fedflat.audit.bounds import AuditResult
+from fedflat.audit.hostile import Case, Maker, federation
+from fedflat.audit.worlds import (
+    BATCH,
+    CLIENTS,
+    SLACK,
+    STEPS,
+    Engine,
+    Movement,
+    Recorder,
+    Scenario,
+    Worlds,
+    world_recipe,
+)
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, one_of
+from fedflat.core.checks import InputError
 from fedflat.core.params import layout_of
-from fedflat.core.rng import noise_key, seeded_torch
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import FederatedData, from_pairs
-from fedflat.engine.train import Job
+from fedflat.data.clients import FederatedData
+from fedflat.engine.job import Job
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
+from fedflat.simulation import run as simulation
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
@@ -48,14 +60,16 @@ STARTED = "Of a recipe with start: the rounds after round 0, whose own movement 
 
 
 def engines_for(recipe: Recipe, *, thorough: bool) -> tuple[Engine, ...]:
-    """Back ends to try, the fast ones first; those that do not apply to a model are refused when they are tried."""
+    """Return the back ends to try, the fast ones first; those that do not apply to a model are refused when they are
+    tried.
+    """
     bf16 = recipe.engine.precision == "bf16"
     names = ["sequential", "vectorized", *(["vectorized-fp32"] if bf16 or thorough else []), "lowrank"]
     found = [Engine(name) for name in names]
     if thorough:
         found.append(Engine("vectorized", {"block": 2}))
     if torch.cuda.is_available():
-        found += [Engine(name, {"device": "cuda"}) for name in ("sequential", "vectorized", "lowrank", "graphs")]
+        found += [Engine(name, {"device": "cuda"}) for name in ("sequential", "vectorized", "lowrank")]
     found.append(Engine("workers", {"processes": 1}, most=FEW if thorough else 1))
     if thorough and importlib.util.find_spec("ray") is not None:
         found.append(Engine("ray", {"processes": 1}, most=FEW))
@@ -63,15 +77,11 @@ def engines_for(recipe: Recipe, *, thorough: bool) -> tuple[Engine, ...]:
 
 
 def audit_worlds(
-    recipe: Recipe,
-    *,
-    thorough: bool = False,
-    model: nn.Module | None = None,
-    clients: Sequence[Any] | None = None,
-    test: Any = None,
-    folder: Path | None = None,
-) -> AuditResult:
-    """Pairs of worlds of a recipe on every back end that applies; over C by more than rounding is a violation.
+    recipe: Recipe, *, thorough: bool = False, model: nn.Module | None = None, clients: Sequence[Any] | None = None,
+    test: Any = None, folder: Path | None = None,
+) -> AuditResult:  # fmt: skip
+    """Return the pairs of worlds of a recipe on every back end that applies; over C by more than rounding is a
+    violation.
 
     thorough: every back end and all data, however long it takes; otherwise about ``SECONDS``. model, clients, test: as
     for ``fedflat.run``. folder: of the run that is audited; its own data are not in it.
@@ -79,43 +89,41 @@ def audit_worlds(
     began, method = time.perf_counter(), algorithm_of(recipe)
     if not method.private or recipe.privacy.protocol == "published":
         what = f"{method.name}, which is not private" if not method.private else "a published protocol"
-        return _nothing(recipe, method, f"{what}: no bound is claimed that a message keeps.")
-    asked = (recipe.model.name, model), (recipe.data.dataset, clients)
-    if folder is not None and any(name == GIVEN and value is None for name, value in asked):
+        return _nothing(method, f"{what}: no bound is claimed that a message keeps.")
+    if folder is not None and given(recipe, model, clients):
         if thorough:
             raise InputError(_given(folder))
-        return _nothing(recipe, method, _given(folder))
+        return _nothing(method, _given(folder))
     data = data_of(recipe, clients, test)
-    module, _ = module_of(recipe, model, data)
+    module, _, _ = module_of(recipe, model, data)
     note = "" if folder is None else _of_a_run(folder, recipe, method, module, data)
     if note.startswith("audit:"):
-        return _nothing(recipe, method, note)
+        return _nothing(method, note)
     stage = Scenario(recipe, module, data)
     found, left = measured(stage, engines_for(recipe, thorough=thorough), None if thorough else SECONDS)
     shared = shared_noise(stage) if method.kind == "update" else ()
-    claimed, proven = _epsilons(recipe, method, data, module)
+    plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
+    proven = plan.epsilon(plan.rounds)
     worst = max((m for m in found if not m.refused), key=lambda m: m.value)
     return AuditResult(
-        kind="worlds",
-        method=method.name,
-        claimed=claimed,
-        proven=proven,
-        lower_bound=None,
-        confidence=None,
-        canary=worst.case,
-        statistic=f"movement of the release over C, {worst.engine}",
-        runs=sum(not m.stopped for m in found),
-        seconds=time.perf_counter() - began,
+        "worlds", method.name, claimed=proven, proven=proven, canary=worst.case,
+        statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in found),
+        seconds=time.perf_counter() - began, violations=faults(found, shared), details=_details(found, worst, left),
         assumptions=(*ASSUMPTIONS, *([STARTED] if recipe.start is not None else []), *([note] if note else [])),
-        violations=faults(found, shared),
-        details=_details(found, worst, left),
-    )
+    )  # fmt: skip
+
+
+def given(recipe: Recipe, model: object, clients: object) -> bool:
+    """Return whether the recipe's model or data were given in Python and are not given now."""
+    asked = (recipe.model.name, model), (recipe.data.dataset, clients)
+    return any(name == GIVEN and value is None for name, value in asked)
 
 
 def measured(stage: Scenario, engines: Sequence[Engine], seconds: float | None = None) -> tuple[list[Movement], int]:
-    """Movements of a stage case by case, and how many were left out for want of time."""
+    """Return the movements of a stage case by case, and how many were left out for want of time."""
     worlds, began, found, left = Worlds(stage), time.perf_counter(), list[Movement](), 0
     refused: set[tuple[str, str]] = set()
+    # Back ends that start processes for each world come last, with few cases.
     slow = [(case, engine) for engine in engines if engine.most for case in stage.cases[: engine.most]]
     for case, engine in [*((case, e) for case in stage.cases for e in engines if not e.most), *slow]:
         known = (engine.name, str(engine.settings))
@@ -125,16 +133,16 @@ def measured(stage: Scenario, engines: Sequence[Engine], seconds: float | None =
             left += 1
             continue
         found.append(worlds.movement(engine, case))
-        if found[-1].refused:
+        if found[-1].refused or found[-1].neither:
             refused.add(known)
     return found, left
 
 
 def faults(found: Sequence[Movement], shared: Sequence[str] = ()) -> tuple[str, ...]:
-    """A sentence for every pair of worlds further apart than C allows, the worst first, and for shared noise."""
+    """Return a sentence for every pair of worlds further apart than C allows, the worst first, and for shared noise."""
     over = sorted((m for m in found if m.over), key=lambda m: -m.value)
     said = [
-        f"{m.engine}, {m.case}: only one of both worlds ends ({m.stopped})"
+        f"{m.engine}, {m.case}: {'neither world' if m.neither else 'only one of both worlds'} ends ({m.stopped})"
         if m.stopped
         else f"{m.engine}, {m.case}: the release moves by {m.value:.4g}·C, more than {1 + SLACK:g}·C"
         for m in over
@@ -149,39 +157,14 @@ def _details(found: Sequence[Movement], worst: Movement, left: int) -> dict[str,
             row = table.setdefault(m.case, {})
             row[m.engine] = max(row.get(m.engine, 0.0), m.value)
     return {
-        "movement": worst.value,
-        "limit": 1 + SLACK,
-        "back_end": worst.engine,
-        "data": worst.case,
-        "weights_floor": worst.floor,
-        "table": table,
-        "refused": {m.engine: m.stopped for m in found if m.refused},
+        "movement": worst.value, "limit": 1 + SLACK, "back_end": worst.engine, "data": worst.case,
+        "weights_floor": worst.floor, "table": table, "refused": {m.engine: m.stopped for m in found if m.refused},
         "left_out": left,
-    }
+    }  # fmt: skip
 
 
-def _epsilons(recipe: Recipe, method: Algorithm, data: FederatedData, module: nn.Module) -> tuple[float, float]:
-    """(claimed, proven) ε of the whole run."""
-    plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
-    proven = plan.epsilon(plan.rounds)
-    return proven, proven
-
-
-def _nothing(recipe: Recipe, method: Algorithm, reason: str) -> AuditResult:
-    return AuditResult(
-        kind="worlds",
-        method=method.name,
-        claimed=math.inf,
-        proven=math.inf,
-        lower_bound=None,
-        confidence=None,
-        canary="none",
-        statistic="not run",
-        runs=0,
-        seconds=0.0,
-        assumptions=(reason,),
-        details={"movement": None, "reason": reason},
-    )
+def _nothing(method: Algorithm, reason: str) -> AuditResult:
+    return AuditResult("worlds", method.name, assumptions=(reason,), details={"movement": None, "reason": reason})
 
 
 def _given(folder: Path) -> str:
@@ -192,7 +175,7 @@ def _given(folder: Path) -> str:
 
 
 def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: FederatedData) -> str:
-    """What must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
+    """Return what must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
     kept = checkpoint.newest(folder / "checkpoints")
     if kept is None:
         return ""
@@ -208,67 +191,52 @@ def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module
 CHANGED = "The data at hand are not those that the run had: their shapes were used."
 
 
-def audit_planted(names: Sequence[str] | None = None) -> list[AuditResult]:
-    """One result per planted defect (default: all): each pair of worlds should be further apart than C."""
-    chosen = list(names or [*PLANTED, SEED_ONLY])
-    for name in chosen:
-        one_of("audit defect", name, [*PLANTED, SEED_ONLY])
-    return [_audit_planted(name) for name in chosen]
+ALIKE = 0.99
+"""Cosine from which two noises are one; independent ones of a few entries stay below it."""
+OTHER: Mapping[str, tuple[str, ...]] = {
+    "local.lr": ("local.lr=0.0123",), "privacy.clip": ("privacy.clip=0.0321",), "server.lr": ("server.lr=0.5",),
+    "seed": ("seed=987654",), "data": (),
+}  # fmt: skip
+"""What the second run has otherwise; its data is another federation's where it is ``data``."""
 
 
-SEED_ONLY = "a noise key from the seed only"
+def shared_noise(stage: Scenario) -> tuple[str, ...]:
+    """Return the settings in ``OTHER`` in which a second run of the stage still has the first one's noise.
+
+    Raises InputError where the recipe cannot run, RunError where it stops.
+    """
+    first = _noise(stage, (), "ordinary")
+    if _cosine(first, _noise(stage, (), "ordinary")) < ALIKE:
+        return ("nothing at all (the same run twice has other noise)",)
+    found = {
+        name: _noise(stage, changes, "duplicated" if name == "data" else "ordinary")
+        for name, changes in OTHER.items()
+        if name != "server.lr" or stage.method.kind != "votes"
+    }
+    return tuple(name for name, noise in found.items() if _cosine(first, noise) >= ALIKE)
 
 
-def planted_scenario(name: str) -> Scenario:
-    """The small federation that a planted defect is put into: 12 inputs, 2 classes, dp-fedavg at C = 0.05."""
-    with seeded_torch(0, "audit: planted"):
-        dropped = name in PLANTED and PLANTED[name].model == "dropout"
-        body = [nn.Linear(INPUTS, 8), nn.Dropout(0.5), nn.Linear(8, 2)] if dropped else [nn.Linear(INPUTS, 2)]
-        module = nn.Sequential(nn.Flatten(), *body)
-        pair = torch.randn(30, INPUTS), torch.arange(30) % 2
+def _noise(stage: Scenario, changes: tuple[str, ...], data: str) -> Tensor:
+    noisy, plain = (_mean(stage, changes, data, noise) for noise in (True, False))
+    return noisy - plain
+
+
+def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Tensor:
+    maker, recorder = Maker(stage.template), Recorder()
     recipe = Recipe.of(
-        {
-            "name": "planted",
-            "rounds": 1,
-            "algorithm": {"name": "dp-fedavg"},
-            "cohort": {"size": CLIENTS},
-            "local": {"steps": 2, "batch_size": 100, "lr": 0.3},
-            "privacy": {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5},
-        }
+        world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, Case(kind, noise=noise)), changes
     )
-    change = PLANTED[name].change if name in PLANTED else _seed_only if name == SEED_ONLY else None
-    return Scenario(recipe, module, from_pairs([pair]), change=change)
+    pairs = [maker.make(kind, client) for client in range(stage.clients)]
+
+    def start(job: Job) -> None:
+        if stage.change is not None:
+            stage.change(job)
+        job.parts = recorder.in_front_of(job.parts)
+
+    given: dict[str, Any] = {"algorithm": stage.algorithm, "data": federation(stage.template, pairs, maker.public())}
+    simulation.run(recipe, stage.module, on_start=start, progress=False, **given)
+    return recorder.mean if recorder.mean is not None else torch.zeros(1)
 
 
-INPUTS = 12
-
-
-def _seed_only(job: Job) -> None:
-    job.key = noise_key(job.seed)
-
-
-def _audit_planted(name: str) -> AuditResult:
-    began, stage = time.perf_counter(), planted_scenario(name)
-    if name == SEED_ONLY:
-        violations = faults((), shared_noise(stage))
-        movement, data = math.inf if violations else 0.0, "two runs"
-    else:
-        worlds = Worlds(stage)
-        found = [worlds.movement(Engine("sequential"), case) for case in PLANTED[name].cases]
-        worst = max(found, key=lambda m: m.value)
-        violations, movement, data = faults(found), worst.value, worst.case
-    return AuditResult(
-        kind="defect",
-        method=name,
-        claimed=math.inf,
-        proven=math.inf,
-        lower_bound=None,
-        confidence=None,
-        canary=data,
-        statistic="movement of the release over C",
-        runs=1,
-        seconds=time.perf_counter() - began,
-        assumptions=ASSUMPTIONS,
-        violations=violations,
-        details={"movement": movement, "limit": 1 + SLACK},
-    )
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))

@@ -1,4 +1,4 @@
-"""Pairs of worlds through the real path: one client's data present or absent, and how far the release moves.
+"""Run pairs of worlds through the real path, one client present or absent, and measure how far the release moves.
 
 ``prepare`` and ``engine.train.train`` run a recipe's own model, method, clip, server and back ends on a few
 clients, without noise (or with the same noise) and with everybody in the cohort. The released mean may then move by
@@ -22,11 +22,12 @@ from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear, zero
-from fedflat.core.threads import using_threads
-from fedflat.core.types import Algorithm, RoundedBound, RoundState, ServerView
+from fedflat.core.process import using_threads
+from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import FederatedData
-from fedflat.engine.parts import Parts
-from fedflat.engine.train import Job, Outcome, train
+from fedflat.engine.job import Job, Outcome
+from fedflat.engine.round import RoundParts
+from fedflat.engine.train import train
 
 SLACK = 0.002
 """What rounding may add to C, relatively."""
@@ -35,6 +36,8 @@ STEPS, BATCH = 3, 3
 """Local steps and batch size, at most: clients have up to four examples, so minibatches are short, and padded."""
 KEY = bytes(range(32))
 HALF_ULP = 2.0**-24
+ALIKE = {"randomness": "seeded", "benchmark": True}
+"""Made-up clients, whose runs are compared: whatever the recipe says, both worlds draw the same."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Movement:
 
     total: m·‖difference‖ of the noiseless means. weights: the same of the released weights, None where the server step
     is not linear. floor: what the rounding of float32 weights may add to it. stopped: why there is no number.
-    refused: whether the combination was refused beforehand, by one sentence, which is no fault.
+    refused: whether the combination was refused beforehand, by one sentence, which is no fault. neither: whether no
+    world came to an end.
     """
 
     engine: str
@@ -67,10 +71,11 @@ class Movement:
     floor: float = 0.0
     stopped: str = ""
     refused: bool = False
+    neither: bool = False
 
     @property
     def value(self) -> float:
-        """The larger of both, the weights' without their rounding; infinite where only one world comes to an end."""
+        """The larger of both, the weights' without their rounding; infinite where a world comes to no end."""
         if self.stopped:
             return math.nan if self.refused else math.inf
         return max(self.total, (self.weights or 0.0) - self.floor)
@@ -111,9 +116,19 @@ class Scenario:
 
 @dataclass
 class Recorder:
-    """A server step that keeps the mean it is given: all that leaves of the clients' messages."""
+    """A server step that keeps the means it is given: all that leaves of the clients' messages."""
 
-    mean: Tensor | None = None
+    means: list[Tensor] = field(default_factory=list)
+
+    @property
+    def mean(self) -> Tensor | None:
+        """The last mean; None where nothing was released."""
+        return self.means[-1] if self.means else None
+
+    def in_front_of(self, parts: RoundParts) -> RoundParts:
+        """Return the parts with this step before the method's own."""
+        method = parts.algorithm
+        return replace(parts, algorithm=replace(method, server=(self, *method.server)))
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
         """No slot: it only records the mean."""
@@ -121,18 +136,18 @@ class Recorder:
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean, as it is."""
-        self.mean = mean.clone()
+        self.means.append(mean.detach().clone())
         return mean, {}
 
 
 @dataclass(frozen=True)
-class _Continued(Parts):
+class _Continued(RoundParts):
     """Parts of a run that goes on from a released state."""
 
     state: RoundState | None = None
 
     def first_state(self, shared: Tensor, threshold: float) -> RoundState:
-        """The state to go on from, in place of round 0's."""
+        """Return the state to go on from, in place of round 0's."""
         return super().first_state(shared, threshold) if self.state is None else self.state
 
 
@@ -145,6 +160,10 @@ class _Release:
     scale: float
 
 
+class Aborted(RunError):
+    """A round that released nothing."""
+
+
 class Worlds:
     """Runs pairs of worlds of one stage, and keeps what they have in common."""
 
@@ -154,12 +173,15 @@ class Worlds:
         self._later: RoundState | None = None
 
     def movement(self, engine: Engine, case: Case) -> Movement:
-        """The pair of worlds of a case, on a back end."""
+        """Return the pair of worlds of a case, on a back end."""
         found = Movement(engine.name, case.name)
         try:
             absent = self._without(engine, case)
-        except (InputError, RunError) as error:
+        except (InputError, Aborted) as error:
             return replace(found, stopped=_sentence(error), refused=True)
+        except RunError as error:
+            # A back end that dies is a fault, not a refusal.
+            return replace(found, stopped=_sentence(error), neither=True)
         try:
             present = self._release(engine, case, self.maker.make(case.client, 0))
         except (InputError, RunError) as error:
@@ -174,7 +196,7 @@ class Worlds:
         return replace(found, total=total, weights=weights, floor=scale * HALF_ULP * lengths)
 
     def _without(self, engine: Engine, case: Case) -> _Release:
-        """The world in which the client has no data; the same for every kind of data it might have."""
+        """Return the world in which the client has no data; the same for every kind of data it might have."""
         key = (engine.name, str(engine.settings), case.others, case.start, case.noise, case.last)
         if key not in self._absent:
             self._absent[key] = self._release(engine, case, self.maker.make("empty", 0))
@@ -187,11 +209,11 @@ class Worlds:
         pairs = [*others, mine] if case.last else [mine, *others]
         outcome, parts = self._run(engine, pairs, recorder, case, state)
         if recorder.mean is None:
-            raise RunError("the round was aborted, so nothing was released")
+            raise Aborted("the round was aborted, so nothing was released")
         return _Release(recorder.mean, outcome.state.shared, parts.plan.divisor / _bound(parts, outcome.state.clip))
 
     def _after_a_round(self) -> RoundState:
-        """The released state after a round of ordinary data."""
+        """Return the released state after a round of ordinary data."""
         if self._later is None:
             pairs = [self.maker.make("ordinary", client) for client in range(self.stage.clients)]
             outcome, _ = self._run(Engine("sequential"), pairs, Recorder(), Case("ordinary"), None, planted=False)
@@ -199,28 +221,21 @@ class Worlds:
         return self._later
 
     def _run(
-        self,
-        engine: Engine,
-        pairs: Sequence[Pair],
-        recorder: Recorder,
-        case: Case,
-        state: RoundState | None,
-        *,
+        self, engine: Engine, pairs: Sequence[Pair], recorder: Recorder, case: Case, state: RoundState | None, *,
         planted: bool = True,
-    ) -> tuple[Outcome, Parts]:
+    ) -> tuple[Outcome, RoundParts]:  # fmt: skip
         stage = self.stage
         rounds = 1 if state is None else state.round + 1
         recipe = world_recipe(stage.recipe, stage.clients, engine, rounds, case)
         data = federation(stage.template, pairs, self.maker.public())
         module = headless(stage.module) if case.start == "even" else stage.module
         job = prepare(recipe, module, algorithm=stage.algorithm, data=data)
+        # Both worlds draw with one key, so only the client's data differ.
         job.key = KEY
         if stage.change is not None and planted:
             stage.change(job)
-        method = job.parts.algorithm
-        method = replace(method, server=(recorder, *method.server))
-        known = {f.name: getattr(job.parts, f.name) for f in fields(Parts)}
-        job.parts = _Continued(**known | {"algorithm": method}, state=state)
+        recorded = recorder.in_front_of(job.parts)
+        job.parts = _Continued(**{f.name: getattr(recorded, f.name) for f in fields(RoundParts)}, state=state)
         try:
             with using_threads(1):
                 return train(job), job.parts
@@ -229,7 +244,7 @@ class Worlds:
 
 
 def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case: Case) -> Recipe:
-    """The recipe for a few clients that all take part: no noise (or σ = 1), few local steps, the rest its own."""
+    """Return the recipe for a few clients that all take part: no noise (or σ = 1) and few local steps."""
     dump = recipe.dump()
     trust, own = dump["privacy"]["trust"], algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
     discrete = own is not None and own.kind == "ddgauss"
@@ -245,21 +260,20 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
     steps, batch = min(local["steps"] or STEPS, STEPS), min(local["batch_size"], BATCH)
     if case.start == "even":
         steps, batch = 1, 64
-    dump.pop("start", None)  # later rounds alone: one round has no start
+    # The world has one round, which is like the later ones.
+    dump.pop("start", None)
     changes: dict[str, Any] = {
-        "rounds": rounds,
-        "data": dump["data"] | {"clients": None, "client_test_fraction": 0.0},
-        "cohort": cohort,
+        "rounds": rounds, "data": dump["data"] | {"clients": None, "client_test_fraction": 0.0}, "cohort": cohort,
         "local": local | {"steps": steps, "epochs": None, "batch_size": batch},
-        "privacy": dump["privacy"] | nothing | {"noise_multiplier": 1.0 if case.noise else 0.0, "delta": 1e-5},
+        "privacy": dump["privacy"] | nothing | ALIKE | {"noise_multiplier": 1.0 if case.noise else 0.0, "delta": 1e-5},
         "engine": engine.section | {"precision": dump["engine"]["precision"]},
         "algorithm": _without_public_examples(dump["algorithm"], rounds),
-    }
+    }  # fmt: skip
     return Recipe.of(dump | changes)
 
 
 def _without_public_examples(options: Mapping[str, Any], rounds: int) -> dict[str, Any]:
-    """Options of a method without public examples taken from clients: worlds would differ in more than one client."""
+    """Return a method's options without public examples taken from clients, which would move two clients."""
     found = dict(options)
     if found["name"] in ("ae-dpfl", "ae-fl"):
         return found | {"public": "test", "queries": rounds * int(found.get("labels_per_draw", 1)), "student_epochs": 1}
@@ -267,16 +281,16 @@ def _without_public_examples(options: Mapping[str, Any], rounds: int) -> dict[st
 
 
 def headless(module: nn.Module) -> nn.Module:
-    """A copy whose last linear layer is zero: every class is as likely, whatever the input."""
+    """Return a copy whose last linear layer is zero: every class is as likely, whatever the input."""
     found = copy.deepcopy(module)
     zero(found, last_linear(found))
     return found
 
 
-def _bound(parts: Parts, threshold: float) -> float:
-    """The L2 norm that accounting takes for the longest message; rounded messages may be a little longer than C."""
+def _bound(parts: RoundParts, threshold: float) -> float:
+    """Return the L2 norm that accounting takes for the longest message, the rounding to a grid included."""
     noise = parts.mechanism
-    return noise.longest if isinstance(noise, RoundedBound) else parts.clip.bound(threshold)
+    return noise.longest(parts.clip.bound(threshold))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -1,1 +1,28 @@
-"""Ways to map local training over a cohort; all give the same sums."""
+"""Map local training over a cohort; every back end gives the same messages, up to rounding.
+
+Example, one client after the other, then the same in blocks of eight::
+
+    Sequential(algorithm, problem, local, data, seed).train(cohort, broadcast, kept, clipped)
+    backend_for("vectorized", 8, None, parts, problem, data, seed).train(cohort, broadcast, kept, clipped)
+
+A back end is anything with a ``name`` and ``train``, which yields parts of the round in client order; it knows neither
+clip nor sum. ``sequential`` is what the others must equal: ``workers`` and ``ray`` run it in processes, ``vectorized``
+trains blocks at once, as products of matrices (``mlp``) for stacks of linear layers. ``choose`` takes the one that
+a recipe names or, by ``timing``, the fastest; ``features`` computes a frozen body once; ``onednn`` keeps data in the
+layout that layers read fastest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedflat.core.imports import opened
+
+_PLACES = {
+    "backend_for": "choose", "Sequential": "sequential", "Workers": "workers", "Vectorized": "vectorized",
+    "RayTasks": "ray", "with_features": "features",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return opened(__name__, _PLACES, name)

@@ -1,4 +1,4 @@
-"""A frozen body's output for every example, computed once: head-only training then never runs the body again."""
+"""Compute a frozen body's output for every example once, so that head-only training never runs the body again."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.available import GIB, memory
-from fedflat.core.cache import cache_folder, keep, read_tensors
 from fedflat.core.checks import wrong
-from fedflat.core.held import global_generators
+from fedflat.core.durable import cache_folder, keep, read_tensors
+from fedflat.core.held import StateWatch, global_generators, own_code
 from fedflat.core.identity import identity_of
-from fedflat.core.threads import using_threads
-from fedflat.core.waiting import told
+from fedflat.core.process import GIB, free_memory, report_progress, using_threads
 from fedflat.data.clients import GIVEN, FederatedData
 from fedflat.engine.device import exact
+from fedflat.engine.problem import refuse_change
 
 BATCH = 64
-"""Examples per pass, fixed: neither it nor the number of threads changes a feature's bits."""
+"""Examples per pass of a module that names no ``batch``, fixed: the number of threads changes no feature's bits."""
 WORTH_KEEPING = 10.0
 """Seconds of computing from which features are kept on disk. A client of a deployment, with its few examples, is far
 below: no copy of its data comes to lie where nobody looks for it."""
@@ -43,7 +42,7 @@ class Frozen(Protocol):
 
 
 def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32") -> FederatedData:
-    """The federation with each input replaced by its features ``(n,)``, if ``module`` has a frozen body.
+    """Return the federation with each input replaced by its features ``(n,)``, if ``module`` has a frozen body.
 
     Only then: with a body that is trained, or draws dropout, features change from step to step. The numbers of a run
     are those of a run without, up to rounding. Each example's features depend on that example alone, so a client in a
@@ -64,10 +63,13 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
 
 
 def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | None) -> tuple[Tensor, Tensor | None]:
-    """Features of all clients' examples and of the test set, kept on disk where they took long and have a name."""
+    """Return the features of all clients' examples and of the test set, kept on disk where they took long and have a
+    name.
+    """
     began = time.monotonic()
     test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
     owned = [np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)]
+    owned = list({rows.tobytes(): rows for rows in owned}.values())  # a plan's made-up clients all have the same rows
     before = global_generators()
     found = computed(module, data.inputs, precision, owned)
     if global_generators() != before:  # how often the others' are drawn would follow from each client's size
@@ -82,7 +84,7 @@ def _path(name: str) -> Path:
 
 
 def _kept(name: str) -> tuple[Tensor, Tensor | None] | None:
-    """Features from the disk, mapped into memory, so that what is not being read need not be there."""
+    """Return the features from the disk, mapped into memory, so that what is not being read need not be there."""
     found = read_tensors(_path(name))
     return None if found is None else (found["inputs"], found.get("test"))
 
@@ -94,7 +96,8 @@ _LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
 def computed(
     module: nn.Module, inputs: Tensor, precision: str = "fp32", owned: Sequence[np.ndarray] | None = None
 ) -> Tensor:
-    """Features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their padding.
+    """Return the features ``(N, n)`` of ``inputs`` ``(N, …)``, float32; texts of one length together, without their
+    padding.
 
     owned: each client's rows. Examples of different clients never share a batch: its shape, and so its rounding, would
     tell one client of another's. None: all are one owner's. Features of rows that nobody owns are zero.
@@ -104,31 +107,47 @@ def computed(
         return body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
     lengths = _lengths(module, inputs)
     groups = [torch.arange(len(inputs))] if owned is None else [torch.from_numpy(rows).long() for rows in owned]
-    rows = [piece for group in groups for piece in group[torch.argsort(lengths[group], stable=True)].split(BATCH)]
-    rows = [piece for piece in rows if len(piece)]
+    rows: list[Tensor] = []
+    owners: list[int] = []
+    together = int(getattr(module, "batch", BATCH))
+    for owner, group in enumerate(groups, 1):
+        pieces = group[torch.argsort(lengths[group], stable=True)].split(together) if len(group) else ()
+        rows += pieces
+        owners += [owner] * len(pieces)
     fast = precision == "bf16"
 
     def one(chosen: Tensor) -> Tensor:
         batch = inputs[chosen]
         if inputs.dim() == 2:
+            # Texts of one length share a batch, so padding is not computed on.
             batch = batch[:, : max(1, int(lengths[chosen].max()))]
         with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
             return body.features(batch.to(device)).float().to(inputs.device)
 
-    done, total = itertools.count(1), len(rows)
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    shown = ("making features, batch", len(rows)) if owned is None else ("making features, client", len(groups))
+    steps = range(1, len(rows) + 1) if owned is None else owners
+    watched = StateWatch(module) if own_code(module) else None
+    threads = torch.get_num_threads() if device.type == "cpu" and watched is None else 1
+
+    def watching(chosen: Tensor) -> Tensor:
+        """Return a batch of one owner's; what it left behind would reach the next owner."""
+        found = one(chosen)
+        if watched is not None:
+            refuse_change(watched, everything=True)
+        return found
+
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        first = [one(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
+        first = [watching(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
         result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
-        for chosen, found in zip(rows, itertools.chain(first, pool.map(one, rows[1:]))):
+        for chosen, step, found in zip(rows, steps, itertools.chain(first, pool.map(watching, rows[1:]))):
             result[chosen] = found
-            told("features of a frozen body", next(done), total)
+            report_progress(shown[0], step, shown[1])
     return result
 
 
 def _room(examples: int, width: int, device: torch.device) -> Tensor:
-    """Zeros ``(examples, width)``; raises InputError where memory has no room for them."""
-    size, left = examples * width * 4, memory()
+    """Return zeros ``(examples, width)``; raises InputError where memory has no room for them."""
+    size, left = examples * width * 4, free_memory()
     if left is not None and device.type == "cpu" and size > left:
         found = f"{examples:,} examples of {width:,} numbers, {size / GIB:,.1f} GiB"
         allowed = f"no more than the {left / GIB:.1f} GiB of memory that are available"
@@ -142,7 +161,7 @@ def _device(module: nn.Module, inputs: Tensor) -> torch.device:
 
 
 def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Ids up to the last that is not padding ``(N,)``; 0 for anything but ids."""
+    """Return the ids up to the last that is not padding ``(N,)``; 0 for anything but ids."""
     padding = getattr(module, "padding", None)
     if inputs.dim() != 2 or padding is None:
         return torch.full((len(inputs),), inputs.shape[1] if inputs.dim() == 2 else 0)
@@ -150,20 +169,22 @@ def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
     return torch.where(inputs != padding, places, 0).amax(1)
 
 
-LIBRARIES = ("torch.", "transformers.")
+LIBRARIES = ("torch.", "transformers.", "timm.", "efficientnet_lite_pytorch.")
 """Their layers tell whole numbers in their text or config, or count calls by them."""
 _TENSORS = ("_parameters", "_buffers", "_modules", "training")
 
 
 def _own(layer: nn.Module) -> tuple[object, ...] | None:
-    """What a layer of the user's acts by, besides its tensors; None for the libraries' and ours."""
+    """Return what a layer of the user's acts by, besides its tensors; None for the libraries' and ours."""
     if f"{type(layer).__module__}.".startswith((*LIBRARIES, "fedflat.")):
         return None
     return type(layer), {k: v for k, v in vars(layer).items() if k not in _TENSORS}
 
 
 def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
-    """A hash of everything that the features depend on; None where a user's code or values cannot be looked into."""
+    """Return a hash of everything that the features depend on; None where a user's code or values cannot be looked
+    into.
+    """
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():
         own = _own(layer)

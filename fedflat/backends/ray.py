@@ -1,4 +1,4 @@
-"""Clients as Ray tasks: the sequential loop over blocks of a cohort, on the cores of one machine or of many.
+"""Train clients as Ray tasks: the sequential loop over blocks of a cohort, on one machine or many.
 
 Data and module go into Ray's object store once a run, the broadcast once a round; workers read both in place. A task
 gets client numbers (and what is their own) and answers with their messages, one vector a client. The driver adds them
@@ -28,17 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.resident import keep_freed_memory, shown, stored
+from fedflat.backends.onednn import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.backends.sequential import Sequential, words_of
-from fedflat.core.checks import InputError, RunError, one_line
-from fedflat.core.imports import USER_FILES
-from fedflat.core.personal import PersonalState
+from fedflat.core.checks import InputError, RunError, one_line, wrong
+from fedflat.core.imports import load_files, user_files
+from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData
-from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
-from fedflat.engine.kept import states_of
 from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import Clipped, Trained, states_of
 
 RETRIES = 3
 """How often a task is run again whose worker process, or machine, was lost."""
@@ -64,12 +63,14 @@ class RayTasks:
     _run: Any = field(default=None, repr=False)
     _task: Any = field(default=None, repr=False)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
-        """Train each client of the cohort and add its message, in client order."""
+    def train(
+        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
+    ) -> Iterator[Trained]:
+        """Train each client of the cohort in some task, and yield the results in client order."""
         if (session := connect(self.processes)) != self._session:
-            self._start(torch.cat([broadcast.shared, heads.first]))
+            self._start(torch.cat([broadcast.shared, kept.first]))
             self._session = session
-        self.inner.add_all(cohort, broadcast, accumulator, heads, lambda ids: self._results(ids, broadcast, heads))
+        yield from self.inner.in_order(cohort, broadcast, lambda ids: self._results(ids, broadcast, kept))
 
     def _start(self, weights: Tensor) -> None:
         """Put the run into the object store."""
@@ -80,10 +81,9 @@ class RayTasks:
             # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
             self._run = [versions(), ray.put(packed(self.inner))]
         except Exception as error:  # any class may refuse in its own way
-            raise InputError(
-                "engine.backend: found ray with a model or method that cannot be sent to another process "
-                f"({one_line(error)}); allowed: one that can be pickled, or engine.backend=sequential."
-            ) from error
+            found = f"ray with a model or method that cannot be sent to another process ({one_line(error)})"
+            allowed = "one that can be pickled, or engine.backend=sequential"
+            raise wrong("engine.backend", found, allowed) from error
         self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(train_block)
 
     def blocks(self, clients: list[int], count: int) -> list[list[int]]:
@@ -93,7 +93,7 @@ class RayTasks:
         return [clients[start : start + size] for start in range(0, len(clients), size)]
 
     def _results(self, clients: list[int], broadcast: Broadcast, heads: PersonalState) -> Iterator[LocalResult]:
-        """Trained clients in client order; a block is handed out for each one taken back."""
+        """Yield the trained clients in client order; a block is handed out for each one taken back."""
         import ray
 
         count = max(1, int(ray.cluster_resources().get("CPU", 1)))  # as many tasks run at a time
@@ -106,28 +106,26 @@ class RayTasks:
                 own = [(in_place(heads.of(client)), in_place(each)) for client, each in zip(block, states)]
                 pending.append((block, self._task.remote(self._run, told, block, own)))
 
-        try:
-            send(IN_FLIGHT * count)
-            while pending:
-                found = self._fetch(pending, broadcast.round)
-                send(1)
-                yield from found
-        finally:
-            for _, lost in pending:
-                ray.cancel(lost)
+        send(IN_FLIGHT * count)
+        while pending:  # where one fails, the others are left to end: to cancel a task that ends may abort this process
+            found = self._fetch(pending, broadcast.round)
+            send(1)
+            yield from found
 
     def _fetch(self, pending: deque[tuple[list[int], Any]], round: int) -> list[LocalResult]:
-        """The oldest block's answer. Blocks that are ready on other machines are brought here meanwhile."""
+        """Return the oldest block's answer. Blocks that are ready on other machines are brought here meanwhile."""
         import ray
 
+        # Asking for none only starts the transfer of those that are ready.
         ray.wait([reference for _, reference in pending], num_returns=len(pending), timeout=0, fetch_local=True)
         block, reference = pending[0]
         try:
             found = ray.get(reference)
         except ray.exceptions.RayError as error:
+            smaller = " with engine.block=1" if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
             raise RunError(
                 f"round {round}, clients {block[0]} to {block[-1]}: a Ray task was lost, {RETRIES} retries included; "
-                f"resume the run, with engine.block=1 if memory is short ({one_line(error)})"
+                f"resume the run{smaller} ({one_line(error)})"
             ) from error
         if isinstance(found, Exception):
             raise found
@@ -138,12 +136,13 @@ class RayTasks:
 def train_block(
     run: list[Any], broadcast: Broadcast, clients: list[int], own: list[tuple[Tensor, dict[str, Tensor]]]
 ) -> list[LocalResult] | Exception:
-    """A task: train clients on one thread, each with its head and states. Gives their results, or what to raise."""
+    """Train clients on one thread, as a Ray task, each with its head and states; return their results, or what to
+    raise."""
     try:
         inner, found = _unpacked(*run), []
         for client, (head, states) in zip(clients, own):
             found.append(in_place(inner.one(client, broadcast, torch.cat([broadcast.shared, head]), states)))
-        inner.problem.settle(everything=True)
+        inner.problem.restore_and_check(everything=True)
         return found
     except InputError as error:
         return InputError(str(error))
@@ -164,7 +163,7 @@ def _unpacked(wanted: str, reference: Any) -> Sequential:
 
 
 def versions() -> str:
-    """What decides the numbers a worker computes."""
+    """Return what decides the numbers a worker computes."""
     return ", ".join(f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy"))
 
 
@@ -181,31 +180,34 @@ class Made:
 def packed(inner: Sequential) -> Made:
     """Arrives as the same back end on its training data alone: neither test data nor held-back examples travel.
 
-    Classes and functions of a user's own file, which other processes cannot import, are sent along by value.
+    The text of a user's own files is sent first, for other processes cannot import them.
     """
-    from ray import cloudpickle
-
-    for name in [name for name in sys.modules if name.startswith(USER_FILES)]:
-        cloudpickle.register_pickle_by_value(sys.modules[name])
     data, own = inner.data, inner.problem
     used, rows = np.unique(np.concatenate([*data.parts, np.empty(0, np.int64)]), return_inverse=True)
     kept = torch.from_numpy(used) if len(used) < len(data.inputs) else slice(None)
-    (inputs, last), constants = stored(data.inputs), (data.classes, data.name, data.vocabulary, data.padding, data.most)
-    examples = Made(shown, in_place(inputs[kept]), last), in_place(data.targets[kept])
+    inputs, last = in_memory_order(data.inputs)
+    constants = (data.classes, data.name, data.vocabulary, data.padding, data.most)
+    examples = Made(in_logical_order, in_place(inputs[kept]), last), in_place(data.targets[kept])
     parts = Made(tuple, Made(np.split, rows, np.cumsum(data.sizes)[:-1]))
     federation = Made(FederatedData, *examples, parts, (), None, None, *constants)
     weights = [weight for weight in own.module.parameters() if weight.is_contiguous()]
     there: dict[int, Any] = {id(w): Made(nn.Parameter, in_place(w), w.requires_grad) for w in weights}
     module = copy.deepcopy(own.module, there)
-    problem = functools.partial(
-        ModuleProblem, module, own.layout, own.precision, onednn=own.onednn, objective=own.objective
-    )
-    return Made(Sequential, inner.algorithm, Made(problem), inner.local, federation, inner.seed)
+    problem = functools.partial(ModuleProblem, module, own.layout, own.precision, onednn=own.onednn)
+    problem = functools.partial(problem, objective=own.objective)
+    files = Made(load_files, user_files())
+    return Made(_sequential, files, inner.algorithm, Made(problem), inner.local, federation, inner.seed)
+
+
+def _sequential(_: None, *given: Any) -> Sequential:
+    return Sequential(*given)
 
 
 def in_place(value: Any) -> Any:
-    """A tensor, or those of a dictionary, a broadcast or a result, such that it is an array on its way, which is read
-    in place, never written to, where it arrives. Bfloat16, which no array has, and other things travel as they are."""
+    """Return a tensor, or those of a dictionary, a broadcast or a result, such that it is an array on its way, which is
+    read in place, never written to, where it arrives. Bfloat16, which no array has, and other things travel as they
+    are.
+    """
     if isinstance(value, Broadcast | LocalResult):
         return type(value)(**in_place(vars(value)))
     if isinstance(value, dict):
@@ -258,6 +260,6 @@ def connect(processes: int) -> str:
 
 
 def _name(ray: Any) -> str:
-    """A session's name: another one after every ``ray.init``, whoever called it."""
+    """Return a session's name: another one after every ``ray.init``, whoever called it."""
     context = ray.get_runtime_context()
     return f"{context.get_node_id()} {context.get_job_id()}"

@@ -1,4 +1,4 @@
-"""Worker processes of one thread each: the sequential loop, several clients at a time, over shared memory.
+"""Train clients in worker processes of one thread each: the sequential loop over shared memory.
 
 Data, broadcast and messages live in shared memory; only client numbers and small facts go through queues. The parent
 adds the messages in client order, one by one, so the result is bit for bit that of one process with one thread, for any
@@ -24,17 +24,17 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from fedflat.backends.resident import keep_freed_memory, shown, stored
+from fedflat.backends.onednn import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.backends.sequential import Sequential, words_of
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.personal import PersonalState
-from fedflat.core.stopping import leave_to_parent
+from fedflat.core.imports import load_files, user_files
+from fedflat.core.params import PersonalState
+from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text_of, write_errors_to
 from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import FederatedData
-from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.client import LocalResult
-from fedflat.engine.kept import states_of
 from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import Clipped, Trained, states_of
 
 WAIT = 5.0
 """Seconds after which a process that hears nothing looks whether the other is still alive: it costs nothing, and a
@@ -62,18 +62,20 @@ class Workers:
     name: str = "workers"
     _pool: _Pool | None = field(default=None, repr=False)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState) -> None:
-        """Train each client of the cohort and add its message, in client order."""
+    def train(
+        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
+    ) -> Iterator[Trained]:
+        """Train each client of the cohort in some process, and yield the results in client order."""
         if self._pool is None:
             self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))
         pool, (message, head) = self._pool, self._pool.spans[:2]
         pool.broadcast(broadcast)
 
         def results(clients: list[int]) -> Iterator[LocalResult]:
-            for done, vector in pool.train(clients, broadcast, heads):
+            for done, vector in pool.train(clients, broadcast, kept):
                 yield LocalResult(vector[message], vector[head], torch.tensor(done.loss), torch.tensor(done.accuracy))
 
-        self.inner.add_all(cohort, broadcast, accumulator, heads, results)
+        yield from self.inner.in_order(cohort, broadcast, results)
 
     def close(self) -> None:
         """Stop the worker processes and wait for them to end."""
@@ -83,7 +85,7 @@ class Workers:
 
 
 def spans_of(inner: Sequential) -> tuple[slice, ...]:
-    """Where a client's message, its head and each of its states are in a slot."""
+    """Return where a client's message, its head and each of its states are in a slot."""
     layout, method = inner.problem.layout, inner.algorithm
     sizes = [method.vectors * layout.dimension, layout.size - layout.dimension]
     ends = list(itertools.accumulate([*sizes, *(layout.dimension for _ in method.client_state)]))
@@ -103,13 +105,11 @@ class _Pool:
         self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
         shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
+        self.errors = [own_stderr() for _ in range(count)]
+        given = (shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
-            self.processes = [
-                context.Process(
-                    target=_work, args=(shared_inner, self.tasks, self.answers, self.slots, self.shared), daemon=True
-                )
-                for _ in range(count)
-            ]
+            first = [_First(os.getpid(), file, user_files()) for file in self.errors]
+            self.processes = [context.Process(target=_work, args=(each, *given), daemon=True) for each in first]
             for process in self.processes:
                 process.start()
         atexit.register(self.close)
@@ -124,12 +124,10 @@ class _Pool:
 
     def train(self, clients: list[int], broadcast: Broadcast, heads: PersonalState) -> Any:
         """Yield (answer, vector) in client order, handing out tasks as slots come free."""
-        small = replace(
-            broadcast,
-            shared=torch.empty(0),
-            vectors=dict.fromkeys(broadcast.vectors, torch.empty(0)),
-            mask=None if broadcast.mask is None else torch.empty(0),
-        )
+        empty = torch.empty(0)  # the vectors themselves lie in shared memory
+        names, mask = dict.fromkeys(broadcast.vectors, empty), None if broadcast.mask is None else empty
+        small = replace(broadcast, shared=empty, vectors=names, mask=mask)
+        # Handed out in client order; answers come in any order and wait in their slots.
         waiting, ready = list(reversed(clients)), {}
         for client in clients:
             while client not in ready:
@@ -146,6 +144,7 @@ class _Pool:
         _, head, *states = self.spans
         while waiting and self.free:
             client, slot = waiting.pop(), self.free.pop()
+            # The slot is free: its last message has been added.
             self.slots[slot, head] = heads.of(client)
             for where, state in zip(states, states_of(self.algorithm, heads, client, self.shared[0]).values()):
                 self.slots[slot, where] = state
@@ -156,12 +155,11 @@ class _Pool:
             try:
                 return self.answers.get(timeout=WAIT)  # type: ignore[no-any-return]
             except queue.Empty:
-                dead = [p.exitcode for p in self.processes if not p.is_alive()]
-                if dead:
-                    raise RunError(
-                        f"a worker process ended with status {dead[0]}; resume the run, engine.backend=sequential if "
-                        "memory is short"
-                    ) from None
+                for process, file in zip(self.processes, self.errors):
+                    if not process.is_alive():
+                        ended = how_it_ended(process.exitcode, text_of(file))
+                        way = "resume the run, or take engine.backend=sequential"
+                        raise RunError(f"a worker process is gone: {ended}; {way}") from None
 
     def close(self) -> None:
         """Ask the processes to end, and end those that do not."""
@@ -173,17 +171,37 @@ class _Pool:
             process.join(timeout=WAIT)
             if process.is_alive():
                 process.kill()
+        for process, file in zip(self.processes, self.errors):
+            if process.exitcode == 0 and (words := text_of(file)):
+                print(words, file=sys.stderr)
+            os.close(file)
+        self.processes, self.errors = [], []
+
+
+class _First:
+    """Arrive in a worker before everything else: its errors are kept from there on, a user's files known."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _begin, self.given
+
+
+def _begin(parent: int, errors: int, files: list[tuple[str, str]]) -> None:
+    write_errors_to(parent, errors)
+    load_files(files)
 
 
 def _share(data: FederatedData) -> FederatedData:
-    """The federation with its training tensors in shared memory (layout kept) and without test data."""
-    (inputs, last), targets = stored(data.inputs), data.targets.clone().share_memory_()
-    inputs = shown(inputs.clone().share_memory_(), last)
+    """Return the federation with its training tensors in shared memory (layout kept) and without test data."""
+    (inputs, last), targets = in_memory_order(data.inputs), data.targets.clone().share_memory_()
+    inputs = in_logical_order(inputs.clone().share_memory_(), last)
     return replace(data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
 
 
 def _portable(problem: ModuleProblem, kept: Iterable[Tensor] = ()) -> ModuleProblem:
-    """A problem whose module can be sent to another process: parameters unbound from any shared vector.
+    """Return a problem whose module can be sent to another process: parameters unbound from any shared vector.
 
     kept: tensors that are not copied.
     """
@@ -204,8 +222,9 @@ def _without_main() -> Any:
 
 
 def portable(problem: ModuleProblem, algorithm: Algorithm) -> str:
-    """What worker processes cannot be handed, in words; "" if they can be handed everything. It is sent as a pickle
-    (nothing is read back), and nothing of it may live in the user's script, which the workers do not run."""
+    """Return what worker processes cannot be handed, in words; "" if they can be handed everything. It is sent as a
+    pickle (nothing is read back), and nothing of it may live in the user's script, which the workers do not run.
+    """
     if any(type(layer).__module__ == "__main__" for layer in problem.module.modules()):
         return "a model"
     for what, part in (("a model", problem.module), ("a method", algorithm), ("a loss", problem.objective)):
@@ -224,25 +243,20 @@ def _worker_environment() -> Any:
     on request (activations of 10 MB are thousands of small ones)."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     pages = "" if "glibc.malloc.hugetlb" in tunables else "glibc.malloc.hugetlb=1"
-    wanted = {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "GLIBC_TUNABLES": ":".join(filter(None, (tunables, pages))),
-    }
-    before = {name: os.environ.get(name) for name in wanted}
+    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    wanted["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, pages)))
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _next(tasks: Any) -> Any:
-    """The next task; None to end, also when the parent has died without saying so."""
+    """Return the next task; None to end, also when the parent has died without saying so."""
     parent = multiprocessing.parent_process()
     while True:
         try:
@@ -252,9 +266,10 @@ def _next(tasks: Any) -> Any:
                 return None
 
 
-def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
+def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
     """A worker: train the clients it is given until it is given None."""
     leave_to_parent()
+    # One order of every sum, and one core for one client.
     torch.set_num_threads(1)
     keep_freed_memory()
     # Buffers arrive in memory that all workers share, and what a client's data write into them is its own.
@@ -264,15 +279,11 @@ def _work(inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Te
     while (task := _next(tasks)) is not None:
         client, slot, small = task
         try:
-            broadcast = replace(
-                small,
-                shared=shared[0],
-                vectors=dict(zip(small.vectors, shared[2:])),
-                mask=None if small.mask is None else shared[1].bool(),
-            )
+            mask, vectors = None if small.mask is None else shared[1].bool(), dict(zip(small.vectors, shared[2:]))
+            broadcast = replace(small, shared=shared[0], vectors=vectors, mask=mask)
             own = {name: slots[slot, where].clone() for name, where in zip(names, states)}
             result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, head]]), own)
-            inner.problem.settle(everything=getattr(inner.problem.module, "frozen", False) is not True)
+            inner.problem.restore_and_check(everything=getattr(inner.problem.module, "frozen", False) is not True)
             slots[slot, message] = result.message
             slots[slot, head] = result.personal
             answers.put(_Done(client, slot, float(result.loss), float(result.accuracy)))

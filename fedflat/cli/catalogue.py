@@ -1,4 +1,4 @@
-"""``fedflat list`` and ``fedflat report``."""
+"""Commands that look things up: ``list``, ``explain``, ``runs``, ``report`` and ``watch``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import inspect
 import json
 import sys
 import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedflat.cli.plates import Plates, print_plates
+from fedflat.cli import WIDTH, Json, print_columns, print_json, say
+from fedflat.core import process
 from fedflat.core.checks import one_of, wrong
+
+if TYPE_CHECKING:
+    from fedflat.config.reference import Key
+    from fedflat.report.figures import Figure
 
 KINDS = ("algorithms", "datasets", "models", "recipes", "accountants")
 ABOUT_ACCOUNTANTS = {
@@ -24,10 +33,8 @@ ABOUT_ACCOUNTANTS = {
 
 
 def list_names(
-    kind: Annotated[
-        str, typer.Argument(help="algorithms, datasets, models, recipes or accountants. Default: all.")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    kind: Annotated[str, Argument(help="algorithms, datasets, models, recipes or accountants. Default: all.")] = "",
+    as_json: Json = False,
 ) -> None:
     """What there is, one line each.
 
@@ -36,7 +43,7 @@ def list_names(
     kinds = [str(one_of("list", kind, KINDS))] if kind else list(KINDS)
     found = {name: catalogue(name) for name in kinds}
     if as_json:
-        print(json.dumps(found[kind] if kind else found, ensure_ascii=False, indent=2))
+        print_json(found[kind] if kind else found)
         return
     for name, rows in found.items():
         if not kind:
@@ -45,10 +52,9 @@ def list_names(
 
 
 def _print(rows: dict[str, str]) -> None:
-    """Two columns in a terminal; one line each, unwrapped, in a pipe."""
+    """Print two columns in a terminal; one line each, unwrapped, in a pipe."""
     if not sys.stdout.isatty():
-        width = max(map(len, rows), default=0)
-        print("\n".join(f"{name:{width}}  {about}".rstrip() for name, about in rows.items()))
+        print_columns(rows.items())
         return
     from rich.console import Console
     from rich.table import Table
@@ -62,7 +68,7 @@ def _print(rows: dict[str, str]) -> None:
 
 
 def catalogue(kind: str) -> dict[str, str]:
-    """Name -> one line, for one of ``KINDS``."""
+    """Return name -> one line, for one of ``KINDS``."""
     if kind == "algorithms":
         from fedflat.algorithms import ALGORITHMS
 
@@ -85,7 +91,7 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def _about(factory: object) -> str:
-    """First line of the docstring, and the keys with their defaults."""
+    """Return the first line of the docstring, and the keys with their defaults."""
     line = (inspect.getdoc(factory) or "").splitlines()[0]
     given = {p.name: p.default for p in inspect.signature(factory).parameters.values()}  # type: ignore[arg-type]
     keys = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
@@ -98,13 +104,11 @@ def _first_comment(path: Path) -> str:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    runs: Annotated[list[Path], Argument(help="Run folders.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page to write. Default: report.html in the (first) run's folder.")
+        Path | None, Option(help="The page to write. Default: report.html in the (first) run's folder.")
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Recompute ε from the ledger with a second accountant.")
-    ] = False,
+    verify: Annotated[bool, Option("--verify", help="Recompute ε from the ledger with a second accountant.")] = False,
     plates: Plates = None,
 ) -> None:
     """(Re)build the report page of one run, or one page over several.
@@ -113,30 +117,133 @@ def report(
 
     Example: fedflat report runs/a runs/b --out both.html --plates figures
     """
-    from fedflat.records.folder import check_unsealed
+    from fedflat.records.folder import LOCKED, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
 
     for run in runs:
         if not run.is_dir():
             raise wrong("report", str(run), "the folder of a run")
-    if verify:
-        from fedflat.privacy.verify import verify_run
-        from fedflat.simulation.inspection import figures
-
-        failed = False
-        for run in runs:
-            found = verify_run(run)
-            failed |= not found.ok
-            text = f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}"
-            print(textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-            for note in found.notes:
-                print(f"  {note}")
-        if failed:
-            raise typer.Exit(1)
+    verdicts = [_verified(run) for run in runs] if verify else []
+    if not all(verdicts):
+        raise typer.Exit(1)
     page = out or runs[0] / "report.html"
-    check_unsealed(page.parent)
-    print(write_report(runs, page))
+    if verify and out is None and (runs[0] / SEALED).is_file():
+        print(f"{page}: left as it was exported")
+    else:
+        check_unsealed(page.parent)
+        print(write_report(runs, page))
+        if (page.parent / "private" / page.name).is_file():
+            print(f"{page.parent / 'private' / page.name}: with what is private to the simulation, for its owner only")
+        for run in filter(locked, runs):
+            print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
     if plates is not None:
-        from fedflat.report.metrics import read_runs
+        from fedflat.report import read_runs
 
         print_plates(figures_of(read_runs(runs)), plates)
+
+
+def _verified(run: Path) -> bool:
+    """Return whether a second accountant agrees with the run's ledger and statement, and print what it found."""
+    from fedflat.privacy.verify import verify_run
+    from fedflat.simulation import figures
+
+    found = verify_run(run)
+    say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
+    print("".join(f"  {note}\n" for note in found.notes), end="")
+    return found.ok
+
+
+def explain(
+    key: Annotated[str, Argument(help="A recipe key, or a section. Default: all keys, one line each.")] = "",
+    as_json: Json = False,
+) -> None:
+    """A recipe key: type, default, meaning, when to change it.
+
+    Example: fedflat explain privacy.clip
+    """
+    from fedflat.config import reference
+
+    found = reference.explain(key) if key else reference.recipe_keys()
+    if as_json:
+        print_json([asdict(each) for each in found])
+    elif key:
+        print("\n\n".join(map(_paragraph, found)))
+    else:
+        for each in found:
+            print(f"{each.path:31}{textwrap.shorten(each.meaning, WIDTH - 31, placeholder=' …')}")
+
+
+def _paragraph(key: Key) -> str:
+    lines = [f"{key.path}: {key.kind}; {key.default if key.default == 'required' else f'default {key.default}'}"]
+    lines += textwrap.wrap(key.meaning, WIDTH - 2)
+    if key.example:
+        lines.append(f"-o {key.path}={key.example}" if " " not in key.example else f"-o '{key.path}={key.example}'")
+    return "\n  ".join(line for piece in lines for line in textwrap.wrap(piece, WIDTH - 2, break_on_hyphens=False))
+
+
+Plates = Annotated[
+    Path | None, Option("--plates", metavar="DIR", help="Each figure as SVG, PNG and PDF in this folder too.")
+]
+
+
+def print_plates(
+    figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = (), quiet: bool = False
+) -> None:
+    """Write the files and say where they are."""
+    from fedflat.report.plates import KINDS, write_plates
+
+    written = write_plates(figures, folder, landscapes)
+    if not quiet:
+        count = len(written) // len(KINDS)
+        print(f"{count} figure{'s' if count != 1 else ''} as SVG, PNG and PDF: {folder}")
+
+
+def watch(
+    folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a run, an experiment or a federation.")],
+    port: Annotated[int, Option(min=0, max=65535, help="Port on 127.0.0.1. Default: a free one.")] = 0,
+    private: Annotated[
+        bool, Option("--private", help="Show what is private to the simulation too, marked so.")
+    ] = False,
+) -> None:
+    """Follow runs on a live page on this machine, until Ctrl-C. Only who has the address with its token sees it.
+
+    Example: fedflat watch runs/quick-start
+    """
+    from fedflat.records import keys
+    from fedflat.report.live import Live, Server
+
+    if not folder.is_dir():
+        raise wrong("watch", str(folder), "the folder of a run, an experiment or a federation")
+    with (
+        Server(Live(folder, private, keys.folder().parent / "operator"), port) as server,
+        process.on_request("the page"),
+    ):
+        print(f"{server.address}\nCtrl-C ends it.", flush=True)
+        while not process.stop_signal():
+            time.sleep(0.2)
+
+
+def runs(
+    folder: Annotated[Path, Argument(help="Where to look, at any depth.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder: method, data, accuracy, ε, state and age, the newest first.
+
+    Example: fedflat runs
+    """
+    from fedflat.report import epsilon_text
+    from fedflat.report.live import age_text, listed
+    from fedflat.report.tables import percent
+
+    found = listed(folder)
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    rows = [("run", "method", "data", "accuracy %", "ε", "rounds", "state", "age")]
+    for each in found:
+        done = f"{each['rounds']}/{each['planned'] if each['planned'] is not None else '?'}"
+        epsilon = epsilon_text(each["epsilon"]) if each["state"] in ("done", "stopped") else "–"
+        epsilon += " of the mechanism" if epsilon != "–" and each["randomness"] == "seeded" else ""
+        rows.append((each["run"], each["method"], str(each["data"] or "–"), percent(each["accuracy"]), epsilon, done,
+                     each["state"], age_text(each["age"])))  # fmt: skip
+    print_columns(rows)

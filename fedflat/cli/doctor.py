@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import locale
 import os
 import platform
@@ -18,10 +17,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from fedflat.core.available import GIB, memory
+from fedflat.cli import print_json
 from fedflat.core.checks import one_line
-from fedflat.core.extras import install
+from fedflat.core.imports import install
+from fedflat.core.process import GIB, free_memory
 
 SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
 """Packages with a line of their own; the others appear only where something is wrong with them."""
@@ -39,7 +40,7 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Check this machine and this installation: versions, folders, disk, clock, extras, and whether torch computes.
 
     Exit status 1 if something that every run needs is broken. Nothing is changed, and no network is used.
@@ -49,7 +50,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     found = [finding for check in CHECKS for finding in _made(check)]
     broken = sum(one.state == "broken" for one in found)
     if as_json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(one) for one in found]}, ensure_ascii=False, indent=2))
+        print_json({"ok": not broken, "findings": [asdict(one) for one in found]})
     else:
         _print(found)
         print(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
@@ -58,7 +59,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 
 def _made(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A check's findings; one that needs a package that is missing or broken says so."""
+    """Yield a check's findings; one that needs a package that is missing or broken says so."""
     try:
         yield from check()
     except ImportError as error:
@@ -91,7 +92,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """fedflat itself, then what it requires: there, in its range, and whether it is the version that is tested."""
+    """Yield fedflat, then what it requires: there, in its range, and whether it is the version that is tested."""
     from packaging.requirements import Requirement
 
     from fedflat import __version__
@@ -103,7 +104,8 @@ def _packages() -> Iterator[Finding]:
         extra = need.marker is not None and not need.marker.evaluate({"extra": ""})
         version = _version(need.name)
         if extra and (version is None or need.name not in SHOWN):
-            continue  # the lines of the extras say what is missing
+            # The lines of the extras say what is missing.
+            continue
         usual = tested.get(need.name.lower(), "")
         if version is None:
             yield Finding(need.name, "broken", f"not installed; needs {need.specifier}", install())
@@ -116,7 +118,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    """Optional parts: there, or how to get them."""
+    """Yield the optional parts: there, or how to get them."""
     from packaging.requirements import Requirement
 
     needs = [Requirement(line) for line in metadata.requires("fedflat") or []]
@@ -136,7 +138,7 @@ def _extras() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", str(cores))
-    free = memory()
+    free = free_memory()
     if free is not None:
         small = free < GIB
         yield Finding(
@@ -146,7 +148,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _computing() -> Iterator[Finding]:
-    """One product by torch, checked by NumPy; and the GPU, if there is one."""
+    """Yield one product by torch, checked by NumPy; and the GPU, if there is one."""
     try:
         import numpy as np
         import torch
@@ -154,7 +156,8 @@ def _computing() -> Iterator[Finding]:
         left = np.arange(12.0).reshape(3, 4)
         same = np.array_equal((torch.from_numpy(left) @ torch.from_numpy(left.T)).numpy(), left @ left.T)
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
-    except Exception as error:  # a broken binary raises whatever it likes
+    except Exception as error:
+        # A broken binary may raise anything.
         yield Finding("computing", "broken", one_line(error), f"{install()}, into a new environment")
         return
     remedy = "" if same else "another build of torch or NumPy for this processor"
@@ -178,8 +181,8 @@ def _is_utf8(name: str) -> bool:
 
 
 def _folders() -> Iterator[Finding]:
-    """Where a run, the caches and the noise keys go: writable; keys for the owner only, and outside the run."""
-    from fedflat.backends.trial import cache_file
+    """Yield where a run, the caches and the noise keys go: writable; keys for the owner only, and outside the run."""
+    from fedflat.backends.timing import cache_file
     from fedflat.records import keys
 
     here, own = Path.cwd(), keys.folder()
@@ -197,7 +200,8 @@ def _folders() -> Iterator[Finding]:
 
 
 def _writable(what: str, folder: Path, remedy: str, fault: str = "broken") -> Finding:
-    """Whether a file can be made in a folder, or in the nearest one above that exists."""
+    """Return whether a file can be made in a folder, or in the nearest one above that exists."""
+    # Nothing is created by a check, so the nearest folder that exists is tried.
     place = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -208,12 +212,13 @@ def _writable(what: str, folder: Path, remedy: str, fault: str = "broken") -> Fi
 
 
 def _clock() -> Iterator[Finding]:
-    """A clock that is right enough for certificates: after this program was written, and going forward."""
+    """Yield a clock that is right enough for certificates: after this program was written, and going forward."""
     zone = time.strftime("%Z %z").strip()
     written = Path(__file__).stat().st_mtime
     before = time.monotonic()
     time.sleep(0.01)
     shown = f"{time.strftime('%Y-%m-%d %H:%M')} {zone}"
+    # Certificates are refused by a clock that is before their day.
     if time.time() < written - 86400:
         yield Finding(
             "clock", "broken", f"{shown}, before this program was installed", "set it: timedatectl set-ntp true"
@@ -236,7 +241,7 @@ def _version(name: str) -> str | None:
 
 
 def _tested() -> dict[str, str]:
-    """Name -> version, of what the tests ran with; ``make lock`` writes the file with constraints.txt."""
+    """Return name -> version of what the tests ran with; ``make lock`` writes the file with constraints.txt."""
     lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
     return dict(line.split("==") for line in lines)
 

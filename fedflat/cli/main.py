@@ -16,10 +16,11 @@ from functools import cache
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from fedflat import __version__
-from fedflat.core import stopping
-from fedflat.core.checks import InputError, RunError
+from fedflat.core import process
+from fedflat.core.checks import InputError, RunError, wrong
 
 SPELLED = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
@@ -51,7 +52,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+        bool, Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -59,67 +60,49 @@ def _options(
 
 @cache
 def _assemble() -> None:
-    """Every command, once in a process."""
+    """Add every command to the app, once in a process."""
     from fedflat.cli import (
         audit,
-        bounds,
-        card,
         catalogue,
-        deploy,
+        data,
         doctor,
-        explain,
-        export,
-        landscape,
-        leaderboard,
+        finished,
+        papers,
         planning,
-        pretrain,
         privacy,
         reproduce,
         training,
-        tune,
-        verify,
     )
 
     commands: dict[str, Callable[..., None]] = {
-        "run": training.run,
-        "compare": training.compare,
-        "plan": planning.plan,
-        "tune": tune.tune,
-        "pretrain": pretrain.pretrain,
-        "budget": privacy.budget,
-        "calibrate": privacy.calibrate,
-        "audit": audit.audit,
-        "deploy": deploy.deploy,
-        "landscape": landscape.landscape,
-        "reproduce": reproduce.reproduce,
-        "leaderboard": leaderboard.leaderboard,
-        "bounds": bounds.bounds,
-        "list": catalogue.list_names,
-        "report": catalogue.report,
-        "explain": explain.explain,
-        "export": export.export,
-        "card": card.card,
-        "verify": verify.verify,
-        "doctor": doctor.doctor,
-    }
+        "run": training.run, "compare": training.compare, "plan": planning.plan, "tune": planning.tune,
+        "pretrain": training.pretrain, "budget": privacy.budget, "calibrate": privacy.calibrate, "audit": audit.audit,
+        "deploy": training.deploy, "landscape": audit.landscape, "reproduce": reproduce.reproduce,
+        "leaderboard": papers.leaderboard, "bounds": papers.bounds, "list": catalogue.list_names,
+        "report": catalogue.report, "explain": catalogue.explain, "predict": finished.predict, "data": data.data,
+        "export": finished.export, "card": finished.card, "verify": finished.verify, "attest": finished.attest,
+        "keys": finished.keys, "watch": catalogue.watch, "runs": catalogue.runs, "doctor": doctor.doctor,
+    }  # fmt: skip
     for name, command in commands.items():
         app.command(name, help=_flowing(inspect.getdoc(command) or ""))(command)
 
 
 def _flowing(text: str) -> str:
-    """Paragraphs without their own line breaks, which would break again, raggedly, in a narrower terminal."""
+    """Return paragraphs without their own line breaks, which would break again, raggedly, in a narrower terminal."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def main() -> None:
-    """Entry point of the ``fedflat`` command: errors become one line and an exit status."""
+    """Run the ``fedflat`` command: errors become one line and an exit status."""
     _assemble()
-    stopping.forget()
+    process.forget_signals()
     codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # where ε cannot be shown it is spelled, instead of a failure
+        # An encoding without ε gets it spelled out instead of an error.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="spelled")
     try:
+        _check_words(sys.argv[1:])
         sys.exit(_status(app(standalone_mode=False) or 0))
     except InputError as error:
         _complain(str(error), 2)
@@ -128,30 +111,52 @@ def main() -> None:
     except KeyboardInterrupt:
         _complain("stopped at once", _status(130))
     except BrokenPipeError:
+        # Python flushes stdout at its end, which would fail on the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
         if (full := _full(error)) is not None:
             _complain(full, 1)
+        if (denied := _denied(error)) is not None:
+            _complain(denied, 2)
         if isinstance(error, (MemoryError, RuntimeError)) and _short(error):
             _complain("memory was short: a smaller model, or fewer or shorter examples, need less", 1)
         _usage(error)
 
 
+def _check_words(words: list[str]) -> None:
+    """Raise InputError for an empty word: an empty path would be the folder that one is in."""
+    for before, word in zip(["fedflat", *words], words):
+        if not word.strip():
+            raise wrong(before, "nothing", "a value")
+        if word.startswith("--") and word.endswith("="):
+            raise wrong(word[:-1], "nothing", "a value")
+
+
 def _status(found: int) -> int:
-    """The exit status: of what a signal left undone, 128 and the signal's number, as shells have it."""
-    return 128 + number if found and (number := stopping.asked()) else found
+    """Return the exit status: of what a signal left undone, 128 and the signal's number, as shells have it."""
+    return 128 + number if found and (number := process.stop_signal()) else found
 
 
 def _full(error: Exception) -> str | None:
-    """One line for a disk or a quota that is full, wherever it was met; None for anything else."""
+    """Return one line for a disk or a quota that is full, wherever it was met; None for anything else."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # as libraries in Rust say it
+    # Libraries in Rust put the number into the message.
+    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(found[1])
     if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return None
     path = getattr(error, "filename", None) or "a file"
     return f"{path}: cannot be written ({os.strerror(number)}); what was written before is kept"
+
+
+def _denied(error: Exception) -> str | None:
+    """Return one line for a file that this account may not read or write; None for anything else."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    if error.filename is None:
+        return None
+    return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read, or write there."
 
 
 def _short(error: Exception) -> bool:
@@ -161,7 +166,7 @@ def _short(error: Exception) -> bool:
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """What an encoding lacks, in letters that every encoding has."""
+    """Return what an encoding lacks, in letters that every encoding has."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_ascii, error.object[error.start : error.end])), error.end
@@ -173,14 +178,15 @@ def _ascii(letter: str) -> str:
 
 
 def _usage(error: Exception) -> None:
-    """Mistakes that the argument parser finds are one line too; anything else is a bug and shows itself."""
+    """Print a mistake that the argument parser found as one line; anything else is a bug and is raised."""
     message = getattr(error, "format_message", None)
     if type(error).__name__ in ("Exit", "Abort"):
         sys.exit(getattr(error, "exit_code", 1))
     if message is None:
         raise error
     text = _once(message().replace("\n", " "))
-    if not text:  # no command: the help was shown
+    # Without a command the help was shown.
+    if not text:
         sys.exit(2)
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if option:
@@ -193,7 +199,7 @@ def _usage(error: Exception) -> None:
 
 
 def _once(text: str) -> str:
-    """``text`` without a last sentence that says the same as the one before it, as some parsers write it."""
+    """Return ``text`` without a last sentence that says the same as the one before it, as some parsers write it."""
     head, _, last = text.rpartition(" Did you mean ")
     return head if last and head.endswith(f"Did you mean {last}") else text
 

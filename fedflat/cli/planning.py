@@ -1,24 +1,24 @@
-"""``fedflat plan``: before a minute is spent."""
+"""Commands before a run: ``plan`` and ``tune``."""
 
 from __future__ import annotations
 
 import json
+import math
 import textwrap
+from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from fedflat.cli.training import Json, Overrides
-
-WIDTH = 80
+from fedflat import report
+from fedflat.cli import WIDTH, Json, Overrides, Processes, RecipeName, print_json, recipe_of, say
+from fedflat.core.checks import RunError, one_of, wrong
 
 
 def plan(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A packaged recipe's name or a YAML file. Default: the quick start.")
-    ] = None,
+    recipe: RecipeName = None,
     override: Overrides = None,
-    no_trial: Annotated[bool, typer.Option("--no-trial", help="Do not time local training on made-up data.")] = False,
+    no_trial: Annotated[bool, Option("--no-trial", help="Do not time local training on made-up data.")] = False,
     as_json: Json = False,
 ) -> None:
     """Before a minute is spent: noise, ε by round, signal-to-noise at best, time, memory, and what would help.
@@ -28,21 +28,18 @@ def plan(
 
     Example: fedflat plan quick-start -o privacy.epsilon=2
     """
-    from fedflat.config.reading import QUICK_START
-    from fedflat.config.recipe import Recipe
     from fedflat.privacy.ledger import plain_json
-    from fedflat.simulation.planning import forecast
+    from fedflat.simulation import forecast
 
-    found = forecast(Recipe.load(recipe or QUICK_START, override or []), trial=not no_trial)
+    found = forecast(recipe_of(recipe, override), trial=not no_trial)
     if as_json:
-        print(json.dumps(plain_json("plan", found.as_dict()), ensure_ascii=False, indent=2))
+        print_json(plain_json("plan", found.as_dict()))
         return
-    for line in text(found):
-        print(line)
+    print("\n".join(text(found)))
 
 
 def text(found: Any) -> list[str]:
-    """The forecast in at most 80 columns."""
+    """Return the forecast in at most 80 columns."""
     facts, plan_, bound = found.as_dict(), found.plan, found.attacker
     head = f"{found.recipe}: {found.algorithm}, {found.dimension:,} shared parameters, {facts['rounds']} rounds"
     law = f"about {facts['cohort']:g} of {facts['clients']} clients a round ({facts['sampling']})"
@@ -107,9 +104,7 @@ def _short(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    from fedflat.report.tables import duration
-
-    return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+    return report.duration(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _bytes(size: float) -> str:
@@ -118,3 +113,154 @@ def _bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} GB"
+
+
+def tune(
+    recipe: RecipeName = None,
+    vary: Annotated[
+        list[str] | None,
+        Option(
+            "--vary",
+            metavar="KEY=VALUES",
+            help="A key to choose, once for each: a,b,c, or log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH.",
+        ),
+    ] = None,
+    override: Overrides = None,
+    on: Annotated[
+        str, Option("--on", help="clients: private selection. proxy: a random process, which costs no privacy.")
+    ] = "clients",
+    trials: Annotated[
+        float, Option(help="Mean number of trials; their number is secret. On a proxy: the number.")
+    ] = 10,
+    law: Annotated[
+        str | None,
+        Option(help="Of the number of trials: geometric (default), logarithmic, poisson, or η from -0.9 to 10."),
+    ] = None,
+    cost: Annotated[bool, Option("--cost", help="Only say what it would cost, and what a grid would.")] = False,
+    out: Annotated[Path | None, Option(help="Folder of the search. Default: runs/tune-NAME.")] = None,
+    processes: Processes = None,
+    as_json: Json = False,
+) -> None:
+    """Choose settings with a proven total ε, or on a random process without cost; never on test data.
+
+    On clients: a secret number of trials, each a whole private run whose
+    settings are drawn from what --vary says; the best by public examples that
+    are set apart is released, and its ε is that of the whole selection. After
+    Ctrl-C or a failure the same command goes on. On a proxy: a table, a
+    picture, and a recipe that fedflat run takes.
+
+    Example: fedflat tune quick-start --vary local.lr=log:0.05:1 --vary privacy.clip=0.1,0.3,1 --cost
+    """
+
+    one_of("--on", on, ("clients", "proxy"))
+    parsed = recipe_of(recipe, override)
+    name = f"tune-{parsed.name}" + ("-proxy" if on == "proxy" else "")
+    folder = out or Path("runs") / name
+    if cost:
+        _cost(parsed, vary or [], _count(trials), as_json)
+    elif on == "proxy":
+        if law is not None:
+            raise wrong("--law", law, "nothing with --on proxy, whose number of trials is no secret")
+        _proxy(parsed, vary or [], _count(trials), folder, processes, as_json)
+    else:
+        _private(parsed, vary or [], trials, law or "geometric", folder, processes, as_json)
+
+
+def _count(trials: float) -> int:
+    if trials < 1 or trials != int(trials) or trials > 10_000:
+        raise wrong("--trials", trials, "a whole number from 1 to 10000 here")
+    return int(trials)
+
+
+def _clients(recipe: Any) -> int:
+    """Return M: the recipe's, or that of its data."""
+    from fedflat.assembly.inputs import data_of
+
+    return int(recipe.data.clients or data_of(recipe, None, None).clients)
+
+
+def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from fedflat.privacy.ledger import plain_json
+    from fedflat.simulation.tuning_settings import costs_of
+
+    if count < 2:
+        raise wrong("--trials", count, "2 or more: one run is no choice")
+    found = costs_of(recipe, varied, count, _clients(recipe))
+    if as_json:
+        print_json(plain_json("costs", [asdict(one) for one in found]))
+        return
+    print(f"{recipe.name}: what trying {count} settings costs (δ as in one run)\n")
+    print(f"{'':50}{'ε at':>9}{'σ for':>11}{'only one':>10}")
+    print(f"{'':50}{'σ of one':>9}{'ε of one':>11}{'trial':>10}")
+    for one in found:
+        needed = "none" if one.needed is None else f"{one.needed:.3f}"
+        chance = "" if one.chance_of_one is None else f"{100 * one.chance_of_one:.0f} %"
+        epsilon = report.epsilon_text(one.epsilon if one.epsilon < 1e9 else math.inf)
+        print(f"{one.what:50}{epsilon:>9}{needed:>11}{chance:>10}")
+    say(
+        "A grid shows every run's result to whoever chooses, so all its runs are charged. A private selection shows "
+        "one, and hides how many there were. On a random process (--on proxy) settings cost nothing."
+    )
+
+
+def _private(
+    recipe: Any, varied: list[str], mean: float, law: str, folder: Path, processes: int | None, as_json: bool
+) -> None:
+    from fedflat.privacy import tuning as account
+    from fedflat.privacy.accounting.selection import Trials
+    from fedflat.privacy.accounting.selection import law as law_of
+    from fedflat.simulation.tuning import ask, tune
+
+    asked = ask(recipe, varied, Trials(mean, law_of(law)), _clients(recipe))
+    if not as_json:
+        alone = max(account.alone(plan).epsilon() for plan in asked.plans)
+        say(
+            f"Private selection, {asked.trials.name}, {mean:g} trials in the mean: total ε = "
+            f"{asked.plan.epsilon():.4g} at δ = {asked.plan.delta:g}; one trial alone would have {alone:.4g}. "
+            f"Scored on {100 * asked.recipe.data.validation_fraction:g} % of the public test examples, which leave the "
+            "test data."
+        )
+    with report.ExperimentProgress(quiet=as_json) as progress:
+        found = tune(asked, folder, processes, progress.update)
+    if found.failed or found.left:
+        _unfinished(found.failed, found.left)
+    if as_json:
+        facts: dict[str, Any] = {"folder": str(folder), "winner": str(found.winner) if found.winner else None}
+        facts |= {"settings": found.settings, "score": found.score}
+        print(json.dumps({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}))
+    elif found.winner is not None:
+        settings = ", ".join(f"{key} = {value}" for key, value in found.settings.items())
+        say(f"Chosen: {settings} (score {found.score:.4g})")
+        say(f"Released: {found.winner}; proven ε = {asked.plan.epsilon():.4g} for the whole selection.")
+        say(f"Next: fedflat card {found.winner}, fedflat verify {folder}, fedflat export {found.winner} OUT")
+    if found.winner is None:
+        why = "no trial was drawn, as a Poisson number may be 0"
+        raise RunError(f"{folder}: {why}; its ε is spent, and a new folder spends more")
+
+
+def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:
+    from fedflat.simulation.tuning import PICTURE, tune_on_proxy
+
+    with report.ExperimentProgress(quiet=as_json) as progress:
+        found = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
+    if found.chosen is None:
+        _unfinished(found.failed, found.left)
+    if as_json:
+        rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in found.rows]
+        print(json.dumps({"folder": str(folder), "dataset": found.dataset, "chosen": str(found.chosen), "rows": rows}))
+        return
+    keys = list(found.rows[0][0])
+    print("".join(f"{key:>18}" for key in [*keys, "accuracy"]))
+    for settings, accuracy in found.rows:
+        print("".join(f"{settings[key]:>18}" for key in keys) + f"{accuracy:>18.4f}")
+    picture = folder / PICTURE
+    say(f"On {found.dataset}, which holds nobody's data: no ε is spent. All runs: {folder}/report.html"
+         + (f"; picture: {picture}" if picture.is_file() else "; no picture, for want of matplotlib"))  # fmt: skip
+    say(f"Next: fedflat run {found.chosen}")
+
+
+def _unfinished(failed: Any, left: int) -> None:
+    why = next(iter(failed.values()), "stopped as asked")
+    raise RunError(f"{len(failed)} trials failed, {left} are left ({why}); the same command goes on")

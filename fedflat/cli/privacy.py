@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
-from fedflat.cli.settings import KEYS, Setting, scheduled_plan_of, setting_of
-from fedflat.core.checks import InputError, in_range, one_of, wrong
+from fedflat import report
+from fedflat.cli import Json, Overrides, print_json
+from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+
+if TYPE_CHECKING:
+    from fedflat.privacy.plan import Plan
+
 
 Row = dict[str, Any]
+Named = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,7 @@ class Options:
     """What both commands take; a recipe's numbers, changed by the options."""
 
     recipe: Annotated[str | None, Argument(help="A recipe to take the numbers from; options change them.")] = None
-    override: Annotated[
-        list[str] | None, Option("-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe.")
-    ] = None
+    override: Overrides = None
     clients: Annotated[int | None, Option(metavar="M", help="Number of clients.")] = None
     cohort: Annotated[float | None, Option(metavar="m", help="Expected cohort.")] = None
     rounds: Annotated[int | None, Option(metavar="T", help="Rounds.")] = None
@@ -41,18 +44,18 @@ class Options:
     max_participations: Annotated[int | None, Option(help="Rounds a client takes part in at most (local).")] = None
     noise_cohort: Annotated[float | None, Option(help="Simulate the noise of a larger system with this cohort.")] = None
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw ε: .html, .svg or .png.")] = None
-    as_json: Annotated[bool, Option("--json", help="Print as JSON.")] = False
+    as_json: Json = False
 
     def setting(self, only: dict[str, str], target: float | None = None) -> Setting:
-        """The numbers, of options and recipe; the plot's file is tried before any work."""
+        """Return the numbers, of options and recipe; the plot's file is tried before any work."""
         if self.plot is not None:
-            from fedflat.report.budget import check_plot
+            from fedflat.report.plates import check_plot
 
             check_plot(self.plot)
         return setting_of(self.recipe, self.override or [], self._given, only, target)
 
     def scheduled(self, only: dict[str, str], target: float | None = None) -> Any:
-        """The plan of a recipe whose account is one of the whole run, or None."""
+        """Return the plan of a recipe whose account is one of the whole run, or None."""
         return scheduled_plan_of(self.recipe, self.override or [], self._given, only, target)
 
     @property
@@ -61,7 +64,9 @@ class Options:
 
 
 def taking_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer reads it: every field of its first argument, :class:`Options`, is an option of its own."""
+    """Return the command as typer reads it: every field of its first argument, :class:`Options`, is an option of its
+    own.
+    """
     own = [found for found in inspect.signature(command).parameters.values() if found.name != "options"]
     every = [*own, *inspect.signature(Options).parameters.values()]
     hints = get_type_hints(command, include_extras=True) | get_type_hints(Options, include_extras=True)
@@ -71,6 +76,7 @@ def taking_options(command: Callable[..., None]) -> Callable[..., None]:
         options = Options(**{field.name: values.pop(field.name) for field in fields(Options)})
         command(options, **values)
 
+    # typer reads a command's options off its signature.
     read = [found.replace(kind=found.KEYWORD_ONLY, annotation=hints[found.name]) for found in every]
     taken.__signature__ = inspect.Signature(read)  # type: ignore[attr-defined]
     return taken
@@ -122,7 +128,8 @@ def calibrate(
     """
     from fedflat.privacy.accounting.curves import proving
 
-    in_range("--epsilon", epsilon, 0, 1000, open_low=True)  # a larger one promises nothing
+    # A larger ε promises nothing.
+    in_range("--epsilon", epsilon, 0, 1000, open_low=True)
     only = _only(options, None if options.accountant is None else proving(options.accountant))
     scheduled = options.scheduled(only, epsilon)
     if scheduled is not None:
@@ -134,24 +141,33 @@ def calibrate(
     wanted = _wanted(find, setting)
     others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
     needed = setting.needs(*(others[:3] if wanted == "noise_multiplier" else others))
-    if wanted == "noise_multiplier":
-        rows = _answered(_calibrated(needed, epsilon, only), only)
-    elif needed.noise_cohort is not None:
-        raise wrong("--noise-cohort", needed.noise_cohort, "nothing when --find is not noise-multiplier")
-    else:
-        rows = _answered(_found(needed, wanted, epsilon, only), only)
+    larger = needed.deployed() or needed
+    rows = _answered(_needed_rows(needed, larger, wanted, epsilon, only), only)
     best = next((row for row in rows if row[wanted] and row["epsilon"] is not None), None)
     if best is not None:
-        _draw(needed.with_value(wanted, best[wanted]), only, options.plot)
+        _draw(replace(needed, **{wanted: best[wanted]}), only, options.plot)
     if options.as_json:
         _print_json({"epsilon": epsilon, "find": wanted, "setting": needed.as_dict(wanted), "rows": rows})
         return
     _heading(needed, f"{WANTED[wanted]} for ε ≤ {epsilon:g}", leave=wanted)
     _print_rows(rows, (wanted, *EPSILON, *(("run_epsilon",) if needed.noise_cohort else ())))
     if needed.noise_cohort:
-        print(
-            f"ε: if deployed at population P = {_larger(needed).clients:,}, a projection. ε here: proven of this run."
-        )
+        print(f"ε: if deployed at population P = {larger.clients:,}, a projection. ε here: proven of this run.")
+
+
+def _needed_rows(setting: Setting, larger: Setting, wanted: str, target: float, only: dict[str, str]) -> list[Row]:
+    """Return what ``target`` needs of ``wanted``; larger: the simulated system, or the setting itself."""
+    from fedflat.privacy.accounting.budget import calibrate_table, needed_table
+
+    if wanted == "noise_multiplier":
+        # With noise_cohort the target is that of the simulated system, as in a recipe.
+        rows = calibrate_table(target=target, only=only, **larger.common())
+        return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows] if setting.noise_cohort else rows
+    if setting.noise_cohort is not None:
+        raise wrong("--noise-cohort", setting.noise_cohort, "nothing when --find is not noise-multiplier")
+    known = _arguments(setting, only) | {"accountant": only.get("accountant")}
+    del known[wanted]
+    return needed_table(find=wanted, target=target, **known)
 
 
 EPSILON = ("epsilon",)
@@ -165,7 +181,7 @@ TITLES = {
 
 
 def _only(options: Options, accountant: str | None) -> dict[str, str]:
-    """The names that the rows are limited to, checked."""
+    """Return the names that the rows are limited to, checked."""
     from fedflat.core.cohorts import NAMES as SAMPLINGS
     from fedflat.privacy.accounting.curves import ACCOUNTANTS
     from fedflat.privacy.trust import TRUSTS
@@ -191,14 +207,8 @@ def _budget_rows(setting: Setting, only: dict[str, str]) -> list[Row]:
     return budget_table(noise_multiplier=float(setting.noise_multiplier or 0.0), only=only, **setting.common())
 
 
-def _larger(setting: Setting) -> Setting:
-    return setting.deployed() or setting
-
-
 def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, options: Options) -> None:
-    """ε, or the σ for a target, of a plan whose account is one of the whole run, by every accountant."""
-    from dataclasses import replace
-
+    """Print ε, or the σ for a target, of a plan whose account is one of the whole run, by every accountant."""
     from fedflat.privacy.accounting.curves import PROVEN
     from fedflat.privacy.accounting.epsilon import calibrate
 
@@ -233,34 +243,16 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
     _print_rows(rows, EPSILON if target is None else ("noise_multiplier", *EPSILON))
 
 
-def _calibrated(setting: Setting, target: float, only: dict[str, str]) -> list[Row]:
-    """Rows of the calibration; with noise_cohort the target is that of the simulated system, as in a recipe."""
-    from fedflat.privacy.accounting.budget import calibrate_table
-
-    rows = calibrate_table(target=target, only=only, **_larger(setting).common())
-    if setting.noise_cohort is None:
-        return rows
-    return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows]
-
-
 def _run_epsilon(setting: Setting, row: Row) -> float | None:
     if row["noise_multiplier"] is None:
         return None
-    run = setting.with_value("noise_multiplier", row["noise_multiplier"]).of_this_run()
+    run = replace(setting, noise_multiplier=row["noise_multiplier"]).of_this_run()
     own = {name: row[name] for name in ("trust", "sampling", "accountant")}
     return next((found["epsilon"] for found in _budget_rows(run, own)), None)
 
 
-def _found(setting: Setting, wanted: str, target: float, only: dict[str, str]) -> list[Row]:
-    from fedflat.privacy.accounting.budget import needed_table
-
-    own = _arguments(setting, only)
-    own |= {"accountant": only.get("accountant")}
-    return needed_table(find=wanted, target=target, **{name: value for name, value in own.items() if name != wanted})
-
-
 def _arguments(setting: Setting, only: dict[str, str]) -> dict[str, Any]:
-    """Arguments of ``epsilon`` under one trust model and cohort law (default: central, poisson)."""
+    """Return the arguments of ``epsilon`` under one trust model and cohort law (default: central, poisson)."""
     own = {"trust": only.get("trust", "central"), "sampling": only.get("sampling", "poisson")}
     limits = {"max_cohort"} if own["sampling"] != "truncated" else set()
     limits |= {"min_cohort", "colluders"} if own["trust"] != "distributed" else set()
@@ -270,12 +262,13 @@ def _arguments(setting: Setting, only: dict[str, str]) -> dict[str, Any]:
 
 
 def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
-    """The rows. If none of them applies, the reason is the answer.
+    """Return the rows. If none of them applies, the reason is the answer.
 
     Raises:
         InputError: nothing applies.
     """
-    own = [row for row in rows if row["sampling"] == only.get("sampling")] or rows  # "any" answers no law asked for
+    # A row for any sampling does not answer for one that was asked for.
+    own = [row for row in rows if row["sampling"] == only.get("sampling")] or rows
     if not any(row["epsilon"] is not None for row in own):
         reason = next((row["reason"] for row in own if row["reason"]), "no such combination")
         asked = ", ".join(only.values()) or "every combination"
@@ -284,14 +277,11 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
 
 
 def _heading(setting: Setting, title: str = "", leave: str = "") -> None:
-    if title:
-        print(title)
-    print(setting.text(leave))
-    print()
+    print(f"{title}\n" * bool(title) + setting.text(leave) + "\n")
 
 
 def _print_rows(rows: list[Row], columns: tuple[str, ...]) -> None:
-    """One table of at most 80 columns; what does not apply is left out of it (``--json`` has the reasons)."""
+    """Print one table of at most 80 columns; what does not apply is left out of it (``--json`` has the reasons)."""
     from rich.console import Console
     from rich.table import Table
 
@@ -311,13 +301,11 @@ def _print_rows(rows: list[Row], columns: tuple[str, ...]) -> None:
         cells += [row["relation"] or "", row["adversary"] or ""] if described else []
         table.add_row(row["trust"], row["sampling"], _accountant(row, notes), *cells)
     Console(width=80).print(table)
-    for note in notes:
-        print(note)
-    print()
+    print("".join(f"{note}\n" for note in notes))
 
 
 def _accountant(row: Row, notes: dict[str, None]) -> str:
-    """What computed a row; the approximation gets its note."""
+    """Return what computed a row; the approximation gets its note."""
     if row["accountant"] == "gdp":
         mu = row["reason"].partition("(")[2].partition(")")[0]
         notes[f"≈ central limit of Gaussian DP ({mu}): an approximation, not proven."] = None
@@ -332,21 +320,13 @@ def _cell(row: Row, name: str) -> str:
         return f"{value:.4f}"
     if "epsilon" not in name:
         return f"{value:,.0f}"
-    return ("≈ " if row["accountant"] == "gdp" else "") + _epsilon(value)
-
-
-def _epsilon(value: float) -> str:
-    if math.isinf(value):
-        return "∞"
-    if value >= 1e6:
-        return f"{value:.1e}"
-    return f"{value:,.1f}" if value >= 1000 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+    return ("≈ " if row["accountant"] == "gdp" else "") + report.epsilon_text(value)
 
 
 def _draw(setting: Setting, only: dict[str, str], plot: Path | None) -> None:
     if plot is None:
         return
-    from fedflat.report.budget import write_plot
+    from fedflat.report.plates import write_plot
 
     larger = setting.deployed()
     systems = {"" if larger is None else "this run": _arguments(setting.of_this_run(), only)}
@@ -360,4 +340,175 @@ def _draw(setting: Setting, only: dict[str, str], plot: Path | None) -> None:
 def _print_json(found: Row) -> None:
     from fedflat.privacy.ledger import plain_json
 
-    print(json.dumps(plain_json("budget", found), ensure_ascii=False, indent=2))
+    print_json(plain_json("budget", found))
+
+
+KEYS = {
+    "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
+    "noise_multiplier": "privacy.noise_multiplier", "delta": "privacy.delta",
+    "max_cohort": "cohort.max", "min_cohort": "cohort.min",
+    "max_participations": "cohort.max_participations", "noise_cohort": "privacy.noise_cohort",
+    "trust": "privacy.trust", "sampling": "cohort.sampling", "accountant": "privacy.accountant",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """M, m, T, σ (std / clip), δ and the limits of the cohort laws and trust models; None where not given."""
+
+    clients: int | None = None
+    cohort: float | None = None
+    rounds: int | None = None
+    noise_multiplier: float | None = None
+    delta: float | None = None
+    max_cohort: int | None = None
+    min_cohort: int | None = None
+    max_participations: int | None = None
+    noise_cohort: float | None = None
+    colluders: int = 0
+    source: str = ""
+
+    def needs(self, *names: str) -> Setting:
+        """Return this setting, if it has all of ``names``; δ gets its default.
+
+        Raises:
+            InputError: one of them is missing, or a number is out of range.
+        """
+        for name in names:
+            if getattr(self, name) is None:
+                option = "--" + name.replace("_", "-")
+                raise wrong(option, "nothing", "a number, or a recipe that has it")
+        if self.rounds is not None:
+            whole("--rounds", self.rounds)
+        if self.clients is not None:
+            whole("--clients", self.clients, 1)
+        if self.noise_cohort is not None and self.cohort is not None:
+            in_range("--noise-cohort", self.noise_cohort, self.cohort)
+        if self.delta is None and self.clients is not None:
+            from fedflat.privacy.accounting.epsilon import default_delta
+
+            return replace(self, delta=default_delta(self.clients))
+        return self
+
+    def common(self) -> dict[str, Any]:
+        """Return the arguments for the tables, without σ."""
+        names = ("clients", "cohort", "rounds", "delta", "max_cohort", "min_cohort", "max_participations", "colluders")
+        return {name: getattr(self, name) for name in names}
+
+    def of_this_run(self) -> Setting:
+        """Return the noise that really is added: σ·size/noise_cohort."""
+        if self.noise_cohort is None or self.noise_multiplier is None or self.cohort is None:
+            return self
+        sigma = self.noise_multiplier * self.cohort / self.noise_cohort
+        return replace(self, noise_multiplier=sigma, noise_cohort=None)
+
+    def deployed(self) -> Setting | None:
+        """Return the larger system that ``noise_cohort`` simulates: M' = M·noise_cohort/size, the same q, σ and δ."""
+        if self.noise_cohort is None or self.clients is None or self.cohort is None:
+            return None
+        factor = self.noise_cohort / self.cohort
+        clients = max(1, round(self.clients * factor))
+        largest, least = (None if n is None else round(n * factor) for n in (self.max_cohort, self.min_cohort))
+        cohort = self.cohort / self.clients * clients
+        return replace(self, clients=clients, cohort=cohort, max_cohort=largest, min_cohort=least, noise_cohort=None)
+
+    def as_dict(self, leave: str = "") -> dict[str, Any]:
+        """Return the setting's numbers as plain values, for ``--json``."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "") and name != leave}
+
+    def text(self, leave: str = "") -> str:
+        """Return one line: M = 500, m = 50 (q = 0.1), T = 300, σ = 0.95, δ = 0.002."""
+        shown = {
+            "clients": f"M = {self.clients:,}" if self.clients else "",
+            "cohort": f"m = {self.cohort:g}" if self.cohort else "",
+            "rounds": f"T = {self.rounds:,}" if self.rounds is not None else "",
+            "noise_multiplier": f"σ = {self.noise_multiplier:.5g}" if self.noise_multiplier is not None else "",
+            "delta": f"δ = {self.delta:.4g}" if self.delta else "δ = 0.1/M",
+        }
+        if self.clients and self.cohort and leave not in ("clients", "cohort"):
+            shown["cohort"] += f" (q = {self.cohort / self.clients:.4g})"
+        return ", ".join(value for name, value in shown.items() if value and name != leave) + self.source
+
+
+def setting_of(
+    recipe: str | None, overrides: list[str], given: Named, only: Mapping[str, str], target: float | None = None
+) -> Setting:
+    """Return the numbers given as options, or a recipe's with the options in their place.
+
+    target: an ε that takes the place of the recipe's own noise.
+
+    Raises:
+        InputError: ``-o`` without a recipe, whatever is wrong in the recipe, a method without a Gaussian account.
+    """
+    if recipe is None:
+        if overrides:
+            raise wrong("-o", overrides[0], "only with a recipe", hint="Use --clients, --cohort, --rounds and so on.")
+        return Setting(**given)
+    texts = _texts(overrides, given, only, target)
+    return _of_recipe(recipe, texts, target is not None and given.get("noise_multiplier") is None)
+
+
+def scheduled_plan_of(
+    recipe: str | None, overrides: list[str], given: Named, only: Mapping[str, str], target: float | None = None
+) -> Plan | None:
+    """Return the plan of a recipe whose rounds are not alike: by a schedule, correlated noise or ``start``; else None.
+
+    Raises:
+        InputError: whatever is wrong in the recipe.
+    """
+    from fedflat.assembly import plans
+    from fedflat.assembly.plans import algorithm_of, plan_of
+    from fedflat.config.recipe import Recipe
+    from fedflat.privacy.correlated import ScheduledPlan
+
+    if recipe is None:
+        return None
+    loaded = Recipe.load(recipe, _texts(overrides, given, only, target))
+    known = loaded.start is not None or loaded.cohort.sampling in ("full", "min-separation", "cyclic-poisson")
+    if loaded.data.clients is None or not known:
+        return None
+    method = algorithm_of(loaded)
+    plans.check(loaded, method)
+    plan = plan_of(loaded, method, loaded.data.clients)
+    return plan if isinstance(plan.mechanism, ScheduledPlan) or plan.first != 1 else None
+
+
+def _texts(overrides: list[str], given: Mapping[str, Any], only: Mapping[str, str], target: float | None) -> list[str]:
+    """Return what changes a recipe, as ``key=value``: overrides, then options, then the target."""
+    changes = {**given, **only}
+    texts = [f"{KEYS[name]}={value}" for name, value in changes.items() if value is not None and name in KEYS]
+    # The approximation is shown but proves nothing, so no recipe may name it.
+    if only.get("accountant") == "gdp":
+        texts = [text for text in texts if not text.startswith("privacy.accountant=")]
+    if given.get("noise_multiplier") is not None:
+        texts.append("privacy.epsilon=null")
+    elif target is not None:
+        texts += ["privacy.noise_multiplier=null", f"privacy.epsilon={target!r}"]
+    return [*overrides, *texts]
+
+
+def _of_recipe(name: str, overrides: list[str], noise_open: bool) -> Setting:
+    from fedflat.assembly.plans import algorithm_of, plan_of
+    from fedflat.config.recipe import Recipe
+
+    recipe = Recipe.load(name, overrides)
+    method = algorithm_of(recipe)
+    if not method.private:
+        raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
+    if method.kind == "ddgauss":
+        raise wrong(name, method.name, "a method with Gaussian noise", hint="Its own account is in a run's statement.")
+    if recipe.privacy.protocol != "sound":
+        hint = "Its claimed and proven ε are in a run's statement."
+        raise wrong(name, "privacy.protocol: published", "sound", hint=hint)
+    if recipe.data.clients is None:
+        raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
+    plan: Any = plan_of(recipe, method, recipe.data.clients)
+    found = Setting(
+        plan.sampler.clients, plan.sampler.size, plan.rounds, None if noise_open else plan.noise_multiplier, plan.delta,
+        recipe.cohort.max, recipe.cohort.min, recipe.cohort.max_participations, plan.noise_cohort, plan.colluders,
+    )  # fmt: skip
+    if method.kind != "votes":
+        return found
+    # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
+    sigma = None if found.noise_multiplier is None else found.noise_multiplier / math.sqrt(plan.mechanism.labels)
+    return replace(found, rounds=plan.mechanism.total, noise_multiplier=sigma, source=" (T: cohort draws, σ: per draw)")

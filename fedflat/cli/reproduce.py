@@ -3,75 +3,66 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedflat.cli.reproduced import WIDTH, as_dict, lines, wrapped
-from fedflat.cli.training import Json, Overrides
+from fedflat import papers, report
+from fedflat.cli import WIDTH, Json, Overrides, Processes, print_json, say, wrapped
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.papers import CITED
-
-if TYPE_CHECKING:
-    from fedflat.reproduce import Outcome
-    from fedflat.reproduce.drawn import Drawn
-    from fedflat.reproduce.figures import PaperFigure
 
 PROTOCOLS = ("sound", "published")
 
 
+Scale = Annotated[
+    str | None,
+    Option(
+        help="smoke (seconds a method), small (minutes), full (the paper's size: days without a GPU). "
+        "Default: small; full with --dry-run."
+    ),
+]
+Columns = Annotated[
+    list[str] | None,
+    Option(
+        help="Only the column of this name, or those whose name contains it (numbers whole); of a figure, only the "
+        "panels whose title contains it. May be repeated."
+    ),
+]
+Methods = Annotated[list[str] | None, Option(help="Only this method, as printed; may be repeated.")]
+Protocol = Annotated[str, Option(help="sound: the guarantee holds. published: the procedure that the paper released.")]
+TUNED = "Each method at the strength (printed, a fifth, a 25th) that is best on clients held back."
+Seeds = Annotated[int | None, Option(min=1, help="Runs of each cell. Default: the scale's; at full scale the paper's.")]
+Out = Annotated[Path | None, Option(help="Folder of a table's runs; of a figure, the one that its tables' are in.")]
+DRY_RUN = "Published values, claimed and proven ε; nothing is trained."
+MEASURED = "Show what was measured here before, kept with fedflat; nothing runs."
+KEEP = "Add what was measured to this JSON file, with command and machine."
+
+
 def reproduce(
-    paper: Annotated[str | None, typer.Argument(help="The paper: 000 to 004, or cited as by --list.")] = None,
-    table: Annotated[str | None, typer.Argument(help="Its table or figure: table-1, 1, II; figure-4.")] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(
-            help="smoke (seconds a method), small (minutes), full (the paper's size: days without a GPU). "
-            "Default: small; full with --dry-run."
-        ),
-    ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only the column of this name, or those whose name contains it (numbers whole); of a figure, only the "
-            "panels whose title contains it. May be repeated."
-        ),
-    ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method, as printed; may be repeated.")] = None,
-    protocol: Annotated[
-        str, typer.Option(help="sound: the guarantee holds. published: the procedure that the paper released.")
-    ] = "sound",
-    tuned: Annotated[
-        bool,
-        typer.Option(
-            "--tuned",
-            help="Each method at the strength (printed, a fifth, a 25th) that is best on clients held back.",
-        ),
-    ] = False,
+    paper: Annotated[str | None, Argument(help="The paper: 000 to 004, or cited as by --list.")] = None,
+    table: Annotated[str | None, Argument(help="Its table or figure: table-1, 1, II; figure-4.")] = None,
+    scale: Scale = None,
+    column: Columns = None,
+    method: Methods = None,
+    protocol: Protocol = "sound",
+    tuned: Annotated[bool, Option("--tuned", help=TUNED)] = False,
     override: Overrides = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each cell. Default: the scale's; at full scale the paper's.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of a table's runs; of a figure, the one that its tables' are in.")
-    ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: the number of cores.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Published values, claimed and proven ε; nothing is trained.")
-    ] = False,
-    measured: Annotated[
-        bool, typer.Option("--measured", help="Show what was measured here before, kept with fedflat; nothing runs.")
-    ] = False,
-    keep: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Add what was measured to this JSON file, with command and machine."),
-    ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="What can be reproduced, one line each.")] = False,
+    seeds: Seeds = None,
+    out: Out = None,
+    processes: Processes = None,
+    dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
+    measured: Annotated[bool, Option("--measured", help=MEASURED)] = False,
+    keep: Annotated[Path | None, Option(metavar="FILE", help=KEEP)] = None,
+    list_all: Annotated[bool, Option("--list", help="What can be reproduced, one line each.")] = False,
     as_json: Json = False,
 ) -> None:
     """A table or a figure of the papers: the published number, ours, the claimed and the proven ε.
@@ -97,67 +88,84 @@ def reproduce(
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
         raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
     one_of("--protocol", protocol, PROTOCOLS)
-    from fedflat.reproduce import SCALES, dry, find
-    from fedflat.reproduce.figures import find_figure, is_figure
+    request = Request(
+        scale, protocol, tuple(override or ()), seeds, out, processes, keep, as_json, tuned, dry_run, measured
+    )
+    drawing = papers.is_figure(table)
+    request.check(drawing)
+    if drawing:
+        request.refuse("a figure", {"--method": method} | request.only_tables, "a table")
+        _draw(papers.find_figure(paper, table).only(column or ()), request)
+    else:
+        _fill(papers.find(paper, table).only(column or (), method or ()), request)
 
-    if measured or dry_run:
-        running: dict[str, Any] = {"--keep": keep, "--tuned": tuned}
+
+@dataclass(frozen=True)
+class Request:
+    """How a table or a figure is to be reproduced: the options of the command."""
+
+    scale: str | None
+    protocol: str
+    overrides: tuple[str, ...]
+    seeds: int | None
+    out: Path | None
+    processes: int | None
+    keep: Path | None
+    as_json: bool
+    tuned: bool
+    dry_run: bool
+    measured: bool
+
+    def check(self, drawing: bool) -> None:
+        """Raise InputError for options that have no meaning beside each other, before anything runs."""
+        training: dict[str, Any] = {"--keep": self.keep, "--tuned": self.tuned}
         settings = {
-            "--dry-run": dry_run, "--scale": scale, "--protocol": protocol != "sound", "-o": override,
-            "--seeds": seeds, "--processes": processes, "--out": out and not is_figure(table),
+            "--dry-run": self.dry_run, "--scale": self.scale, "--protocol": self.protocol != "sound",
+            "-o": self.overrides, "--seeds": self.seeds, "--processes": self.processes,
+            "--out": self.out and not drawing,
         }  # fmt: skip
-        _refuse("--measured" if measured else "--dry-run", running | settings if measured else running)
-    if keep is not None:
-        from fedflat.reproduce.measured import check
+        if self.measured or self.dry_run:
+            found = "--measured" if self.measured else "--dry-run"
+            self.refuse(found, training | settings if self.measured else training, "{} where something runs")
+        if self.keep is not None:
+            papers.check_keep(self.keep)
+        one_of("--scale", self.size, papers.SCALES)
 
-        check(keep)
-    size = str(one_of("--scale", scale or ("full" if dry_run else "small"), SCALES))
-    if is_figure(table):
-        tables = {
-            "--method": method, "--dry-run": dry_run, "--protocol": protocol != "sound", "--tuned": tuned,
-            "--json": as_json,
-        }  # fmt: skip
-        for option in (option for option, given in tables.items() if given):
-            raise wrong(option, "a figure", "a table")
-        _figure(find_figure(paper, table).only(column or ()), size, override, seeds, out, processes, measured, keep)
-        return
-    chosen = find(paper, table).only(column or (), method or ())
-    if measured:
-        _measured(chosen, as_json)
-        return
-    if dry_run:
-        found = dry(chosen, size, protocol, override or ())
-    else:
-        found = _train(chosen, size, protocol, override, seeds, out, processes, as_json, tuned)
-    if as_json:
-        print(json.dumps(as_dict(found), ensure_ascii=False, indent=2))
-    else:
-        print("\n".join(lines(found, dry_run)))
-    _keep(keep, found, override, found.seconds)
-    if not dry_run and not found.complete:
-        raise typer.Exit(1)
+    @property
+    def size(self) -> str:
+        """The scale, or its default."""
+        return self.scale or ("full" if self.dry_run else "small")
 
+    @property
+    def only_tables(self) -> dict[str, bool]:
+        """The options that a figure does not have, and whether they were given."""
+        return {"--protocol": self.protocol != "sound", "--tuned": self.tuned, "--json": self.as_json}
 
-def _refuse(found: str, options: Mapping[str, Any]) -> None:
-    """Raise InputError for the first option that is given where nothing runs."""
-    for option in (option for option, given in options.items() if given):
-        raise wrong(option, found, f"{option} where something runs")
+    @staticmethod
+    def refuse(found: str, options: Mapping[str, Any], allowed: str) -> None:
+        """Raise InputError for the first option that is given beside ``found`` and has no meaning there."""
+        for option in (option for option, given in options.items() if given):
+            raise wrong(option, found, allowed.format(option))
 
+    @property
+    def folder(self) -> Path:
+        """The folder that the runs' folders are in."""
+        return self.out or Path("runs")
 
-def _keep(path: Path | None, found: Outcome | Drawn, override: Any, seconds: float) -> None:
-    """Add to the file of ``--keep``, or say why not."""
-    if path is not None:
-        from fedflat.reproduce.measured import keep
-
-        if why := keep(path, _command(), found, override or (), seconds):
-            print("\n".join(wrapped(why)), file=sys.stderr)
+    def store(self, found: papers.Outcome | papers.Drawn, seconds: float) -> None:
+        """Add what was measured to the file of ``--keep``, or say why not."""
+        if self.keep is None:
+            return
+        if reason := papers.keep(self.keep, _command(), found, self.overrides, seconds):
+            print("\n".join(wrapped(reason)), file=sys.stderr)
 
 
 def _command() -> str:
-    """The command as it can be given again: without where its files go."""
+    """Return the command as it can be given again: without where its files go."""
     kept: list[str] = []
     words = iter(sys.argv[1:])
     for word in words:
+        # Where files go does not change what is measured.
         if word in ("--out", "--keep", "--processes"):
             next(words, None)
         elif not word.startswith(("--out=", "--keep=", "--processes=")):
@@ -165,83 +173,325 @@ def _command() -> str:
     return shlex.join(["fedflat", *kept])
 
 
-def _measured(chosen: Any, as_json: bool) -> None:
-    """What was measured of a table before."""
-    from fedflat.reproduce.measured import outcomes
-
-    every = outcomes(chosen)
+def _show_kept(table: papers.Table, as_json: bool) -> None:
+    """Print what was measured of a table before."""
+    kept = papers.outcomes(table)
     if as_json:
-        print(json.dumps([as_dict(found) | {"source": vars(source)} for source, found in every], ensure_ascii=False))
+        print(json.dumps([as_dict(found) | {"source": vars(source)} for source, found in kept], ensure_ascii=False))
         return
-    for place, (source, found) in enumerate(every):
+    for place, (source, found) in enumerate(kept):
         print("\n".join([*([""] if place else []), *lines(found), *wrapped(source.sentence())]))
 
 
-def _train(
-    chosen: Any,
-    scale: str,
-    protocol: str,
-    override: Any,
-    seeds: Any,
-    out: Any,
-    processes: Any,
-    quiet: bool,
-    tuned: bool,
-) -> Outcome:
-    from fedflat.report.progress import ExperimentProgress
-    from fedflat.reproduce import train
-
-    stem = f"{chosen.paper}-{chosen.table.lower().replace(' ', '-')}"
-    folder = out or Path("runs") / f"reproduce-{stem}"
-    with ExperimentProgress(quiet=quiet) as progress:
-        return train(chosen, folder, scale, protocol, override or (), seeds, processes, progress.update, tuned)
-
-
-def _figure(
-    figure: PaperFigure, scale: str, override: Any, seeds: Any, out: Any, processes: Any, measured: bool, keep: Any
-) -> None:
-    """Run (or read what was measured) and draw a figure: a page, and each drawing as SVG, PNG and PDF beside it."""
-    folder = (out or Path("runs")) / f"reproduce-{figure.paper}-{figure.name}"
-    if measured:
-        from fedflat.reproduce.measured import drawings
-
-        for place, (source, found) in enumerate(drawings(figure)):
-            _drawn(found, folder if not place else folder.with_name(f"{folder.name}-{place + 1}"), source.sentence())
+def _fill(table: papers.Table, request: Request) -> None:
+    """Print a table with our numbers in it: trained, only planned, or measured before."""
+    if request.measured:
+        _show_kept(table, request.as_json)
         return
-    from fedflat.report.metrics import summary
-    from fedflat.report.progress import ExperimentProgress
-    from fedflat.reproduce.drawn import draw
+    if request.dry_run:
+        found = papers.dry(table, request.size, request.protocol, request.overrides)
+    else:
+        name = f"reproduce-{table.paper}-{table.table.lower().replace(' ', '-')}"
+        with report.ExperimentProgress(quiet=request.as_json) as progress:
+            found = papers.train(
+                table, request.out or Path("runs") / name, request.size, request.protocol, request.overrides,
+                request.seeds, request.processes, progress.update, request.tuned,
+            )  # fmt: skip
+    if request.as_json:
+        print_json(as_dict(found))
+    else:
+        print("\n".join(lines(found, request.dry_run)))
+    request.store(found, found.seconds)
+    if not request.dry_run and not found.complete:
+        raise typer.Exit(1)
 
-    with ExperimentProgress() as progress:
-        found = draw(
-            figure, out or Path("runs"), scale, override or (), seeds, processes, progress.update, progress.say
-        )
-    _drawn(found, folder)
-    _keep(keep, found, override, sum(summary(run)["seconds"] for run in found.runs))
+
+def _draw(figure: papers.PaperFigure, request: Request) -> None:
+    """Draw a figure: a page, and each drawing as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
+    if request.dry_run:
+        print("\n".join(planned_lines(figure, request.size, request.overrides)))
+        return
+    if request.measured:
+        for place, (source, kept) in enumerate(papers.drawings(figure), start=1):
+            _write_drawn(kept, request.folder, source.sentence(), "" if place == 1 else f"-{place}")
+        return
+    from fedflat.report.metrics import seconds
+
+    with report.ExperimentProgress() as progress:
+        found = papers.draw(
+            figure, request.folder, request.size, request.overrides, request.seeds, request.processes,
+            progress.update, progress.say,
+        )  # fmt: skip
+    _write_drawn(found, request.folder)
+    request.store(found, sum(map(seconds, found.runs)))
 
 
-def _drawn(found: Drawn, folder: Path, source: str = "") -> None:
-    from fedflat.cli.plates import print_plates
+def _write_drawn(found: papers.Drawn, parent: Path, source: str = "", suffix: str = "") -> None:
+    from fedflat.cli.catalogue import print_plates
     from fedflat.report import flatness
-    from fedflat.reproduce.paper_page import notes, write_pages
 
+    folder = parent / f"reproduce-{found.of.paper}-{found.of.name}{suffix}"
     for page in write_pages(found, folder, source):
         print(page)
     curves = [figure for record in found.landscapes for figure in flatness.figures(record)]
     print_plates([*found.figures, *curves], folder, found.landscapes)
     for text in notes(found, source):
-        print("\n".join(wrapped(text)))
+        say(text)
 
 
 def _list(as_json: bool) -> None:
-    from fedflat.reproduce import load, names
-    from fedflat.reproduce.figures import abouts
-
-    every = {name: load(name.replace(" ", "-")).about for name in names()} | abouts()
-    every = dict(sorted(every.items()))
+    tables = {name: papers.load(name.replace(" ", "-")).about for name in papers.names()}
+    every = dict(sorted((tables | papers.abouts()).items()))
     if as_json:
-        print(json.dumps(every, ensure_ascii=False, indent=2))
+        print_json(every)
         return
     for name, about in every.items():
         cited = CITED[name.split(" ")[0]]
         print(textwrap.fill(f"{name:<15} {cited}. {about}", WIDTH, subsequent_indent=" " * 16))
+
+
+def lines(found: papers.Outcome, dry_run: bool = False) -> list[str]:
+    """Return the outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
+    table = found.table
+    shown = [*wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *wrapped(table.about)]
+    simulated = any(row.simulated is not None for row in found.rows)
+    verdicts = {} if dry_run else found.verdicts()
+    for column, rows in found.columns().items():
+        shown += [
+            "", *wrapped(_headed(column, rows[0], found)), *_grid(_body(rows, dry_run, simulated)),
+        ]  # fmt: skip
+        why = dict.fromkeys(row.missing for row in rows if row.missing)
+        shown += [text for reason in why for text in wrapped(f"  {reason}")]
+        shown += [text for said in papers.sentences(verdicts.get(column)) for text in wrapped(f"  {said}")]
+    return [*shown, "", *_remarks(found, dry_run)]
+
+
+def planned_lines(figure: papers.PaperFigure, scale: str, overrides: Sequence[str]) -> list[str]:
+    """Return what would run for a figure, as text of at most 80 columns: for each panel its runs and what is proven of
+    them.
+
+    Claimed ε is left out where a setting was changed: the paper names none for it.
+    """
+    shown = [*wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
+    total: set[str] = set()
+    for panel in figure.panels:
+        rows = [(line, line.planned(panel.table, scale, overrides)) for line in panel.lines]
+        seeds = papers.SCALES[scale].seeds or panel.table.seeds
+        grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in rows), "δ"]]
+        for line, row in rows:
+            at = ", ".join(line.changes) or ("" if line.x is None else f"{panel.x} {line.x:g}")
+            name = f"{line.label} ({at})" if at else line.label
+            claimed = "–" if line.changes else _epsilon(row.claimed)
+            rounds = "–" if row.recipe is None else str(row.recipe.rounds)
+            grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
+            total |= {row.recipe.name} if row.recipe is not None else set()
+        shown += ["", *wrapped(f"{panel.title} ({panel.draw}; {seeds} seed{'s' if seeds > 1 else ''})"), *_grid(grid)]
+        shown += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
+    said = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
+    return [*shown, "", *(text for each in said for text in wrapped(each))]
+
+
+def _headed(column: str, row: papers.Row, found: papers.Outcome) -> str:
+    """Return the column's name, its target, and what was changed in it by hand."""
+    target = "" if row.cell.target is None or row.cell.measure != "rounds" else f" to {row.cell.target:g} %"
+    return column + target + (f" ({', '.join(found.by_hand)})" if found.by_hand else "")
+
+
+def _epsilon_head(rows: Iterable[papers.Row]) -> str:
+    """Return what the ε of the runs is called: with seeded noise it is only that of the mechanism."""
+    seeded = any(row.recipe is not None and row.recipe.privacy.randomness == "seeded" for row in rows)
+    return "mechanism's ε" if seeded else "proven ε"
+
+
+def _body(rows: Sequence[papers.Row], dry_run: bool, simulated: bool) -> list[list[str]]:
+    """Return the heads and the cells of a column's rows."""
+    ours, more = ([] if dry_run else ["ours", "diff."]), (["simul. ε"] if simulated else [])
+    table = [["method", "published", *ours, "claimed ε", _epsilon_head(rows), *more, "δ"]]
+    for row in rows:
+        ours = [] if dry_run else [_ours(row), _points(row.difference)]
+        epsilons = [_epsilon(value) for value in (row.claimed, row.proven, *([row.simulated] if simulated else []))]
+        table.append([row.cell.method, row.cell.published, *ours, *epsilons, _delta(row)])
+    return table
+
+
+def _epsilon(value: float | None) -> str:
+    return report.epsilon_text(value, missing="–")
+
+
+def _delta(row: papers.Row) -> str:
+    return "–" if row.delta is None else f"{row.delta:.2g}"
+
+
+def _grid(texts: list[list[str]]) -> list[str]:
+    """Return the rows of texts under each other; headings fold at their space where the whole would be wider than
+    WIDTH.
+    """
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    if sum(widths) + len(widths) - 1 > WIDTH:
+        folded = [text.split(" ", 1) if " " in text else ["", text] for text in texts[0]]
+        texts = [[top for top, _ in folded], [low for _, low in folded], *texts[1:]]
+        widths = [max(map(len, column)) for column in zip(*texts)]
+    return [_line(row, widths) for row in texts]
+
+
+_PROVEN = {"proven ε": "proven", "mechanism's ε": "proven for secret noise, while this noise follows the seed,"}
+
+
+def _remarks(found: papers.Outcome, dry_run: bool) -> list[str]:
+    table = found.table
+    remarks, head = [_counted(found)], _epsilon_head(found.rows)
+    claimed = "what the paper's formula gives" if table.claimed == "formula" else "the budget that the paper names"
+    remarks.append(
+        f"Claimed ε: {claimed} for its setting. {head[:1].upper()}{head[1:]}, at δ: {_PROVEN[head]} of "
+        + ("what is planned here" if dry_run else "what ran here")
+        + (", the paper's released procedure." if found.protocol == "published" else ", the sound round.")
+    )
+    if any(row.simulated is not None for row in found.rows):
+        remarks.append(
+            "Simulated ε: of the paper's clients, cohort and σ over the rounds here, a projection. The noise in each "
+            "coordinate of the mean is that of the paper's cohort (privacy.noise_cohort)."
+        )
+    if not dry_run and any(row.fates for row in found.rows):
+        remarks += [f"{mark} {text}: the last round is shown, never the best." for mark, text in _marks(found)]
+    if not dry_run and found.verdicts():
+        remarks.append(
+            "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
+            "Orderings at 95 %: two-sided paired t test over the seeds."
+        )
+    if not found.comparable:
+        own = ("" if found.as_printed else ", tuned") + (", changed by hand" if found.by_hand else "")
+        remarks.append(f"Scale {found.scale}{own}: NOT COMPARABLE with the published values.")
+    texts = dict.fromkeys(found.changed.values())
+    for changes in texts:
+        if changes:
+            of = [name for name, mine in found.changed.items() if mine == changes]
+            where = "" if len(texts) == 1 else f" ({'; '.join(of)})"
+            remarks.append(f"Changed{where}: {', '.join(changes)}.")
+    remarks += _choices(found)
+    remarks += [f"Differs: {note}." for note in table.said(found.protocol)]
+    remarks += [f"Missing: {text}" for text in found.missing]
+    if found.folder is not None:
+        remarks.append(f"Runs: {found.folder}")
+    return [text for remark in remarks for text in wrapped(remark)]
+
+
+def _choices(found: papers.Outcome) -> list[str]:
+    """Return the rule of ``--tuned``, what it chose, and whom it left alone."""
+    if not found.tuned:
+        return []
+    rule = (
+        "Tuned: a method's own numbers at the printed strength, a fifth or a twenty-fifth of it, by accuracy on a "
+        "tenth of the clients, held back, with a seed that is not reported. The choice looked at clients' data, and no "
+        "ε here covers that."
+    )
+    columns = len({column for column, _ in found.chosen}) > 1
+    chosen = found.chosen.items()
+    own = {row.cell.method for row in found.rows if row.cell.personal}
+    tuned = {method for _, method in found.chosen}
+    methods = dict.fromkeys(row.cell.method for row in found.rows if row.recipe is not None)
+    left = [name for name in methods if name not in tuned]
+    why = ", ".join(f"{name} (its accuracy is the clients' own)" if name in own else name for name in left)
+    return [
+        rule,
+        *(f"Tuned: {f'{of}, ' if columns else ''}{one.sentence(method)}." for (of, method), one in chosen),
+        *([f"As printed, not tuned: {why}."] if left else []),
+    ]
+
+
+def _counted(found: papers.Outcome) -> str:
+    """Return what the numbers are, for each measure that is shown."""
+    kinds = dict.fromkeys(row.cell.measure for row in found.rows)
+    private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
+    measures = "; ".join(papers.MEASURES[kind] for kind in kinds)
+    return f"Published and ours: mean ± sd over seeds, of {measures}{private}."
+
+
+def _marks(found: papers.Outcome) -> list[tuple[str, str]]:
+    from fedflat.report.metrics import FATES, MARKS
+
+    seen = {fate for row in found.rows for fate in row.fates.values()}
+    return [(MARKS[fate], f"{text[:1].upper()}{text[1:]}") for fate, text in FATES.items() if fate in seen]
+
+
+def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
+    texts = [f"{cell:<{w}}" if place == 0 else f"{cell:>{w}}" for place, (cell, w) in enumerate(zip(cells, widths))]
+    return " ".join(texts).rstrip()
+
+
+def _ours(row: papers.Row) -> str:
+    """Return the mean ± sd, and a mark where runs came to nothing."""
+    from fedflat.report.metrics import MARKS
+
+    found = row.spread
+    marks = "".join(dict.fromkeys(MARKS[fate] for fate in row.fates.values()))
+    if found is None:
+        return f"–{marks}"
+    if math.isinf(found[0]):
+        late = sum(map(math.isinf, row.ours.values()))
+        return f"never{marks}" if late == len(row.ours) else f"never in {late} of {len(row.ours)}{marks}"
+    digits = 1 if row.cell.measure in papers.COUNTED else 2
+    text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
+    return f"{text}{marks}".replace("-", "−")
+
+
+def _points(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.1f}".replace("-", "−")
+
+
+def as_dict(found: papers.Outcome) -> dict[str, Any]:
+    """Return the plain values for ``--json``; an infinite ε, or a target that was never reached, is null."""
+    table, verdicts = found.table, found.verdicts()
+    return {
+        "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
+        "comparable": found.comparable and found.complete, "protocol": found.protocol,
+        "rows": [_record(row) for row in found.rows],
+        "verdicts": {name: report.plain(asdict(v)) | {"text": papers.sentences(v)} for name, v in verdicts.items()},
+        "changed": {name: list(texts) for name, texts in found.changed.items()},
+        "tuned": found.tuned,
+        "chosen": [
+            {"column": column, "method": method, **asdict(one)} for (column, method), one in found.chosen.items()
+        ],
+        "notes": table.said(found.protocol), "missing": list(found.missing),
+        "folder": None if found.folder is None else str(found.folder),
+    }  # fmt: skip
+
+
+def _record(row: papers.Row) -> dict[str, Any]:
+    values = {
+        "column": row.cell.column, "method": row.cell.method, "measure": row.cell.measure, "target": row.cell.target,
+        "published": row.cell.published, "ours": list(row.ours.values()), "seeds": list(row.ours),
+        "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
+        "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
+    }  # fmt: skip
+    found: dict[str, Any] = report.plain(values)
+    return found
+
+
+def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Path]:
+    """Write ``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: of the numbers."""
+    from fedflat.report import flatness, html, pages
+
+    figure = found.of
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise wrong("--out", f"{folder}: {error.strerror}", "a folder that can be made and written to") from None
+    written = [
+        flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(found.landscapes)
+    ]
+    if found.figures:
+        title = f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}"
+        cards = html.cards(list(found.figures))
+        differs = pages.Section("notes", "What differs", "prose", notes(found, source))
+        sections = [pages.Section("drawings", "", "cards", cards), differs]
+        page = pages.page(title, figure.about, sections, "fedflat")
+        written.append(pages.write(page, folder / f"{figure.name}.html"))
+    return written
+
+
+def notes(found: papers.Drawn, source: str = "") -> list[str]:
+    """Return what differs from the paper's figure, in sentences."""
+    scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
+    notes = [f"{text[:1].upper()}{text[1:]}." for text in found.of.notes]
+    missing = [f"Missing: {text}" for text in found.missing]
+    return [*scale, *found.remarks, *notes, *missing, *([source] if source else [])]

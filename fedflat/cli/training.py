@@ -1,125 +1,155 @@
-"""``fedflat run`` and ``fedflat compare``."""
+"""Commands that train: ``run``, ``compare``, ``pretrain``, and ``deploy`` for a Flower federation."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedflat.core import stopping
+from fedflat import report
+from fedflat.cli import Json, Overrides, Processes, RecipeName, print_json, recipe_of
+from fedflat.core import process
 from fedflat.core.checks import wrong
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "-o", "--override", metavar="KEY=VALUE", help="Change one key of the recipe, for example -o privacy.epsilon=4."
-    ),
+if TYPE_CHECKING:
+    from fedflat.config.recipe import Recipe
+    from fedflat.federation import Project
+
+Out = Annotated[Path | None, Option(help="Folder for the run's files. Default: runs/NAME, with a number if it exists.")]
+Key = Annotated[
+    Path | None, Option(metavar="FILE", help="Private key that signs the records. Default: fedflat keys' own, if any.")
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for the run's files. Default: runs/NAME, with a number if it exists.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Live = Annotated[bool, Option("--watch", help="Serve a live page on 127.0.0.1 while it goes on.")]
 
 
 def run(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A packaged recipe's name or a YAML file. Default: the quick start.")
-    ] = None,
+    recipe: RecipeName = None,
     override: Overrides = None,
     out: Out = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
+    resume: Annotated[Path | None, Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write what is released to TensorBoard event files.")
+        Path | None, Option(metavar="DIR", help="Also write what is released to TensorBoard event files.")
     ] = None,
     mlflow: Annotated[
-        str | None, typer.Option(metavar="URI", help="Also write what is released to an MLflow store or server.")
+        str | None, Option(metavar="URI", help="Also write what is released to an MLflow store or server.")
     ] = None,
     track_private: Annotated[
-        bool, typer.Option("--track-private", help="Send trackers what is private to the simulation too, marked so.")
+        bool, Option("--track-private", help="Send trackers what is private to the simulation too, marked so.")
     ] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Print the time spent by stage.")] = False,
+    key: Key = None,
+    profile: Annotated[bool, Option("--profile", help="Print the time spent by stage.")] = False,
+    watch: Live = False,
     as_json: Json = False,
 ) -> None:
     """Train one recipe: live progress, a summary, the privacy statement in one line, and the report's path.
 
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
     """
-    from fedflat.config.reading import QUICK_START
-    from fedflat.config.recipe import Recipe
-    from fedflat.records.folder import check_new
-    from fedflat.report.cautions import Watch
-    from fedflat.report.progress import Progress
-    from fedflat.report.trackers import Trackers
-
-    if resume is not None and (recipe is not None or override or out is not None):
-        raise wrong("--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
-    if resume is not None and not (resume / "recipe.yaml").is_file():
-        found = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
-        raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
-    if out is not None and resume is None:
-        check_new(out)  # torch alone takes seconds to load
-    parsed = Recipe.load(resume if resume is not None else (recipe or QUICK_START), override or [])
+    _check_folders(resume, out, recipe is not None or bool(override))
+    parsed = recipe_of(resume or recipe, override)
     folder = resume or out or free_folder(Path("runs"), parsed.name)
-    trackers = Trackers(parsed, tensorboard=tensorboard, mlflow=mlflow, private=track_private)
-    with stopping.on_request("this round"), trackers, Progress(parsed, quiet=as_json) as progress:
-        from fedflat.simulation import (
-            run as simulation,  # torch and all the rest: seconds, spent under the first line of progress
-        )
-        from fedflat.simulation.planning import drowned
+    trackers = report.Trackers(parsed, tensorboard=tensorboard, mlflow=mlflow, private=track_private)
+    progress = report.Progress(parsed, quiet=as_json)
+    with _watched(folder, watch), process.on_request("this round"), trackers, progress:
+        # Torch and all the rest take seconds to import: they are spent under the first line of progress.
+        from fedflat.simulation.run import run as simulate
 
-        watch = Watch()
-
-        def after(released: dict[str, Any], state: Any) -> None:
-            private = state.private
-            progress.round(released, private)
-            trackers.round(released, private)
-            if said := watch.round(released, private):
-                _aloud(said)
-
-        def begin(job: Any) -> None:
-            progress.start(job)
-            for note in [*job.notes, *drowned(parsed, job)]:
-                _aloud(note)
-            job.tell = _aloud
-
-        result = simulation.run(
-            parsed,
-            out=folder,
-            resume=resume is not None,
-            on_start=begin,
-            on_round=after,
-            should_stop=lambda: bool(stopping.asked()),
-        )
+        begin, after_round = _callbacks(parsed, progress, trackers)
+        result = simulate(
+            parsed, out=folder, resume=resume is not None, key=key, on_start=begin, on_round=after_round,
+            should_stop=lambda: bool(process.stop_signal()), progress=False,
+        )  # fmt: skip
     _finish(result, folder, as_json, profile)
-    if stopping.asked() and result.stopped:
+    if process.stop_signal() and result.stopped:
         raise typer.Exit(1)
 
 
-def _aloud(note: str) -> None:
+def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) -> None:
+    """Raise InputError for a folder to resume that holds no run, or a folder to write that is not new."""
+    from fedflat.records.folder import check_new
+
+    if resume is None:
+        if out is not None:
+            # Checked here, before torch takes seconds to load.
+            check_new(out)
+        return
+    if recipe_given or out is not None:
+        raise wrong("--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
+    if not (resume / "recipe.yaml").is_file():
+        found = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
+        raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
+
+
+Callbacks = tuple[Callable[[Any], None], Callable[[dict[str, Any], Any], None]]
+
+
+def _callbacks(recipe: Recipe, progress: report.Progress, trackers: report.Trackers) -> Callbacks:
+    """Return what is called before the first round, and after each one."""
+    from fedflat.simulation.planning import drowned
+
+    divergence = report.DivergenceWatch()
+
+    def begin(job: Any) -> None:
+        progress.start(job)
+        for note in [*job.notes, *drowned(recipe, job)]:
+            _note(note)
+        job.tell = _note
+
+    def after_round(released: dict[str, Any], state: Any) -> None:
+        progress.round(released, state.private)
+        trackers.round(released, state.private)
+        if warning := divergence.round(released, state.private):
+            _note(warning)
+
+    return begin, after_round
+
+
+@contextlib.contextmanager
+def _watched(folder: Path, wanted: bool) -> Iterator[None]:
+    """Serve a live page of the folder inside the block, if it is wanted; its address goes to stderr."""
+    if not wanted:
+        yield
+        return
+    from fedflat.report.live import Live as Page
+    from fedflat.report.live import Server
+
+    with Server(Page(folder)) as server:
+        print(f"watch: {server.address}", file=sys.stderr, flush=True)
+        yield
+
+
+def _note(note: str) -> None:
     print(f"note: {note}", file=sys.stderr)
 
 
 def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:
-    from fedflat.report.endings import print_stages, print_summary
-    from fedflat.report.html import write_report
-
-    page = write_report([folder], folder / "report.html")
+    page = report.write_report([folder], folder / "report.html")
     if as_json:
         last = result.history[-1] if result.history else {}
         facts = {"folder": str(folder), "report": str(page), "last": last, "privacy": result.privacy}
         print(json.dumps({**facts, "warnings": result.warnings}, default=str))
     else:
-        print_summary(result, folder, page)
+        report.print_summary(result, folder, page)
         if profile:
-            print_stages(result.stages)
+            report.print_stages(result.stages)
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """``parent/name``, or the first ``parent/name-2``, ``-3``, … that does not exist."""
+    """Return ``parent/name``, or the first ``parent/name-2``, ``-3``, … that does not exist.
+
+    Raises InputError for a name that would lead out of ``parent``.
+    """
+    from fedflat.records.folder import check_name
+
+    check_name(name)
     folder, number = parent / name, 1
     while folder.exists():
         number += 1
@@ -129,14 +159,13 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def compare(
     recipes: Annotated[
-        list[str] | None, typer.Argument(help="Packaged names or YAML files. Default: the quick start.")
+        list[str] | None, Argument(help="Packaged names or YAML files. Default: the quick start.")
     ] = None,
     override: Overrides = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Runs of each setting: the recipe's seed and the numbers after it.")
-    ] = 3,
-    out: Annotated[Path | None, typer.Option(help="Folder of the experiment. Default: runs/compare.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: the number of cores.")] = None,
+    seeds: Annotated[int, Option(min=1, help="Runs of each setting: the recipe's seed and the numbers after it.")] = 3,
+    out: Annotated[Path | None, Option(help="Folder of the experiment. Default: a new one under runs/.")] = None,
+    processes: Processes = None,
+    watch: Live = False,
     as_json: Json = False,
 ) -> None:
     """Compare recipes, or one recipe over values: -o algorithm.name=dp-fedavg,dp-fedsam. Runs that are done are kept.
@@ -148,17 +177,92 @@ def compare(
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
     """
     from fedflat.config.reading import QUICK_START
-    from fedflat.report.endings import print_comparison
-    from fedflat.report.progress import ExperimentProgress
-    from fedflat.simulation.experiment import compare as compare_settings
+    from fedflat.simulation import compare as compare_settings
 
     began = time.perf_counter()
-    folder = out or Path("runs") / "compare"
-    with ExperimentProgress(quiet=as_json) as progress:
+    folder = out if out is not None or not watch else Path("runs") / "compare"
+    with _watched(folder or Path(), watch), report.ExperimentProgress(quiet=as_json) as progress:
         found = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
     if as_json:
         print(json.dumps(found.as_dict(), default=str))
     else:
-        print_comparison(found, time.perf_counter() - began)
+        report.print_comparison(found, time.perf_counter() - began)
     if not found.complete:
         raise typer.Exit(1)
+
+
+def pretrain(
+    out: Annotated[Path, Option(help="The file to write. Its card lies beside it.")] = Path("body.safetensors"),
+    seed: Annotated[int, Option(help="Of the random process and of all draws.")] = 0,
+    steps: Annotated[int, Option(help="Steps of the optimiser.")] = 1000,
+    images: Annotated[int, Option(help="Synthetic images to choose from.")] = 10_000,
+    batch: Annotated[int, Option(help="Images a step, two views each.")] = 256,
+    side: Annotated[int, Option(help="A view's height and width in pixels.")] = 32,
+    precision: Annotated[str, Option(help="fp32, or bf16: faster where the processor has it.")] = "fp32",
+    as_json: Json = False,
+) -> None:
+    """Train a small network without labels on random-process images, for model.body.kind=contrastive.
+
+    No photograph and nobody's data are met. After Ctrl-C or a failure the
+    same command goes on.
+
+    Example: fedflat pretrain --steps 1000 --out network.safetensors
+    """
+    from fedflat.models.pretraining import Pretraining
+    from fedflat.models.pretraining import pretrain as train
+
+    options = Pretraining(seed, steps, images, batch, side, precision)
+    with report.Progress(SimpleNamespace(name="pretrain", rounds=steps), as_json, "images of a random process"):
+        card = train(options, out)
+    if as_json:
+        print_json(card)
+        return
+    print(f"{out}: sha256 {card['sha256']}")
+    print(f"loss {card['loss']} after {steps} steps, {card['minutes']} minutes; card: {out.with_suffix('.json')}")
+
+
+def deploy(
+    recipe: Annotated[str, Argument(help="A packaged recipe's name or a YAML file.")],
+    out: Annotated[Path, Option(help="New folder for the Flower project.")],
+    nodes: Annotated[int | None, Option(min=1, help="Number of clients M. Default: the recipe's data.clients.")] = None,
+    override: Overrides = None,
+    host: Annotated[str, Option(help="Name or address under which clients reach the SuperLink.")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        Option(min=1, max=65534, help="The SuperLink's port; orders come through the next one, on 127.0.0.1."),
+    ] = 8443,
+    watch: Annotated[
+        bool, Option("--watch", help="Then serve a live page on 127.0.0.1 that follows it, until Ctrl-C.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a Flower project of a recipe: app, test certificates, one folder for each client, README with every command.
+
+    Example: fedflat deploy quick-start --out federation --nodes 3 -o cohort.size=2
+    """
+    from fedflat.federation import check_flower, write_project
+
+    check_flower()
+    made = write_project(recipe_of(recipe, override), out, nodes, port, host)
+    _print_made(made, as_json)
+    if watch:
+        from fedflat.cli.catalogue import watch as follow
+
+        follow(made.folder, port=0, private=False)
+
+
+def _print_made(made: Project, as_json: bool) -> None:
+    if as_json:
+        facts = {"folder": str(made.folder), "clients": made.clients, "rounds": made.rounds}
+        facts |= {"epsilon": made.epsilon, "delta": made.delta}
+        facts |= {"note": made.note} if made.note else {}
+        print(json.dumps(facts))
+        return
+    shown = "no finite ε" if made.epsilon is None else f"proven ε = {made.epsilon:.4g} at δ = {made.delta:g}"
+    print(f"{made.folder}: a Flower project for {made.clients} clients, {shown} for {made.rounds} rounds.")
+    if made.note:
+        print(made.note)
+    print(f"Try it here: python -m fedflat.federation.local {made.folder}")
+    print(f"Follow it on a live page: fedflat watch {made.folder}")
+    print(f"Every command: {made.folder / 'README.md'}")
+    print(f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}")

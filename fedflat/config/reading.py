@@ -1,4 +1,4 @@
-"""Recipes as written: packaged or YAML files, with ``extends`` and ``-o key.path=value``; checked in recipe.py."""
+"""Read recipes, packaged ones or YAML files, with ``extends`` and ``-o key.path=value``; recipe.py checks them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GIVEN = "given in Python"
 
 
 def names() -> list[str]:
-    """Names of the packaged recipes."""
+    """Return the names of the packaged recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
-    """The mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
+    """Return the mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
     import yaml
 
     path = Path(source)
@@ -40,7 +40,7 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
         raise wrong(f"{path}{place}", getattr(error, "problem", str(error)) or "no YAML", "valid YAML") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
     if not isinstance(mapping, dict):
         found = "an empty file" if mapping is None else "no mapping"
@@ -49,8 +49,9 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
 
 
 def advised(source: str | Path, mapping: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The packaged recipe of the method that an override names, under this one's name; else ``mapping``."""
+    """Return the packaged recipe of the method that an override names, under this one's name; else ``mapping``."""
     asked = [text.partition("=")[2].strip() for text in overrides if re.match(r"\s*algorithm(\.name)?\s*=", text)]
+    # A file says what it means; only packaged recipes have advice for other methods.
     if not asked or Path(source).exists():
         return mapping
     own = as_named(mapping.get("algorithm"))
@@ -65,9 +66,8 @@ def _not_found(path: Path, source: str) -> InputError:
         return wrong("recipe", f"the folder {source} without a recipe.yaml", "a YAML file, or the folder of a run")
     beside = [str(found) for ending in ("*.yaml", "*.yml") for found in path.parent.glob(ending)]
     allowed = "a YAML file, or a packaged recipe (fedflat list recipes)"
-    return wrong(
-        "recipe", f"no file and no packaged recipe {source}", allowed, hint=nearest(source, [*names(), *beside])
-    )
+    hint = nearest(source, [*names(), *beside])
+    return wrong("recipe", f"no file and no packaged recipe {source}", allowed, hint=hint)
 
 
 def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _loader() -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """The value of ``-o key=value``, as YAML reads it."""
+    """Return the value of ``-o key=value``, as YAML reads it."""
     import yaml
 
     try:
@@ -120,7 +120,7 @@ def parse_value(text: str) -> Any:
 
 
 def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """A copy of ``mapping`` with one ``key.path=value`` applied.
+    """Return a copy of ``mapping`` with one ``key.path=value`` applied.
 
     Naming another algorithm keeps the options that it takes as well and drops the others; naming another model drops
     all options.

@@ -1,16 +1,17 @@
-"""Recipes: YAML or a dict -> checked, frozen values. A mistake is one line: where, what, and what is allowed."""
+"""Check recipes: from YAML or a dict to frozen values; a mistake is one line: where, what, what is allowed."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from fedflat.config.reading import advised, override, read
+from fedflat.config.reading import GIVEN, advised, override, read
 from fedflat.config.sections import (
     ClipSection,
     CohortSection,
@@ -19,13 +20,14 @@ from fedflat.config.sections import (
     EvaluationSection,
     LocalSection,
     NamedSection,
+    Only,
     PrivacySection,
     Section,
     ServerSection,
     StartSection,
     as_named,
 )
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import InputError, gather, nearest, wrong
 
 
 class Recipe(Section):
@@ -34,8 +36,8 @@ class Recipe(Section):
     name: str = "run"
     """What the run is called; the folder's name where none is given. Example: mine"""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Drives partition, first weights, batches and public masks, and in a simulation without privacy.secure_rng the
-    noise too: whoever knows it can draw the noise again. Example: 1"""
+    """Drives what is public: partition, first weights, batches and public masks. With privacy.randomness: seeded it
+    drives cohorts and noise too. Example: 1"""
     rounds: Annotated[int, Field(ge=1)]
     """T, the number of rounds. More rounds need more noise for the same ε. Example: 60"""
     after: str | None = None
@@ -72,7 +74,7 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """A packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings.
+        """Return a packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings.
 
         An override that names another method takes what the packaged recipe NAME-METHOD advises, if there is one.
         """
@@ -83,7 +85,7 @@ class Recipe(Section):
     def of(
         cls, value: Recipe | Mapping[str, Any] | str | Path, overrides: Iterable[str] = (), where: str = "recipe"
     ) -> Recipe:
-        """A recipe from a Recipe, a dict, a packaged name or a path."""
+        """Return a recipe from a Recipe, a dict, a packaged name or a path."""
         if isinstance(value, (str, Path)):
             return cls.load(value, overrides)
         if not isinstance(value, (Recipe, Mapping)):
@@ -100,7 +102,7 @@ class Recipe(Section):
         return recipe
 
     def dump(self) -> dict[str, Any]:
-        """A plain dict with every default resolved; ``after`` and ``start`` only where they are set."""
+        """Return a plain dict with every default resolved; ``after`` and ``start`` only where they are set."""
         unset = {name for name in ("after", "start") if getattr(self, name) is None}
         return self.model_dump(mode="json", exclude=unset)
 
@@ -112,40 +114,82 @@ class Recipe(Section):
             raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
         if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
-        if isinstance(clip, ClipSection):
-            _refuse_foreign(f"{where}: privacy.clip", "kind", clip, CLIP_KEYS)
-        _refuse_foreign(f"{where}: server", "optimizer", self.server.filled(), SERVER_KEYS)
-        _refuse_foreign(f"{where}: server", "average", self.server, {"decay": ("ema",)})
+        # With the server's defaults filled in: ``momentum`` needs sgd, which None may stand for.
+        for key, value, only in _without_effect(self.model_copy(update={"server": self.server.filled()}), ""):
+            chosen = functools.reduce(getattr, only.chooser.split("."), self)
+            chosen = "sgd" if chosen is None else chosen
+            why = f"nothing with {only.chooser.rpartition('.')[2]}: {chosen}"
+            hint = "" if only.values else f"Set {only.chooser} too."
+            of = f" (it is of {', '.join(only.values)})" if only.values else ""
+            raise wrong(f"{where}: {key}", value, why + of, hint=hint)
         if self.privacy.noise_multiplier is not None and self.privacy.epsilon is not None:
             raise wrong(f"{where}: privacy", "both noise_multiplier and epsilon", "one of them (epsilon is calibrated)")
-
-
-CLIP_KEYS = {"value": ("constant",), "quantile": ("adaptive",), "initial": ("adaptive",), "count_noise": ("adaptive",),
-             "values": ("per-tensor",)}  # fmt: skip
-SERVER_KEYS = {"momentum": ("sgd",), "beta1": ("adam", "yogi"), "beta2": ("adam", "yogi"), "tau": ("adam", "yogi")}
 
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
 """A recipe, its mapping, the name of one that comes with fedflat, or a file's path."""
 
 
-def _refuse_foreign(where: str, chooser: str, section: Section, of: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse a key that differs from its default and belongs to another choice than the section's."""
-    chosen = getattr(section, chooser)
-    for key, choices in of.items():
-        value = getattr(section, key)
-        if chosen not in choices and value != type(section).model_fields[key].default:
-            raise wrong(f"{where}.{key}", value, f"nothing with {chooser}: {chosen} (it is of {', '.join(choices)})")
+def _without_effect(recipe: Recipe, before: str, section: Section | None = None) -> Iterator[tuple[str, Any, Only]]:
+    """Yield every key that differs from its default and whose condition (``Only``) the recipe does not fulfil."""
+    section = recipe if section is None else section
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _without_effect(recipe, f"{before}{name}.", value)
+            continue
+        for only in (found for found in info.metadata if isinstance(found, Only)):
+            chosen = functools.reduce(getattr, only.chooser.split("."), recipe)
+            if value != info.default and not only.holds(chosen):
+                yield f"{before}{name}", value, only
+
+
+def refuse_beside(recipe: Recipe, given: Mapping[str, bool]) -> None:
+    """Refuse keys that have no effect because something else was given in Python in their place.
+
+    given: the argument's name -> whether it was given. Keys that fedflat wrote into a run's recipe pass.
+
+    Raises:
+        InputError: with every such key in one line.
+    """
+    faults: list[InputError] = []
+
+    def refuse(argument: str, key: str, value: Any, hint: str) -> None:
+        if given.get(argument):
+            faults.append(wrong(key, value, f"nothing beside {argument}=, which takes its place", hint=hint))
+
+    if recipe.data.dataset != GIVEN:
+        for name, info in type(recipe.data).model_fields.items():
+            value = getattr(recipe.data, name)
+            if name not in BESIDE_CLIENTS and value != info.default:
+                shown = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+                refuse("clients", f"data.{name}", shown, CLIENTS_HINTS.get(name, "Leave it out of the recipe."))
+    default = Recipe.model_fields["model"].default
+    if recipe.model.name != GIVEN and recipe.model != default:
+        refuse("model", "model", recipe.model.name, "Leave one of them out.")
+    if recipe.loss not in (None, GIVEN):
+        refuse("loss", "loss", recipe.loss, "Leave one of them out.")
+    gather.raised(faults)
+
+
+BESIDE_CLIENTS = ("client_test_fraction", "examples_per_client", "classes")
+"""Keys of the data section that have an effect beside ``clients=``."""
+_TABLE = "fedflat.clients(table, {}=…) takes it."
+CLIENTS_HINTS = {
+    **{name: _TABLE.format(name) for name in ("inputs", "target", "by", "categories", "scale", "fill", "max_length",
+                                              "vocabulary", "tokenizer", "test_clients", "test")},
+    "max_per_client": _TABLE.format("max_examples"), "input": _TABLE.format("inputs"), "label": _TABLE.format("target"),
+}  # fmt: skip
 
 
 def _sentence(error: ValidationError, where: str) -> InputError:
-    """The first mistake of a pydantic error as the one error sentence."""
+    """Return the first mistake of a pydantic error as the one error sentence."""
     mistakes = error.errors()
     missing = [".".join(map(str, m["loc"])) for m in mistakes if m["type"] == "missing"]
     if len(missing) == len(mistakes):
-        return wrong(
-            where, f"no {', no '.join(missing)}", "a value for each; for example rounds: 60, cohort: {size: 50}"
-        )
+        example = "a value for each; for example rounds: 60, cohort: {size: 50}"
+        return wrong(where, f"no {', no '.join(missing)}", example)
+    # A key that is not known first: others may be wrong because of its name.
     first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
     path = [str(p) for p in first["loc"] if p not in ("float", "ClipSection", "int", "str")]
     path = [p for p in path if not p.startswith(("function-", "list["))]
@@ -164,14 +208,14 @@ def _sentence(error: ValidationError, where: str) -> InputError:
 
 
 def _texts(value: Any) -> Any:
-    """The same with a pathlib path, as ``after`` or ``data.dataset`` may be in Python, as text."""
+    """Return the same with a pathlib path, as ``after`` or ``data.dataset`` may be in Python, as text."""
     if isinstance(value, Mapping):
         return {key: _texts(inside) for key, inside in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
 def elsewhere(name: str) -> str:
-    """A sentence naming the keys of that name inside sections, or the empty string."""
+    """Return a sentence naming the keys of that name inside sections, or the empty string."""
     places = [
         f"{section}.{name}"
         for section, info in Recipe.model_fields.items()
@@ -197,7 +241,7 @@ def _allowed(message: str) -> str:
 
 
 def _fields(path: list[str]) -> list[str]:
-    """The keys allowed at a path of the recipe."""
+    """Return the keys allowed at a path of the recipe."""
     model: Any = Recipe
     for part in path:
         annotation = model.model_fields[part].annotation

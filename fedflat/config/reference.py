@@ -1,8 +1,9 @@
-"""Every recipe key with its type, default and meaning, read off the schema: ``fedflat explain`` and docs/recipe.md."""
+"""Read every recipe key's type, default and meaning off the schema (``fedflat explain``, docs/recipe.md)."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from fedflat.config.sections import ClipSection, NamedSection
 from fedflat.core.checks import nearest, wrong
 
 EXAMPLE = "Example: "
+UNLISTED = ("data.input", "data.label", "start.kind", "privacy.selection", "engine.compile")
+"""Old keys, and those that ``fedflat tune`` writes: known to ``fedflat explain``, not on the page."""
 PLURALS: dict[type, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 ALGORITHM_KEYS = {
     "rho": "ρ, the radius in L2 at which SAM and PGN take their gradient. Small networks want about 0.05.",
@@ -67,12 +70,12 @@ class Key:
 
 
 def recipe_keys() -> list[Key]:
-    """Every key of a recipe, in the recipe's order; the methods' own keys last."""
+    """Return every key of a recipe, in the recipe's order; the methods' own keys last."""
     return [*_keys_of(Recipe, ""), *_algorithm_keys()]
 
 
 def explain(path: str) -> list[Key]:
-    """The key at a path, and all keys below it.
+    """Return the key at a path, and all keys below it.
 
     Raises:
         InputError: no such key, with the nearest; a key without its section names its places.
@@ -87,28 +90,45 @@ def explain(path: str) -> list[Key]:
 
 
 def markdown() -> str:
-    """docs/recipe.md: one table for each section."""
+    """Return docs/recipe.md: a list for each section, with what a key means in short."""
     lines = [
         "# Recipe keys",
         "",
-        "Made from the schema by `python -m fedflat.config.reference > docs/recipe.md`; `fedflat explain KEY` prints "
-        "the same. A key is written in YAML, in a dict, or as `-o KEY=VALUE`.",
+        "Find the key to change here, then ask for its type, limits, whole meaning and an example:",
+        "",
+        "```sh",
+        "fedflat explain privacy.clip",
+        "```",
+        "",
+        "In brackets: the default, then the other values to choose from. A key is written in YAML, in a dict, or as",
+        "`-o KEY=VALUE`. Made from the schema by `python -m fedflat.config.reference > docs/recipe.md`.",
     ]
     sections: dict[str, list[Key]] = {}
     for key in recipe_keys():
-        sections.setdefault(key.path.rpartition(".")[0], []).append(key)
+        if not key.path.startswith(UNLISTED) or key.path == "data.inputs":
+            sections.setdefault(key.path.rpartition(".")[0], []).append(key)
     for name, inside in sections.items():
-        lines += ["", f"## {name or 'The recipe'}", "", "| key | value | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{k.path}` | {_cell(k.kind)} | {_cell(k.default)} | {_cell(_whole(k))} |" for k in inside]
+        lines += ["", f"## {name or 'The recipe'}", ""]
+        lines += [f"- `{key.path}`{_in_brackets(key)}: {_short(key)}" for key in inside]
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _in_brackets(key: Key) -> str:
+    """Return the values that a key chooses from, its default first, or its default alone."""
+    default = [] if key.default in ("none", "", "()") else [key.default]
+    found = ", ".join([*default, *(choice for choice in _choices(key) if choice not in default)])
+    return f" ({found})" if found else ""
 
 
-def _whole(key: Key) -> str:
-    return key.meaning + (f" {EXAMPLE}`{key.example}`" if key.example else "")
+def _choices(key: Key) -> list[str]:
+    return key.kind.split(", ") if re.fullmatch(r"[\w-]+(, [\w-]+)+", key.kind) else []
+
+
+def _short(key: Key) -> str:
+    """Return the first sentence of a key's meaning, and those on None and on each value to choose."""
+    first, *rest = re.split(r"(?<=(?<!et al)[.]) (?=[^\W\d])", key.meaning)
+    kept = {"None", *_choices(key)}
+    return " ".join([first, *(said for said in rest if said.partition(":")[0].partition(" (")[0] in kept)])
 
 
 def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
@@ -140,7 +160,7 @@ def _algorithm_keys() -> Iterator[Key]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section inside an annotation, if there is one."""
+    """Return the section inside an annotation, if there is one."""
     for part in (annotation, *typing.get_args(annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
@@ -158,7 +178,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _part(annotation: Any, metadata: list[Any]) -> str:
-    """One alternative of a type, as people write it."""
+    """Return one alternative of a type, as people write it."""
     origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         found = inside[1:]

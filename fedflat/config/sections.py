@@ -1,9 +1,10 @@
-"""The sections of a recipe: frozen, checked values; each key's docstring is what ``fedflat explain`` says of it."""
+"""Define the sections of a recipe: frozen, checked values; ``fedflat explain`` shows each key's docstring."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -15,6 +16,21 @@ SERVER_LR = {"sgd": 1.0, "adam": 0.03, "yogi": 0.03}
 """``server.lr`` where a recipe gives none."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Only:
+    """Says beside a key where alone it has an effect: where the key ``chooser`` of the recipe has one of ``values``.
+
+    values: empty where any value but nothing and zero will do.
+    """
+
+    chooser: str
+    values: tuple[Any, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """Return whether the key has an effect beside that value of the chooser."""
+        return value in self.values if self.values else bool(value)
 
 
 class Section(BaseModel):
@@ -29,6 +45,7 @@ class Section(BaseModel):
     def _no_truth(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false, which are numbers to Python, where a number is asked."""
         if isinstance(value, bool):
+            # Pydantic takes true for the number 1.
             asked = str(cls.model_fields[str(info.field_name)].annotation)
             if re.search("int|float", asked) and "bool" not in asked:
                 raise PydanticCustomError("truth", "Input should be a number, not true or false")
@@ -46,11 +63,11 @@ class Partition(Section):
     kind: Literal["iid", "dirichlet", "classes", "natural"] = "iid"
     """iid: shuffled. dirichlet: each class spread with weights from Dirichlet(alpha). classes: per_client classes each.
     natural: by a column of the data. Change it to the split that your clients really have."""
-    alpha: Positive | None = None
+    alpha: Annotated[Positive | None, Only("data.partition.kind", ("dirichlet",))] = None
     """Dirichlet concentration of kind dirichlet: 0.1 is very uneven, 0.6 uneven, 10 nearly iid. Example: 0.6"""
-    per_client: Annotated[int, Field(ge=1)] | None = None
+    per_client: Annotated[int | None, Field(ge=1), Only("data.partition.kind", ("classes",))] = None
     """Classes each client holds, of kind classes. Example: 2"""
-    by: str | None = None
+    by: Annotated[str | None, Only("data.partition.kind", ("natural",))] = None
     """Column that names the client, of kind natural. Example: writer_id"""
 
 
@@ -69,14 +86,21 @@ class DataSection(Section):
     """Share of each client's examples held back for personal accuracy; they are never trained on. Needed by personal
     methods. Example: 0.2"""
     input: str | list[str] | None = None
-    """Column or columns of the inputs. None: the data set's own. Example: image"""
+    """Old name of data.inputs. Example: image"""
     label: str | None = None
-    """Column of the targets. None: the data set's own. Example: fine_label"""
+    """Old name of data.target. Example: fine_label"""
+    test: str | None = None
+    """File or folder of public test data, in the form of the clients' own but without their rows: what is measured on
+    it is released without noise. Example: agreed.csv"""
+    test_clients: float | list[str] | None = None
+    """Clients left out of training, whose examples are the public test data: how many, a share below 1, or their names.
+    No guarantee covers them. Example: 0.1"""
     test_fraction: Share | None = None
-    """Share of the training data held out as public test data where the data set has no test split. None: 0.2.
-    Example: 0.1"""
+    """Share of the examples held out as public test data where a data set has no test split. None: 0.2 for data sets of
+    fedflat list datasets, else nothing. Refused where every row is some client's. Example: 0.1"""
     max_examples: Annotated[int, Field(ge=1)] | None = None
-    """Train on at most so many examples, drawn by the seed before the partition; for quick trials. Example: 5000"""
+    """Train on at most so many examples, drawn by the seed before the partition; for quick trials. Refused where every
+    row is some client's. Example: 5000"""
     max_test: Annotated[int, Field(ge=1)] | None = None
     """Evaluate on at most so many test examples, the first ones. Example: 2000"""
     validation_fraction: Share = 0.0
@@ -89,10 +113,10 @@ class DataSection(Section):
     vocabulary: Annotated[int, Field(ge=3, le=2**20)] | None = None
     """Numbers that words are hashed to, where no tokenizer is named. Example: 5000"""
     inputs: str | list[str] | None = None
-    """Columns of a table (parquet or CSV) that are read as numbers: numbers, true and false, lists of numbers of one
-    length, or text with data.categories. Example: [age, income]"""
+    """Columns that are trained on: numbers, true and false, lists of numbers of one length, words with data.categories,
+    free text, or images. None: the data set's own. Example: [age, income]"""
     target: str | list[str] | None = None
-    """Column of a table with the target; several for several targets. Example: bought"""
+    """Column of the target; several for several targets. None: the data set's own. Example: bought"""
     by: str | None = None
     """Column that names the client of each row: short for partition: {kind: natural, by: …}. Example: user"""
     categories: dict[str, list[Any]] | None = None
@@ -101,8 +125,21 @@ class DataSection(Section):
     Example: {colour: [red, green, blue]}"""
     scale: dict[str, tuple[float, Positive]] | None = None
     """Public (mean, std) of columns: (x - mean) / std is trained on. Example: {age: [40, 15]}"""
+    fill: dict[str, Any] | None = None
+    """Public values that stand for missing ones, by column. Without one, a missing value is refused.
+    Example: {age: 40}"""
+    separator: str | None = None
+    """What stands between two values of a CSV file. None: a comma, or a tab in .tsv files. Example: ;"""
+    encoding: str | None = None
+    """Encoding of a CSV file. None: UTF-8. Example: latin-1"""
     max_per_client: Annotated[int, Field(ge=1)] | None = None
     """Public bound on each client's examples: the first so many of a draw by the seed. None: all. Example: 100"""
+    examples_per_client: Annotated[int, Field(ge=1)] | None = None
+    """n̄, a public number that turns passes over a client's examples into steps, the same for everybody. None: of data
+    sets of fedflat list datasets their average, of others max_per_client. Example: 60"""
+    classes: Annotated[int, Field(ge=1)] | None = None
+    """Number of classes, a public number. None: of the listed categories, of a data set of fedflat list datasets, or
+    one more than the largest label of the public test data; never the largest label of a client. Example: 10"""
 
     @model_validator(mode="before")
     @classmethod
@@ -133,11 +170,12 @@ class LocalSection(Section):
     """Local training; ``epochs`` becomes one public step count K = E·⌈n̄/batch⌉ for everybody."""
 
     steps: Annotated[int, Field(ge=1)] | None = None
-    """K, minibatch steps of every client in a round: one public number. None: one pass over the average client. Few
-    steps drown less in noise a round, many move further. Example: 10"""
+    """K, minibatch steps of every client in a round: one public number. None: one pass over a client's public number of
+    examples (data.examples_per_client), or 10 steps where there is none. Few steps drown less in noise a round, many
+    move further. Example: 10"""
     epochs: Annotated[int, Field(ge=1)] | None = None
-    """Instead of steps: E passes over the average client, turned into one public K = E·⌈n̄/batch⌉ for everybody.
-    Example: 5"""
+    """Instead of steps: E passes over a client's public number of examples n̄ (data.examples_per_client), turned into
+    one K = E·⌈n̄/batch⌉ for everybody. Example: 5"""
     batch_size: Annotated[int, Field(ge=1)] = 50
     """Examples of a minibatch. With at least a client's number of examples every step is a full-batch step.
     Example: 50"""
@@ -172,10 +210,10 @@ class CohortSection(Section):
     """poisson: each client by its own secret coin. truncated: poisson with a largest cohort. fixed: exactly size
     clients, a much larger ε. Without a secret draw, best with correlated noise (privacy.noise): full: everybody in
     every round; min-separation: a public round-robin. cyclic-poisson: coins within groups that take turns."""
-    separation: Annotated[int, Field(ge=1)] | None = None
+    separation: Annotated[int | None, Field(ge=1), Only("cohort.sampling", ("min-separation", "cyclic-poisson"))] = None
     """b: rounds of one client are at least so many apart (min-separation), or so many groups take turns
     (cyclic-poisson). None: as many as clients/size allows. Example: 10"""
-    max: Annotated[int, Field(ge=1)] | None = None
+    max: Annotated[int | None, Field(ge=1), Only("cohort.sampling", ("truncated",))] = None
     """Largest cohort of sampling truncated. Example: 70"""
     min: Annotated[int, Field(ge=1)] | None = None
     """The minimum cohort of trust distributed: a round with fewer honest shares is aborted and stays charged. None:
@@ -192,15 +230,15 @@ class ClipSection(Section):
     kind: Literal["constant", "adaptive", "per-tensor", "median"]
     """constant: one C. adaptive: C follows a private quantile of the update norms. per-tensor: C_j for each tensor,
     counted as √ΣC_j². median: only in published procedures; it proves nothing."""
-    value: Positive | None = None
+    value: Annotated[Positive | None, Only("privacy.clip.kind", ("constant",))] = None
     """C of kind constant. Example: 0.3"""
-    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    quantile: Annotated[float, Field(gt=0, lt=1), Only("privacy.clip.kind", ("adaptive",))] = 0.5
     """Share of updates that kind adaptive aims to leave unclipped. Example: 0.5"""
-    initial: Positive | None = None
+    initial: Annotated[Positive | None, Only("privacy.clip.kind", ("adaptive",))] = None
     """First C of kind adaptive. Example: 0.2"""
-    count_noise: Positive | None = None
+    count_noise: Annotated[Positive | None, Only("privacy.clip.kind", ("adaptive",))] = None
     """σ_b, std of the noise on the adaptive clip's count. None: m/20. Example: 5"""
-    values: float | list[float] | None = None
+    values: Annotated[float | list[float] | None, Only("privacy.clip.kind", ("per-tensor",))] = None
     """Thresholds of kind per-tensor: one number, or one for each shared tensor. Example: 0.1"""
 
 
@@ -211,7 +249,7 @@ class NoiseSection(Section):
     """independent: every round has its own. The others take most of a round's noise back in later rounds, and need
     cohort.sampling min-separation, cyclic-poisson or full: banded (the least noise, up to 512 rounds), toeplitz (nearly
     as little, up to 2048), tree (the classic, for comparison)."""
-    bands: Annotated[int, Field(ge=1)] | None = None
+    bands: Annotated[int | None, Field(ge=1), Only("privacy.noise.kind", ("banded", "toeplitz"))] = None
     """Rounds over which noise is related, of kinds banded and toeplitz. None (auto): those with the least error of the
     released models under the server's momentum. Example: 10"""
 
@@ -260,9 +298,15 @@ class PrivacySection(Section):
     (Shi et al. 2023b) or 004 (Cheng et al. 2022). Example: 002"""
     accountant: str = "pld"
     """How ε is worked out: pld (tight), rdp (looser, simpler) or fft (our own, an independent check)."""
+    randomness: Literal["secret", "seeded"] = "secret"
+    """Where cohorts and noise come from. secret: operating-system entropy, which nobody can draw again. seeded: the
+    seed, so that a table on public data can be made again; such a model protects nobody, and its ε is only that of the
+    mechanism. Example: seeded"""
+    benchmark: bool = False
+    """true: allow randomness: seeded with clients of one's own, to measure with. Such a run is never exported."""
     secure_rng: bool = False
-    """true: noise and cohorts from the operating system's entropy, and noise on an exact grid that withstands
-    floating-point attacks. For models that leave the house."""
+    """true: noise on an exact grid that withstands attacks on floating-point arithmetic. For models that leave the
+    house."""
     noise: Annotated[NoiseSection, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = NoiseSection()
     """independent, or {kind: tree | banded | toeplitz, bands: auto | b}: noise that later rounds partly take back, for
     rounds of a client that are known to lie apart. With it σ is that of the run as one Gaussian. Example: banded"""
@@ -296,26 +340,27 @@ class ServerSection(Section):
     lr: Positive | None = None
     """Server learning rate. None: 1.0 for sgd, 0.03 for adam and yogi, whose every step is about lr long in each
     coordinate; the method's own with its own optimizer. Example: 1.0"""
-    momentum: Share = 0.0
+    momentum: Annotated[Share, Only("server.optimizer", ("sgd",))] = 0.0
     """Server momentum of sgd; costs no privacy. Example: 0.9"""
-    beta1: Share = 0.9
+    beta1: Annotated[Share, Only("server.optimizer", ("adam", "yogi"))] = 0.9
     """First moment's decay of adam and yogi. Example: 0.9"""
-    beta2: Share = 0.99
+    beta2: Annotated[Share, Only("server.optimizer", ("adam", "yogi"))] = 0.99
     """Second moment's decay of adam and yogi. Example: 0.99"""
-    tau: Positive = 1e-3
+    tau: Annotated[Positive, Only("server.optimizer", ("adam", "yogi"))] = 1e-3
     """Added to the root of the second moment: the larger, the less adaptive. Example: 0.001"""
     average: Literal["none", "tail", "ema"] = "none"
     """What is released: none: the last iterate. tail: the mean of the iterates of the second half of the planned
     rounds. ema: a moving average. Costs no privacy, takes noise off; training goes on from the last iterate.
     Example: tail"""
-    decay: Share = 0.9
+    decay: Annotated[Share, Only("server.average", ("ema",))] = 0.9
     """Share of the old average that average: ema keeps in a round. Example: 0.9"""
     weights: Literal["uniform", "samples"] = "uniform"
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""
 
     def filled(self) -> ServerSection:
-        """The same, with the optimizer and lr that stand for None where a method brings no optimizer of its own."""
+        """Return the same, with the optimizer and lr that stand for None where a method brings no optimizer of its
+        own."""
         name = self.optimizer or "sgd"
         return self.model_copy(update={"optimizer": name, "lr": SERVER_LR[name] if self.lr is None else self.lr})
 
@@ -326,17 +371,18 @@ class EngineSection(Section):
     device: str = "auto"
     """auto, cpu, cuda or cuda:1. auto takes a GPU where there is one that agrees with the processor. Example: cpu"""
     backend: str = "auto"
-    """auto measures what is fastest here: sequential, workers, vectorized, vectorized-fp32, lowrank, ray. graphs, on
-    a GPU, is experimental: never run on a real one by us. Example: workers"""
+    """auto measures what is fastest here: sequential, workers, vectorized, vectorized-fp32, lowrank, ray.
+    Example: workers"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the layers' arithmetic: auto is fp32. bf16 keeps float32 weights; lowrank and vectorized-fp32 compute in
     float32 all the same. Example: bf16"""
     block: Annotated[int, Field(ge=1)] | None = None
-    """Clients trained at once by block back ends. None: what memory allows. Example: 32"""
+    """Clients trained at once by block back ends. None: what memory and the cohort allow. Example: 32"""
     processes: Annotated[int, Field(ge=1)] | None = None
-    """Worker processes, threads, or streams of a GPU. None: one for each core. Example: 2"""
-    compile: bool | None = None
-    """Train the model compiled by torch.compile. None: no."""
+    """Worker processes or threads. None: one for each core. Example: 2"""
+    compile: Literal[False] | None = None
+    """Not served any more: after some shapes torch.compile goes on without compiling, so that one client's arithmetic
+    followed from which others came before."""
 
 
 class EvaluationSection(Section):
@@ -344,10 +390,18 @@ class EvaluationSection(Section):
 
     every: Annotated[int, Field(ge=1)] = 1
     """Rounds between evaluations on public test data. Example: 5"""
-    personal_every: Annotated[int, Field(ge=1)] | None = None
+    personal_every: Annotated[int | None, Field(ge=1), Only("data.client_test_fraction")] = None
     """Rounds between evaluations of personal accuracy. None: about ten times in a run. Example: 10"""
     batch_size: Annotated[int, Field(ge=1)] = 500
     """Examples evaluated at once. Example: 500"""
     metrics: Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
     """More to measure on the public test data, each as test_NAME: f1, auc, balanced_accuracy, top5 (classification),
     f1, auc (multilabel), perplexity (next-token), mae, rmse, r2 (regression). Example: [f1, auc]"""
+    keep: Literal["last", "best-by-public-metric"] = "last"
+    """Which round's weights the run's model, checkpoint and export hold. The best is by test accuracy (or test loss), a
+    figure that is then chosen on the test data; ε is that of all rounds. Example: best-by-public-metric"""
+    private: Annotated[bool, Only("data.client_test_fraction")] = False
+    """Whether each round also releases, with noise of its own, the cohort's accuracy on the examples that clients hold
+    back: of the model that the round begins with, as private_accuracy. It is paid from the run's ε. Example: true"""
+    share: Annotated[float, Field(gt=0, lt=1), Only("evaluation.private")] = 0.05
+    """Share of a round's privacy (of 1/σ²) that evaluation.private takes from the update. Example: 0.1"""

@@ -1,7 +1,8 @@
-"""Uniform error sentences: where, what was found, what is allowed, the nearest valid name."""
+"""Raise uniform errors: where, what was found, what is allowed, the nearest valid name."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ class RunError(RuntimeError):
 
 
 def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError:
-    """The one error sentence: ``where: found X; allowed: Y. hint``."""
+    """Return the one error sentence: ``where: found X; allowed: Y. hint``."""
     if isinstance(found, float):
         found = float(f"{found:.12g}")  # no digits of rounding
     shown = (found or "nothing") if isinstance(found, str) else repr(found)
@@ -25,13 +26,43 @@ def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError
     return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
 
 
+class gather(contextlib.AbstractContextManager["gather"]):
+    """Collect what is wrong in several places, so that one answer names all of it.
+
+    >>> faults: list[InputError] = []
+    >>> for age in (1, -1, -2):
+    ...     with gather(faults):
+    ...         _ = in_range("age", age, 0)
+    >>> len(faults)
+    2
+    """
+
+    def __init__(self, faults: list[InputError]) -> None:
+        self.faults = faults
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, InputError):
+            self.faults.append(error)
+            return True
+        return False
+
+    @staticmethod
+    def raised(faults: list[InputError]) -> None:
+        """Raise one error with every fault, if there is one."""
+        if len(faults) == 1:
+            raise faults[0]
+        if faults:
+            listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+            raise InputError(f"{len(faults)} faults: {listed}")
+
+
 def one_line(error: BaseException, width: int | None = 300) -> str:
-    """An error's kind and the beginning of what it says, on one line."""
+    """Return an error's kind and the beginning of what it says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A sentence naming the closest valid spelling of ``name``, or the empty string."""
+    """Return a sentence naming the closest valid spelling of ``name``, or the empty string."""
     close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
     return f"Did you mean {close[0]}?" if close else ""
 

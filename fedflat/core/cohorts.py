@@ -1,32 +1,174 @@
-"""How a round's cohort is drawn: the public law, the neighbouring relation it earns, and the draw itself.
+"""Draw a round's cohort: the public law, the neighbouring relation it earns, and the draw itself.
 
-Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to
-``select``. The laws live here rather than in ``pieces`` because the privacy accounts need them too.
+>>> make_sampler("min-separation", clients=6, size=2).select_at(0, np.random.default_rng()).size
+2
+
+Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to ``select``.
+The laws live here rather than in ``pieces`` because the privacy accounts need them too. Some keep a client's rounds
+apart by a public rule: ``full`` is everybody in every round, ``min-separation`` a public round-robin, and under
+``cyclic-poisson`` each client belongs to one of ``separation`` groups, and joins each round of its group by its own
+secret coin. What such a rule is worth is in ``core.factors`` and docs/participation.md.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
-from fedflat.core.rng import stream
-from fedflat.core.schedules import CyclicPoisson, Full, MinSeparation
+from fedflat.core.rng import digest, stream
 from fedflat.core.types import Sampler
 
 Ids = NDArray[np.int64]
+PUBLIC = 0
+"""Key of what anybody may recompute: orders and groups. They hide nothing, and never follow a run's noise key."""
+NEVER = -(1 << 40)
+"""The last round of a client that has taken part in none."""
+
+
+@dataclass(frozen=True)
+class Scheduled(Sampler):
+    """A cohort law that follows the round's number; ``separation``: two rounds of one client are so many apart."""
+
+    separation: int = 1
+
+    def select(self, generator: np.random.Generator) -> Ids:
+        """Return the cohort of round 0."""
+        return self.select_at(0, generator)
+
+
+@dataclass(frozen=True)
+class Full(Scheduled):
+    """Everybody takes part in every round.
+
+    Raises:
+        InputError: unless size = clients.
+    """
+
+    name = "full"
+
+    def __post_init__(self) -> None:
+        if self.size != whole("clients", self.clients, 1):
+            raise wrong("cohort.size", self.size, f"{self.clients}, all clients, with sampling: full")
+
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
+        """Return all ids."""
+        return np.arange(self.clients, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class MinSeparation(Scheduled):
+    """A public round-robin: m clients a round, whose rounds are at least ``separation`` apart.
+
+    The clients stand in ``separation`` groups in a public random order. Round t takes the next m of group
+    t mod separation, so a client's rounds differ by multiples of ``separation``.
+
+    Raises:
+        InputError: unless size is whole and size·separation ≤ clients.
+    """
+
+    name = "min-separation"
+    relation = "zero-out"
+
+    def __post_init__(self) -> None:
+        _separable(self.clients, self.size, self.separation)
+        if self.size != int(self.size):
+            raise wrong("cohort.size", self.size, "a whole number with sampling: min-separation")
+
+    @cached_property
+    def _order(self) -> Ids:
+        return stream(PUBLIC, "round-robin").permutation(self.clients).astype(np.int64)
+
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
+        """Return the round's cohort, int64 ``(m,)`` ascending; the generator is not used."""
+        group = self._order[round % self.separation :: self.separation]
+        turn, m = round // self.separation, int(self.size)
+        return np.sort(group[np.arange(turn * m, turn * m + m) % len(group)])
+
+    def next_of(self, present: Ids, last: Ids, round: int) -> Ids:
+        """Return the m of the clients ``present`` whose turn it is: those who have waited longest, in the public order.
+
+        last: int64 ``(M,)``, the round in which each last took part, ``NEVER`` at first. Nobody comes too early.
+        """
+        spots, m = np.arange(self.clients), int(self.size)
+        # As ``select_at`` goes through the groups: by turn, then by group, then by place in the group.
+        turns = np.lexsort((spots // self.separation, spots % self.separation, spots // self.separation // m))
+        place = np.empty(self.clients, dtype=np.int64)
+        place[self._order[turns]] = spots  # the order of the first turns when everybody is there
+        # Too early is never allowed, even where too few are there.
+        able = present[round - last[present] >= self.separation]
+        able = able[np.lexsort((place[able], last[able]))]
+        return np.sort(able[: int(self.size)])
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(Scheduled):
+    """Each client is in one of ``separation`` groups; in round t those of group t mod separation join by coin.
+
+    A client's group is a hash of its own id, whoever else there is; its coin, of chance p = m·separation/M, is secret.
+
+    Raises:
+        InputError: unless 0 < size·separation ≤ clients.
+    """
+
+    name = "cyclic-poisson"
+
+    def __post_init__(self) -> None:
+        _separable(self.clients, self.size, self.separation)
+
+    @property
+    def chance(self) -> float:
+        """p, with which a client joins a round of its group."""
+        return min(1.0, self.size * self.separation / self.clients)
+
+    @cached_property
+    def groups(self) -> Ids:
+        """The group of each client, int64 ``(M,)``."""
+        # By the client's own id alone, so nobody's group follows from who else there is.
+        drawn = (int.from_bytes(digest(PUBLIC, "cyclic group", client)[:8], "big") for client in range(self.clients))
+        return np.fromiter((number % self.separation for number in drawn), dtype=np.int64, count=self.clients)
+
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
+        """Return the round's cohort, int64 ascending, possibly nobody."""
+        group = np.flatnonzero(self.groups == round % self.separation).astype(np.int64)
+        return group[generator.random(len(group)) < self.chance]
+
+    def event(self, multiplier: float) -> Any:
+        """dp-accounting's event of one round of a client's group."""
+        import dp_accounting
+
+        plain = dp_accounting.GaussianDpEvent(multiplier)
+        return plain if self.chance >= 1 else dp_accounting.PoissonSampledDpEvent(self.chance, plain)
+
+
+def _separable(clients: int, size: float, separation: int) -> None:
+    whole("clients", clients, 1)
+    in_range("cohort.size", size, 0, clients, open_low=True)
+    most = int(clients / size)
+    whole("cohort.separation", separation, 1)
+    if separation > most:
+        raise wrong("cohort.separation", separation, f"at most clients / cohort.size = {most}")
+
+
+def separated(last: Ids, cohort: Ids, round: int, separation: int) -> Ids:
+    """Those of a cohort who do not come too early; ``last`` as in :meth:`MinSeparation.next_of`."""
+    kept: Ids = cohort[round - last[cohort] >= separation]
+    return kept
+
+
 SECRET = ("poisson", "truncated", "fixed")
 """Laws whose cohorts nobody knows."""
 NAMES = (*SECRET, "full", "min-separation", "cyclic-poisson")
 
 
 def _subset(generator: np.random.Generator, clients: int, count: int) -> Ids:
-    """A uniform subset of ``count`` ids, sorted. Unshuffled ``choice`` is exact and O(count) (Floyd's method)."""
+    """Return a uniform subset of ``count`` ids, sorted. Unshuffled ``choice`` is exact and O(count) (Floyd's
+    method)."""
     chosen = generator.choice(clients, size=count, replace=False, shuffle=False)
     return np.sort(chosen.astype(np.int64, copy=False))
 
@@ -39,34 +181,16 @@ def _poisson_event(q: float, multiplier: float) -> Any:
 
 
 @dataclass(frozen=True)
-class Poisson:
+class Poisson(Sampler):
     """Each client takes part independently with probability q = size / clients.
 
-    Args:
-        clients: population M.
-        size: expected cohort m = qM; the public constant every mean is divided by.
-
-    Raises:
-        InputError: unless 0 < size ≤ clients.
+    size: expected cohort m = qM; the public constant every mean is divided by.
     """
 
-    clients: int
-    size: float
-
-    name, maximum = "poisson", None
-    relation = "add-remove"
-
-    def __post_init__(self) -> None:
-        whole("clients", self.clients, 1)
-        in_range("cohort.size", self.size, 0, self.clients, open_low=True)
-
-    @property
-    def q(self) -> float:
-        """Probability that a given client takes part in a given round."""
-        return self.size / self.clients
+    name = "poisson"
 
     def select(self, generator: np.random.Generator) -> Ids:
-        """One cohort: int64 ids, ascending, possibly none. Cost grows with the cohort, not with the population.
+        """Return one cohort: int64 ids, ascending, possibly none. Cost grows with the cohort, not with the population.
 
         The number of participants of M independent coins is Binomial(M, q), and given their number they are
         a uniform subset; so drawing the two in turn is the same law.
@@ -79,38 +203,26 @@ class Poisson:
 
 
 @dataclass(frozen=True)
-class Truncated:
+class Truncated(Sampler):
     """Poisson cohorts of which a uniformly random ``maximum`` stay when more were drawn (arXiv 2508.15089).
 
-    Args:
-        clients: population M.
-        size: expected Poisson draw m = qM before the truncation; the public divisor.
-        maximum: no cohort is larger than this.
+    size: expected Poisson draw m = qM before the truncation; the public divisor. maximum: no cohort is larger.
 
     Raises:
         InputError: unless 0 < size ≤ clients and size ≤ maximum.
     """
 
-    clients: int
-    size: float
-    maximum: int
+    maximum: int  # type: ignore[assignment]
 
     name = "truncated"
-    relation = "add-remove"
 
     def __post_init__(self) -> None:
-        whole("clients", self.clients, 1)
-        in_range("cohort.size", self.size, 0, self.clients, open_low=True)
+        super().__post_init__()
         if whole("cohort.max", self.maximum, 1) < self.size:
             raise wrong("cohort.max", self.maximum, f"at least cohort.size = {self.size:g}")
 
-    @property
-    def q(self) -> float:
-        """Probability of being drawn, before the truncation."""
-        return self.size / self.clients
-
     def select(self, generator: np.random.Generator) -> Ids:
-        """One cohort of at most ``maximum`` ids: a random subset of a random subset is a random subset."""
+        """Return one cohort of at most ``maximum`` ids: a random subset of a random subset is a random subset."""
         drawn = int(generator.binomial(self.clients, self.q))
         return _subset(generator, self.clients, min(drawn, self.maximum))
 
@@ -124,17 +236,14 @@ class Truncated:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Sampler):
     """Exactly ``size`` clients, uniformly without replacement. Neighbours replace one client by another.
 
     Raises:
         InputError: unless size is a whole number in [1, clients].
     """
 
-    clients: int
-    size: float
-
-    name, maximum = "fixed", None
+    name = "fixed"
     relation = "replace-one"
 
     def __post_init__(self) -> None:
@@ -143,13 +252,8 @@ class Fixed:
             raise wrong("cohort.size", self.size, "a whole number with sampling: fixed")
         whole("cohort.size", int(self.size), 1, self.clients)
 
-    @property
-    def q(self) -> float:
-        """Share of the population in each cohort."""
-        return self.size / self.clients
-
     def select(self, generator: np.random.Generator) -> Ids:
-        """One cohort of exactly ``size`` ids, int64, ascending."""
+        """Return one cohort of exactly ``size`` ids, int64, ascending."""
         return _subset(generator, self.clients, int(self.size))
 
     def event(self, multiplier: float) -> Any:
@@ -163,7 +267,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class FromRound:
+class FromRound(Fixed):
     """Exactly ``size`` clients, a function of the round number alone: a schedule that anyone can recompute.
 
     For published procedures only (docs/specification.md, item 5): nothing is secret, so nothing is amplified.
@@ -172,27 +276,15 @@ class FromRound:
         InputError: unless size is a whole number in [1, clients].
     """
 
-    clients: int
-    size: float
-
-    name, maximum = "round-number", None
-    relation = "replace-one"
-
-    def __post_init__(self) -> None:
-        Fixed(self.clients, self.size)  # the same limits
-
-    @property
-    def q(self) -> float:
-        """Share of the population in each cohort; amplifies nothing here."""
-        return self.size / self.clients
+    name = "round-number"
 
     def public_generator(self, round: int) -> np.random.Generator:
-        """What a round's cohort is drawn from, instead of the secret stream."""
+        """Return what a round's cohort is drawn from, instead of the secret stream."""
         return stream(0, "published cohort", round)
 
-    def select(self, generator: np.random.Generator) -> Ids:
-        """One cohort of exactly ``size`` ids, int64, ascending."""
-        return _subset(generator, self.clients, int(self.size))
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
+        """Return the cohort of a round, of which nothing is secret."""
+        return self.select(self.public_generator(round))
 
     def participations(self, rounds: int) -> Ids:
         """In how many of the first ``rounds`` rounds each client takes part, int64 ``(clients,)``."""
@@ -202,21 +294,19 @@ class FromRound:
         return counts
 
     def busiest(self, rounds: int) -> int:
-        """The most of the first ``rounds`` rounds that any one client takes part in."""
+        """Return in how many of the first ``rounds`` rounds the busiest client takes part."""
         if rounds == 0:
             return 0
         return _busiest(self, 1 << (rounds - 1).bit_length())[rounds - 1]
 
     def event(self, multiplier: float) -> Any:
         """dp-accounting's event of a round for a client that is in it."""
-        import dp_accounting
-
-        return dp_accounting.GaussianDpEvent(multiplier)
+        return Sampler.event(self, multiplier)  # nothing is secret, so nothing is amplified
 
 
 @lru_cache(maxsize=64)
 def _busiest(sampler: FromRound, rounds: int) -> tuple[int, ...]:
-    """The busiest client's count after each of ``rounds`` rounds; kept, as a run asks after every round."""
+    """Return the busiest client's count after each of ``rounds`` rounds; kept, as a run asks after every round."""
     counts, found = np.zeros(sampler.clients, dtype=np.int64), []
     for round in range(rounds):
         counts[sampler.select(sampler.public_generator(round))] += 1
@@ -227,7 +317,7 @@ def _busiest(sampler: FromRound, rounds: int) -> tuple[int, ...]:
 def make_sampler(
     name: str, clients: int, size: float, maximum: int | None = None, separation: int | None = None
 ) -> Sampler:
-    """The law called ``name`` in a recipe's ``cohort.sampling``; ``separation`` defaults to ⌊clients/size⌋.
+    """Return the law called ``name`` in a recipe's ``cohort.sampling``; ``separation`` defaults to ⌊clients/size⌋.
 
     Raises:
         InputError: unknown name, ``max`` missing for truncated or given for another law, impossible sizes, or a

@@ -1,4 +1,4 @@
-"""Exact samplers of integer noise: the discrete Gaussian and the continuous Gaussian rounded to integers.
+"""Draw integer noise exactly: the discrete Gaussian, and the continuous Gaussian rounded to integers.
 
 No floating-point number decides an outcome. Every accept step is "is this uniform number below that rational number?".
 IEEE double arithmetic (+, −, ×, ÷ only) serves as a filter with a proven error far below its margin of 2^-34; the rare
@@ -37,7 +37,7 @@ _CHUNK = 1 << 15
 
 
 def inflated_bound(clip: float, granularity: float, padded: int, beta: float) -> float:
-    """Largest norm after conditional randomised rounding to a grid of pitch γ, in the update's units.
+    """Return the largest norm after conditional randomised rounding to a grid of pitch γ, in the update's units.
 
     Δ₂ = min{√(C² + γ²d'/4 + √(2 ln(1/β))·γ(C + γ√d'/2)), C + γ√d'} (Kairouz et al. 2021, theorem 1); for β = 0
     the second term. The first holds with probability 1 − β for one rounding, hence the repetition.
@@ -57,7 +57,8 @@ DEVIATIONS = 4.0
 def default_granularity(
     clip: float, noise_multiplier: float, dimension: int, min_cohort: int, messages: int, bits: int
 ) -> float:
-    """The finest γ for which the sum stays inside ±2^(b−1)·γ up to `DEVIATIONS` standard deviations per coordinate.
+    """Return the finest γ for which the sum stays inside ±2^(b−1)·γ up to `DEVIATIONS` standard deviations per
+    coordinate.
 
     Per coordinate the rotated sum of n updates has variance at most (nC)²/d' (all equal), rounding adds nγ²/4 and noise
     n·(σC)²/min_cohort. Setting 2^b·γ = 2k·√(their sum) and solving for γ gives (KLS section 5, with the worst-case ρ):
@@ -74,7 +75,7 @@ def default_granularity(
 
 
 def exact_square(values: Integers) -> int:
-    """Squared norm Σv² as an exact whole number; entries up to 2^51 in size."""
+    """Return the squared norm Σv² as an exact whole number; entries up to 2^51 in size."""
     size = np.abs(values)
     high, low = size >> 26, size & ((1 << 26) - 1)
     total = 0
@@ -107,7 +108,7 @@ class SecureBits:
         self._cipher = Cipher(algorithms.AES256(name), modes.CTR(bytes(16))).encryptor()
 
     def integers64(self, count: int) -> Words:
-        """The next `count` words of the key stream, shape `(count,)`."""
+        """Return the next `count` words of the key stream, shape `(count,)`."""
         return np.frombuffer(self._cipher.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
 
 
@@ -127,6 +128,7 @@ def _settle(word: int, divisor: int, enclose: Callable[[int], tuple[Fraction, Fr
             return True
         if Fraction(word, 1 << bits) >= high:
             return False
+        # Too close to call with the bits so far: both sides get 64 more.
         word = (word << 64) | int(random_words(source, 1)[0])
         bits += 64
 
@@ -136,6 +138,7 @@ def _below(limit: Floats, settle: Callable[[int, int], bool], source: Source) ->
     words = random_words(source, limit.size)
     gap = limit - (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     hit = gap > 0
+    # Once in 2^33 comparisons; everything else is settled by doubles.
     if gap.size and np.abs(gap).min() <= MARGIN:
         for j in np.flatnonzero(np.abs(gap) <= MARGIN):
             hit[j] = settle(int(j), int(words[j]))
@@ -162,7 +165,7 @@ def _exp_of_unit(gamma: Floats, which: Integers, pieces: Integers, enclose: Encl
 
 
 def bernoulli_exp(gamma: Floats, enclose: Enclosure, source: Source) -> Flags:
-    """Independent Bernoulli(exp(−γ_i)), exactly.
+    """Return independent draws of Bernoulli(exp(−γ_i)), exactly.
 
     gamma: `(n,)` float64 approximations of γ_i ≥ 0, each within 2^-40·(1 + γ_i).
     enclose(i, words): rational bounds low ≤ γ_i ≤ high, equal if γ_i is rational, else good to about 64·words bits.
@@ -184,7 +187,7 @@ def bernoulli_exp(gamma: Floats, enclose: Enclosure, source: Source) -> Flags:
 
 
 def bernoulli_exp_rational(numerator: Integers, denominator: int, source: Source) -> Flags:
-    """Independent Bernoulli(exp(−numerator_i/denominator)); numerators below 2^53 in size, shape `(n,)`."""
+    """Return independent draws of Bernoulli(exp(−numerator_i/denominator)); numerators below 2^53, shape `(n,)`."""
 
     def enclose(i: int, words: int) -> tuple[Fraction, Fraction]:
         exact = Fraction(int(numerator[i]), denominator)
@@ -207,6 +210,7 @@ def uniform_below(limit: int, count: int, source: Source) -> Integers:
     """`(count,)` whole numbers uniform on [0, limit), without modulo bias; 1 ≤ limit ≤ 2^62."""
     top = (1 << 64) - (1 << 64) % limit
     words = random_words(source, count)
+    # Words at the top would make small results more likely.
     while top < 1 << 64 and (bad := np.flatnonzero(words >= np.uint64(top))).size:
         words = words.copy()
         words[bad] = random_words(source, bad.size)
@@ -222,17 +226,18 @@ def _signs(count: int, source: Source) -> Integers:
 
 
 def _laplace(scale: int, count: int, source: Source) -> Integers:
-    """About 0.6·count draws with P(y) ∝ exp(−|y|/scale) (CKS alg. 2)."""
+    """Return about 0.6·count draws with P(y) ∝ exp(−|y|/scale) (CKS alg. 2)."""
     low = uniform_below(scale, count, source)
     low = low[bernoulli_exp_rational(low, scale, source)]
     size = low + scale * _successes(low.size, 1, source)
     sign = _signs(size.size, source)
+    # Both signs of zero would count zero twice.
     kept: Integers = (size * sign)[~((size == 0) & (sign < 0))]
     return kept
 
 
 def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
-    """Fewer than `count` draws of the discrete Gaussian (CKS alg. 3): a thinned discrete Laplace."""
+    """Return fewer than `count` draws of the discrete Gaussian (CKS alg. 3): a thinned discrete Laplace."""
     scale = math.isqrt(sigma2.numerator // sigma2.denominator) + 1
     y = _laplace(scale, count, source)
     size = np.abs(y)
@@ -252,6 +257,7 @@ def _fill(size: int, batch: Callable[[int], Integers]) -> Integers:
     out = np.empty(size, dtype=np.int64)
     done, yielded = 0, 0.3
     while done < size:
+        # A little more than is needed as a rule, so that most draws take one batch.
         asked = min(_CHUNK, int((size - done) / yielded * 1.02) + 16)
         got = batch(asked)[: size - done]
         out[done : done + got.size] = got
@@ -260,7 +266,7 @@ def _fill(size: int, batch: Callable[[int], Integers]) -> Integers:
 
 
 def discrete_gaussian(sigma2: Fraction | float | int, size: int, source: Source) -> Integers:
-    """Exact draws with P(x) ∝ exp(−x²/(2·sigma2)) over all whole numbers x.
+    """Return exact draws with P(x) ∝ exp(−x²/(2·sigma2)) over all whole numbers x.
 
     sigma2: the parameter σ² (a float is taken as the rational number it is), 0 (all zeros) or with 2^-20 ≤ σ ≤ 2^40;
     the variance is at most σ² (CKS 2020, corollary 9) and subgaussian with parameter σ². Returns int64 `(size,)`.
@@ -288,7 +294,7 @@ class _Reals:
         return (self.words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def bounds(self, i: int, words: int) -> tuple[Fraction, Fraction]:
-        """Number i between neighbouring multiples of 2^(−64·words), or closer."""
+        """Return the number i between neighbouring multiples of 2^(−64·words), or closer."""
         value, bits = self._more.get(i, (int(self.words[i]), 64))
         while bits < 64 * words:
             value, bits = (value << 64) | int(random_words(self._source, 1)[0]), bits + 64
@@ -316,7 +322,8 @@ def _rounded_batch(log2_sigma: int, count: int, source: Source) -> Integers:
 
 
 def rounded_gaussian(log2_sigma: int, size: int, source: Source) -> Integers:
-    """Exact draws of ⌊Z⌉, Z ~ N(0, 4^log2_sigma) continuous: P(x) = Φ((x+½)/σ) − Φ((x−½)/σ), σ = 2^log2_sigma.
+    """Return exact draws of ⌊Z⌉, Z ~ N(0, 4^log2_sigma) continuous: P(x) = Φ((x+½)/σ) − Φ((x−½)/σ), σ =
+    2^log2_sigma.
 
     Because ⌊s + Z⌉ = s + ⌊Z⌉ for a whole number s, adding this noise to a whole-number query is post-processing of the
     continuous Gaussian mechanism, whose every privacy analysis therefore holds without change.

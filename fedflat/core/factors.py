@@ -1,4 +1,4 @@
-"""C of correlated noise: a lower triangular matrix by whose inverse the rounds' noise is mixed.
+"""Factor correlated noise: C is a lower triangular matrix whose inverse mixes the rounds' noise.
 
 The rounds' clipped sums are the rows of X (T × d). What is released is X + s·σ·C⁻¹Z, Z standard normal: a function of
 C·X/s + σ·Z, one Gaussian mechanism, if one client moves C·X by at most s. A client's allowed rounds π are at least
@@ -22,7 +22,7 @@ from fedflat.core.checks import wrong
 Floats = NDArray[np.float64]
 
 PLACES = 16
-"""Entries of C are multiples of 2^−16, so that products with whole numbers are exact (``methods.correlated``)."""
+"""Entries of C are multiples of 2^−16, so that products with whole numbers are exact (``methods.noise``)."""
 MOST_ROUNDS = 2048
 UP = 1 + 1e-9
 """More than the float64 arithmetic here can be off by."""
@@ -76,6 +76,7 @@ class Factor:
         found = np.zeros((self.rounds, self.rounds))
         for t in range(self.rounds):
             row = found[t]
+            # Always in this order: the same bits on every machine, or rows of noise would not cancel.
             row[t] = 1.0
             for j in range(1, min(self.bands, t + 1)):
                 row -= self.columns[t - j, j] * found[t - j]
@@ -113,6 +114,7 @@ class Factor:
         if self.bands <= separation:
             return math.sqrt(spaced_maximum((self.columns[first:stop] ** 2).sum(axis=1), separation)) * UP
         if self.falling:
+            # The worst pattern is known: as often, and as early, as it may come.
             worst = self.matrix[:, first:stop:separation].sum(axis=1)
             return math.sqrt(float((worst**2).sum())) * UP
         return math.sqrt(_pattern_bound(self._overlaps[first:stop, first:stop], separation)) * UP
@@ -128,15 +130,18 @@ class Factor:
 
 
 def spaced_maximum(values: Floats, separation: int) -> float:
-    """The largest sum of ``values`` ≥ 0 whose places are at least ``separation`` apart."""
+    """Return the largest sum of ``values`` ≥ 0 whose places are at least ``separation`` apart."""
     best = np.zeros(len(values) + separation)
     for t, value in enumerate(values):
+        # Either round t is not in the pattern, or it is, and none of the last ``separation`` - 1.
         best[t + separation] = max(best[t + separation - 1], value + best[t])
     return float(best[-1])
 
 
 def _pattern_bound(entries: Floats, separation: int) -> float:
-    """The largest Σ_{i∈π} r_i, r_i the largest Σ_{j∈π} of row i of ``entries`` ≥ 0 over patterns π that contain i."""
+    """Return the largest Σ_{i∈π} r_i, r_i the largest Σ_{j∈π} of row i of ``entries`` ≥ 0 over patterns π that contain
+    i.
+    """
     n = len(entries)
     before, after = np.zeros((n + separation, n)), np.zeros((n + separation, n))
     for t in range(n):
@@ -153,13 +158,13 @@ def identity(rounds: int) -> Factor:
 
 
 def on_grid(columns: Floats) -> Floats:
-    """The nearest entries that are multiples of 2^−16; rounding keeps the order of coefficients."""
+    """Return the nearest entries that are multiples of 2^−16; rounding keeps the order of coefficients."""
     found: Floats = np.rint(columns * 2.0**PLACES) * 2.0**-PLACES
     return found
 
 
 def cut(columns: Floats) -> Floats:
-    """The same without what would lie below the last row."""
+    """Return the same without what would lie below the last row."""
     rounds, bands = columns.shape
     inside = np.arange(rounds)[:, None] + np.arange(bands)[None, :] < rounds
     return np.where(inside, columns, 0.0)
@@ -196,6 +201,7 @@ def _tree_estimates(rounds: int) -> Floats:
         count += rounds >> (len(starts) - 1)
     variance, estimates = 1.0, np.eye(count)
     for height in range(1, len(starts)):
+        # A node's own noise has variance 1, the sum of its halves twice a half's.
         weight = 2 * variance / (1 + 2 * variance)
         variance = weight
         for i in range(rounds >> height):

@@ -1,4 +1,4 @@
-"""Everything that an object holds, watched: whether anything reachable from it has changed, and where.
+"""Watch everything that an object holds: whether anything reachable from it has changed, and where.
 
 A model or a method may keep state in places nobody registered: a plain attribute, a list, a generator, a hook's
 closure, a class, a global that its functions name. Such state carries one client's data to the next one, so all of it
@@ -29,7 +29,10 @@ from torch import Tensor, nn
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, PurePath)
-_INSTALLED = ("transformers", "peft", "huggingface_hub", "accelerate", "tokenizers", "safetensors", "packaging", "tqdm")
+_INSTALLED = (
+    "transformers", "peft", "huggingface_hub", "accelerate", "tokenizers", "safetensors", "packaging", "tqdm",
+    "timm", "efficientnet_lite_pytorch",
+)  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
@@ -39,21 +42,34 @@ _OPAQUE = ("logging", "threading", "_thread", "weakref", "torch._ops", "torch._C
 
 
 def snapshot(root: object, skip: Iterable[Tensor] = ()) -> dict[str, Any]:
-    """Path -> value of every leaf reachable from ``root``; tensors in ``skip`` count as always the same."""
-    skipped = {id(tensor) for tensor in skip}
-    return {path: _value(leaf, skipped) for path, leaf, children in _walk(root) if children is None}
+    """Path -> value of every leaf reachable from ``root``, and the form of all that holds something.
+
+    Tensors in ``skip`` count as always the same.
+    """
+    skipped, found = {id(tensor) for tensor in skip}, list(_walk(root))
+    leaves = {path: _value(thing, skipped) for path, thing, children in found if children is None}
+    return leaves | {f"{path} ": _form(thing, children) for path, thing, children in found if children is not None}
+
+
+def own_code(module: nn.Module) -> bool:
+    """Return whether a pass through a module runs Python that is neither this package's nor a library's."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(
+        not is_library(type(part).__module__) or "forward" in vars(part) or any(getattr(part, name) for name in hooks)
+        for part in module.modules()
+    )
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first path whose value is not the same in both; None if there is none."""
-    for path in {**before, **after}:
+    """Return the first path whose value is not the same in both; None if there is none."""
+    for path in sorted({**before, **after}, key=lambda path: path.endswith(" ")):  # what holds a change comes last
         if path not in before or path not in after or not _same(before[path], after[path]):
-            return path
+            return path.rstrip()
     return None
 
 
 def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
-    """The states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
+    """Return the states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     own = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
     name, *numbers = np.random.get_state()  # noqa: NPY002 (looked at, not drawn from)
@@ -97,18 +113,20 @@ class StateWatch:
                 self._others.append((thing, _value(thing, set())))
 
     def changed(self, *, everything: bool = False) -> str | None:
-        """Where something is not as it was, or None. everything: compare the entries of all tensors too, which finds
-        what was written behind autograd's back (``.data``, an array on the same memory)."""
+        """Return where something is not as it was, or None. everything: compare the entries of all tensors too, which
+        finds what was written behind autograd's back (``.data``, an array on the same memory).
+        """
         if not everything and self._untouched():
             return None
         now = snapshot(self.root, self._skip)
         found = difference(self._values, now)
+        # Not a change: a list may be made anew at every pass with the same contents.
         if found is None and not self._untouched():
             self._index(now)  # the same values in new objects
         return found
 
     def _untouched(self) -> bool:
-        """Whether all objects are the very same, and no counter of writes has moved."""
+        """Return whether all objects are the very same, and no counter of writes has moved."""
         for read, saved in self._containers:
             now = read()
             if len(now) != len(saved) or not all(map(operator.is_, now, saved)):
@@ -119,7 +137,9 @@ class StateWatch:
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None]]:
-    """Every object once, with its path, and its children (None for a leaf); where it is met again, the first path."""
+    """Yield every object once, with its path, and its children (None for a leaf); where it is met again, the first
+    path.
+    """
     seen: dict[int, tuple[str, object]] = {}  # holds on to what children() makes, so that no number is used twice
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     while waiting:
@@ -128,6 +148,7 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
             yield path, thing, None
             continue
         if id(thing) in seen:
+            # A layer that is put in the place of another changes what the model does, though nothing new is held.
             if isinstance(thing, Tensor | nn.Module):  # which of those there are is in use
                 yield path, seen[id(thing)][0], None
             continue
@@ -138,8 +159,14 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
             waiting.append((f"{path}{label}".lstrip("."), child))
 
 
+def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Return what kind of thing it is, the labels of what it holds in their order, and a function's code."""
+    code = thing.__code__ if isinstance(thing, types.FunctionType) else None
+    return type(thing).__qualname__, tuple(label for label, _ in children), code
+
+
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
-    """What a thing holds, by label; None for a leaf."""
+    """Return what a thing holds, by label; None for a leaf."""
     if isinstance(thing, (Tensor, *_STATEFUL)):
         return None
     if isinstance(thing, Mapping):
@@ -149,6 +176,7 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, list | tuple | deque):
         return [(f"[{index}]", value) for index, value in enumerate(thing)] + _attributes(thing)
     if isinstance(thing, set | frozenset):
+        # Two processes go through a set in different orders.
         ordered = sorted(thing, key=repr)
         return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(ordered)] + _attributes(thing)
     if isinstance(thing, functools.partial):
@@ -158,6 +186,7 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, types.CellType):
         return [("", thing.cell_contents)] if _filled(thing) else None
     if isinstance(thing, types.GeneratorType):
+        # How far a generator has come is memory too.
         own = inspect.getgeneratorlocals(thing) | {"<at>": thing.gi_frame and thing.gi_frame.f_lasti}
         return [(f".{name}", value) for name, value in own.items()]
     if isinstance(thing, threading.local):
@@ -180,7 +209,8 @@ def _noted(name: str) -> bool:
 
 
 def _beside(tensor: Tensor) -> list[tuple[str, Any]]:
-    """What a tensor holds beside its entries: attributes, a gradient, hooks."""
+    """Return what a tensor holds beside its entries: attributes, a gradient, hooks."""
+    # Subclasses may answer for attributes with anything, a computation even.
     if type(tensor) not in (Tensor, nn.Parameter):
         return []
     found = [(".grad", tensor.grad)] if tensor.is_leaf else []
@@ -200,7 +230,8 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
     if _opaque(kind.__module__) or callable(getattr(thing, "cache_info", None)):
         return None
-    whole = [] if _library(kind.__module__) else [(f"<{kind.__name__}>", kind)]
+    # A user's class may count its objects' calls in itself.
+    whole = [] if is_library(kind.__module__) else [(f"<{kind.__name__}>", kind)]
     if isinstance(thing, nn.Module):
         inner = ("_parameters", "_buffers", "_modules")
         own = [(f".{name}", value) for held in inner for name, value in vars(thing)[held].items()]
@@ -220,11 +251,11 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]] | None:
-    """Data that a user's class keeps for all its objects, and what its functions keep."""
-    if _library(kind.__module__):
+    """Return the data that a user's class keeps for all its objects, and what its functions keep."""
+    if is_library(kind.__module__):
         return None
     own = [(f".{name}", value) for name, value in _data_of(kind)]
-    return [*own, *((f"<{base.__name__}>", base) for base in kind.__bases__ if not _library(base.__module__))]
+    return [*own, *((f"<{base.__name__}>", base) for base in kind.__bases__ if not is_library(base.__module__))]
 
 
 def _data_of(kind: type) -> list[tuple[str, Any]]:
@@ -237,7 +268,7 @@ def _data_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """What a class's attribute is made of."""
+    """Return what a class's attribute is made of."""
     if isinstance(value, staticmethod | classmethod):
         return [value.__func__]
     if isinstance(value, property):
@@ -246,8 +277,8 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
-    """A function's closure, defaults and attributes, and the globals that its code names."""
-    if _library(thing.__module__ or ""):
+    """Return a function's closure, defaults and attributes, and the globals that its code names."""
+    if is_library(thing.__module__ or ""):
         return None
     found: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(thing.__code__.co_freevars, thing.__closure__ or ())]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
@@ -261,13 +292,13 @@ def _globals_of(thing: types.FunctionType) -> list[tuple[str, Any]]:
         value = thing.__globals__.get(name)
         if not isinstance(value, types.ModuleType):
             found.append((f".{name}", value))
-        elif not _library(value.__name__):
+        elif not is_library(value.__name__):
             found += [(f".{name}.{n}", vars(value)[n]) for n in names if n in vars(value)]
     return found
 
 
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Names that code uses, with those of the functions inside it."""
+    """Return the names that code uses, with those of the functions inside it."""
     inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
@@ -279,12 +310,13 @@ def _filled(cell: types.CellType) -> bool:
         return False
 
 
-def _library(module: str) -> bool:
+def is_library(module: str) -> bool:
+    """Return whether a module's functions and classes hold nothing of a client's."""
     return module.partition(".")[0] in _LIBRARIES
 
 
 def _reader(thing: Any) -> Callable[[], list[Any]] | None:
-    """What reads the children of a container that can change, in one go; None where parents see every change."""
+    """Return what reads the children of a container that can change, in one go; None where parents see every change."""
     if isinstance(thing, Mapping):
         return lambda: [*thing.keys(), *thing.values(), *getattr(thing, "__dict__", {}).values()]
     if isinstance(thing, list | deque | set):
@@ -318,7 +350,7 @@ def _label(key: Any, index: int) -> str:
 
 
 def _value(leaf: Any, skipped: set[int]) -> Any:
-    """What is compared of a leaf; two of them by ``_same``."""
+    """Return what is compared of a leaf; two of them by ``_same``."""
     if isinstance(leaf, Tensor):
         return "skipped" if id(leaf) in skipped else _entries(leaf)
     if isinstance(leaf, torch.Generator):
@@ -342,7 +374,7 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
 
 
 def _pickled(leaf: Any) -> bytes:
-    """What a compiled object says of itself, such as an array or a counter; never read back."""
+    """Return what a compiled object says of itself, such as an array or a counter; never read back."""
     if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType) or _opaque(type(leaf).__module__):
         return b""
     try:
@@ -354,10 +386,11 @@ def _pickled(leaf: Any) -> bytes:
 
 
 def _entries(tensor: Tensor) -> Any:
-    """A tensor's form and bits; of a large one a sum over its bits."""
+    """Return a tensor's form and bits; of a large one a sum over its bits."""
     form = tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.requires_grad
     try:
         gradient = None if not tensor.is_leaf or tensor.grad is None else _entries(tensor.grad)
+        # Bits, not values: NaN equals NaN, and -0.0 is not 0.0.
         flat = tensor.detach().reshape(-1)
         if tensor.numel() >= LARGE:
             return *form, _digest(flat), gradient
@@ -367,7 +400,7 @@ def _entries(tensor: Tensor) -> Any:
 
 
 def _digest(flat: Tensor) -> int:
-    """The sum of a tensor's bits, as the longest words that it is made of: twice as fast as in words of 32."""
+    """Return the sum of a tensor's bits, as the longest words that it is made of: twice as fast as in words of 32."""
     size = flat.element_size()
     if flat.is_contiguous() and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         return int(flat.view(torch.int64).sum())

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import hashlib
 import inspect
+import struct
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
+from fedflat.core.imports import DIGEST
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), enum.Enum, PurePath)
 _OWN = ("torch.", "numpy.", "builtins.", "fedflat.", "math.", "functools.", "operator.")
 """Code that the versions in a run's records stand for: its name is enough."""
+_PURE = frozenset((
+    "abc", "collections", "contextlib", "copy", "copyreg", "dataclasses", "enum", "fractions", "functools", "itertools",
+    "math", "numbers", "operator", "re", "string", "types", "typing", "warnings", "weakref",
+))  # fmt: skip
+"""Modules of the standard library whose functions answer by what they are given alone."""
+_OUTSIDE = frozenset((
+    "open", "environ", "getenv", "globals", "locals", "vars", "eval", "exec", "compile", "input", "__import__",
+    "__globals__", "__dict__", "__builtins__", "read_text", "read_bytes", "import_module",
+))  # fmt: skip
+"""Names by which code reaches what no digest of it covers: files, the environment, names made as it runs."""
+_FILES = frozenset(("load", "fromfile", "loadtxt", "genfromtxt", "memmap"))
+"""The same, of numpy and torch."""
 _MODE = "training"
 """The engine sets a module's mode."""
 
@@ -44,7 +60,8 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
     """Add an object to the hash; one met before adds its number only, so that cycles end."""
     if isinstance(value, _PLAIN):
         _add(total, "plain", type(value).__qualname__, repr(value))
-        if not isinstance(value, (enum.Enum, PurePath)):
+        # A path's attributes are caches that fill as it is used.
+        if not isinstance(value, PurePath):
             _kind(value, functools.partial(_walk, total=total, seen=seen))
         return
     if id(value) in seen:
@@ -54,9 +71,11 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
     walk = functools.partial(_walk, total=total, seen=seen)
     if isinstance(value, Mapping):
         _add(total, "map", len(value))
-        for key in sorted(value, key=repr):
+        for key, inner in value.items():  # in its own order, which may be one of calls
             walk(key)
-            walk(value[key])
+            walk(inner)
+        # What a defaultdict answers for a key that is not there is a part of how it acts.
+        walk(getattr(value, "default_factory", None))
         _kind(value, walk)
     elif isinstance(value, (list, tuple)):
         _add(total, "list", type(value).__qualname__, len(value))
@@ -64,6 +83,7 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
         _kind(value, walk)
     elif isinstance(value, (set, frozenset)):
         _add(total, "set", len(value))
+        # A set has no order of its own.
         _each(sorted(value, key=repr), walk)
     elif isinstance(value, types.CodeType):
         _code(value, total, walk)
@@ -74,7 +94,7 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
         _add(total, "method")
         _each((value.__func__, value.__self__), walk)
     elif isinstance(value, types.ModuleType):
-        _add(total, "module", value.__name__)
+        _add(total, "module", value.__name__.partition(DIGEST)[0])
     elif isinstance(value, types.FunctionType):
         _function(value, total, walk)
     elif isinstance(value, type):
@@ -82,8 +102,11 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
     elif isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
         _add(total, "builtin", getattr(value, "__module__", ""), value.__qualname__)
         owner = getattr(value, "__self__", None)
+        # ``[].append`` is bound to its list.
         if owner is not None and not isinstance(owner, types.ModuleType):
             walk(owner)
+    elif type(value).__module__ == "typing" or isinstance(value, (types.GenericAlias, types.UnionType)):
+        _add(total, "annotation", repr(value))
     elif isinstance(value, (staticmethod, classmethod, property)):
         _add(total, type(value).__name__)
         _each((value.fget, value.fset) if isinstance(value, property) else (value.__func__,), walk)
@@ -96,13 +119,6 @@ def _kind(value: Any, walk: Any) -> None:
     if type(value).__module__ not in sys.stdlib_module_names and not type(value).__module__.startswith(_OWN):
         walk(type(value))
         walk(vars(value) if hasattr(value, "__dict__") else None)
-
-
-def _held(name: str, value: Any, total: Any, walk: Any) -> None:
-    """Add something that an object or a function has; where it is a map, with its order, which may be one of calls."""
-    if isinstance(value, Mapping):
-        _add(total, "order", name, *map(repr, value))
-    walk(value)
 
 
 def _each(values: Iterable[Any], walk: Any) -> None:
@@ -118,12 +134,14 @@ def _add(total: Any, *words: object) -> None:
 
 def _named(value: Any, total: Any) -> bool:
     """Add a name; whether the name says it all."""
-    name = f"{value.__module__}.{value.__qualname__}"
+    module = str(value.__module__).partition(DIGEST)[0]  # of a user's file the code counts, not its place or comments
+    name = f"{module}.{value.__qualname__}"
     _add(total, type(value).__name__, name)
     return name.startswith(_OWN) and "<locals>" not in name
 
 
 def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
+    # A packaged function is known by its name and the version; what it closes over is not.
     if _named(value, total) and not value.__closure__:
         return
     walk(value.__code__)
@@ -136,19 +154,49 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
     except ValueError as error:  # a name that is not bound yet
         raise _Unknown from error
     for inner in inside:
-        _held("", inner, total, walk)
+        walk(inner)
     names = sorted(_names_in(value.__code__))
     for name in names:
         used = value.__globals__.get(name, _names_in)
         if used is not _names_in:
-            _held(name, used, total, walk)
+            walk(used)
         if isinstance(used, types.ModuleType) and not _known(used.__name__):
-            for inner in (n for n in names if n in vars(used)):  # what the code may read of a user's module
-                _held(inner, vars(used)[inner], total, walk)
+            for inner in (vars(used)[n] for n in names if n in vars(used)):  # what the code may read of a user's module
+                if isinstance(inner, types.ModuleType) and not _known(inner.__name__):
+                    raise _Unknown
+                walk(inner)
+    _refuse_outside(value, names)
+
+
+def _refuse_outside(value: types.FunctionType, names: Sequence[str]) -> None:
+    """Raise _Unknown for code that may read what is not in it: files, the environment, modules that it imports."""
+    home = str(value.__globals__.get("__name__", "")).partition(".")[0]
+    used = {name.__name__ for name in map(value.__globals__.get, names) if isinstance(name, types.ModuleType)}
+    modules = used.union(_imports_in(value.__code__))
+    roots, users = {name.partition(".")[0] for name in modules}, {name for name in modules if not _known(name)}
+    if home in sys.stdlib_module_names and home != "__main__":
+        found = home not in _PURE
+    else:
+        found = not _OUTSIDE.isdisjoint(names) or not (roots & sys.stdlib_module_names) <= _PURE
+        # A module of the user's that is imported inside the function was not walked through above.
+        found |= not users <= used or (bool(users) and "getattr" in names)
+        found |= bool(roots & {"torch", "numpy"}) and not _FILES.isdisjoint(names)
+    if found:
+        raise _Unknown
+
+
+def _imports_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the modules that code imports as it runs, with those of the functions inside it."""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            yield str(step.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _imports_in(inner)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Names that code uses, with those of the functions inside it."""
+    """Return the names that code uses, with those of the functions inside it."""
     return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
@@ -165,16 +213,36 @@ def _class(value: type, total: Any, walk: Any) -> None:
     if _named(value, total):
         return
     walk(value.__bases__)
-    skip = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__"}
+    skip = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__slotnames__"}
     for name, member in sorted(vars(value).items()):
         if name not in skip and not inspect.isgetsetdescriptor(member) and not inspect.ismemberdescriptor(member):
             _add(total, name)
             walk(member)
 
 
+def _has_hidden(kind: type) -> bool:
+    """Return whether objects of a class hold more than their attributes and slots: values of C that nobody can look
+    into.
+    """
+    while kind.__base__ is not None:
+        slots = vars(kind).get("__slots__", ())
+        own = 1 if isinstance(slots, str) else len(tuple(slots))
+        if kind.__itemsize__ or kind.__basicsize__ - kind.__base__.__basicsize__ > POINTER * (own + 2):
+            return True
+        kind = kind.__base__
+    return False
+
+
+POINTER = struct.calcsize("P")
+"""Bytes of a reference: each slot has one, and so may ``__dict__`` and ``__weakref__``."""
+
+
 def _instance(value: Any, total: Any, walk: Any) -> None:
     array = value
     if hasattr(value, "detach") and hasattr(value, "layout"):  # a torch tensor, without importing torch
+        # Others have no one array of values.
+        if str(value.layout) != "torch.strided":  # sparse tensors
+            raise _Unknown
         array = value.detach().cpu().contiguous()
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no such numbers
             _add(total, array.dtype)
@@ -185,20 +253,23 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
     if isinstance(array, (np.ndarray, np.generic)):
         if array.dtype.hasobject:
             raise _Unknown
-        _add(
-            total, "array", array.dtype, array.shape, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-        )
+        content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+        _add(total, "array", array.dtype, array.shape, content)
         return
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device", "Size", "layout"):
         _add(total, value)
         return
     state = getattr(value, "__dict__", None)
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
-    if state is None and not slots:
+    if isinstance(value, functools._lru_cache_wrapper):
+        # Not the cache: it only saves time.
+        walk(value.__wrapped__)
+        return
+    if (state is None and not slots) or _has_hidden(type(value)):
         raise _Unknown
     walk(type(value))
     kept = {name: inner for name, inner in (state or {}).items() if name != _MODE or "_modules" not in (state or {})}
     kept |= {name: getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__")}
     for name in sorted(kept):
         _add(total, name)
-        _held(name, kept[name], total, walk)
+        walk(kept[name])

@@ -1,11 +1,18 @@
-"""A callable by import path: ``package.module:callable`` or ``path/to/file.py:callable``."""
+"""Import a callable by its path, and say what is not installed, with the command that installs it.
+
+Another process cannot import a user's file by a name. It is sent the text of each file that was read here, and makes
+the same modules of it before anything else of a run is unpacked (``user_files``, ``load_files``).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +20,22 @@ from typing import Any
 from fedflat.core.checks import InputError, nearest, wrong
 
 USER_FILES = "fedflat_user_"
-"""Before the names of modules read from a user's file; other processes have no such modules."""
+"""Before the names of modules that are read from a user's file."""
+DIGEST = "@"
+"""In such a name, before the digest of the file's path and text: two files may have one stem."""
+_read: dict[str, tuple[str, str]] = {}
+"""Of each module that was read from a user's file: the path and the text."""
+
+
+def opened(room: str, places: Mapping[str, str], name: str) -> Any:
+    """Return what other rooms use of a package, loaded when it is asked for. places: name -> the module that has it."""
+    if name not in places:
+        raise AttributeError(f"module {room!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{room}.{places[name]}"), name)
 
 
 def imported(where: str, path: str) -> Callable[..., Any]:
-    """The callable at ``path``; ``where`` names the recipe key in error sentences. Raises InputError."""
+    """Return the callable at ``path``; ``where`` names the recipe key in error sentences. Raises InputError."""
     module_name, _, attribute = path.rpartition(":")
     module = _file(where, Path(module_name)) if module_name.endswith(".py") else _package(where, module_name)
     found = getattr(module, attribute, None)
@@ -39,16 +57,101 @@ def _package(where: str, name: str) -> ModuleType:
 def _file(where: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise wrong(where, f"no file {path}", "path/to/file.py:callable")
-    name = f"{USER_FILES}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise wrong(where, f"{path}, which cannot be imported", "a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses of the file look their module up while they are made
     try:
-        spec.loader.exec_module(module)
+        return _made(str(path.resolve()), importlib.util.decode_source(path.read_bytes()))
     except InputError:
         raise
     except Exception as error:
         raise wrong(where, f"{type(error).__name__} while reading {path} ({error})", "a Python file") from error
+
+
+class _Text(importlib.abc.ExecutionLoader):
+    """Loads a module from the text that a file had when it was read."""
+
+    def __init__(self, place: str, text: str) -> None:
+        self.place, self.text = place, text
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+    def get_filename(self, fullname: str) -> str:
+        return self.place
+
+
+def _made(place: str, text: str) -> ModuleType:
+    """Return the module of a file's text; the same one as before where place and text are the same."""
+    digest = hashlib.sha256(f"{place}\0{text}".encode()).hexdigest()[:16]
+    name = f"{USER_FILES}{Path(place).stem}{DIGEST}{digest}"
+    # The same file twice, or in a forked process: pickles must find one class, not two.
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = _Text(place, text)
+    spec = importlib.util.spec_from_file_location(name, place, loader=loader)
+    if spec is None:
+        raise ImportError("it cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses of the file look their module up while they are made
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _read[name] = (place, text)
     return module
+
+
+def user_files() -> list[tuple[str, str]]:
+    """Return path and text of each user's file that was read here, in that order: what another process needs first."""
+    return list(_read.values())
+
+
+def load_files(files: list[tuple[str, str]]) -> None:
+    """Make the modules of files that were read in another process."""
+    for place, text in files:
+        _made(place, text)
+
+
+def install(extra: str = "") -> str:
+    """Return the command that installs fedflat, or an extra, from the checkout if this is one.
+
+    >>> install("onnx").endswith("[onnx]'")
+    True
+    """
+    root, part = Path(__file__).resolve().parents[2], f"[{extra}]" if extra else ""
+    where = str(root) if (root / "pyproject.toml").is_file() else "fedflat"
+    return f"{Path(sys.executable).name} -m pip install '{where}{part}'"
+
+
+def missing(where: str, package: str, extra: str = "") -> InputError:
+    """Return the error for something asked for that needs ``package``, which ``extra`` brings."""
+    return wrong(where, f"{package}, which is not installed", f"an installation with it: {install(extra)}")
+
+
+@contextmanager
+def hub() -> Iterator[None]:
+    """Inside the block the hub's client asks the network only if somebody answers there; else its own cache alone.
+
+    It does not change what is found, only how long nothing takes: the client tries an unreachable host six times
+    for every file. Needs the package huggingface_hub (part of ``datasets`` and ``transformers``).
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not _reachable(constants.ENDPOINT)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _reachable(url: str, seconds: float = 5.0) -> bool:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=seconds):
+            return True
+    except urllib.error.HTTPError:
+        return True  # somebody answered
+    except (OSError, ValueError):
+        return False

@@ -1,4 +1,4 @@
-"""What local training and evaluation minimise: the loss of each example, for each task, and its score."""
+"""Compute what local training and evaluation minimise: each example's loss, for each task, and its score."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def _tokens_right(logits: Tensor, targets: Tensor) -> Tensor:
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """``(b,)``: mean over an example's values; outputs ``(b, 1)`` also serve targets ``(b,)``."""
+    # Broadcast, (b, 1) against (b,) would be (b, b) errors, without a word.
     if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
         outputs = outputs.squeeze(-1)
     errors = (outputs - targets).square()
@@ -101,7 +102,7 @@ _LOSSES: dict[str, CustomLoss] = {"regression": squared_error, "multilabel": lab
 
 
 def _score(task: str, outputs: Tensor, targets: Tensor, like: Tensor) -> Tensor:
-    """NaN where there is no answer that is right or wrong."""
+    """Return each example's score; NaN where no answer is right or wrong."""
     if task == "multilabel" and outputs.shape == targets.shape:
         return ((outputs > 0) == (targets > 0.5)).to(outputs.dtype).mean(-1)
     if task in ("classification", "next-token") and outputs.dim() == targets.dim() + 1:
@@ -112,7 +113,7 @@ def _score(task: str, outputs: Tensor, targets: Tensor, like: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean over the last axis; with 0/1 ``weights`` only over the examples that are there (0 if none is)."""
+    """Return the mean over the last axis; with 0/1 ``weights`` only over the examples that are there (0 if none is)."""
     if weights is None:
         return values.mean(-1)
     return (values * weights).sum(-1) / torch.clamp(weights.sum(-1), min=1)

@@ -1,4 +1,4 @@
-"""How the five reproduced papers are cited, by the number that recipes and ``fedflat reproduce`` know them by.
+"""Cite the five reproduced papers by the number that recipes and ``fedflat reproduce`` know them by.
 
 Their full titles are in docs/bibliography.md.
 """

@@ -1,17 +1,19 @@
-"""A module's trainable parameters as one flat vector: shared part first, personal part (the head) last."""
+"""Hold a module's parameters as one flat vector: the shared part first, a client's personal part behind."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import nearest, wrong
+from fedflat.core.rng import NO_GENERATOR
 from fedflat.core.types import Part
 
 
@@ -42,15 +44,11 @@ class Layout:
         return sum(self.lengths[: self.shared])
 
     def span(self, part: Part) -> slice:
-        """The slice of the whole vector that a part occupies."""
-        return {
-            "all": slice(0, self.size),
-            "shared": slice(0, self.dimension),
-            "personal": slice(self.dimension, self.size),
-        }[part]
+        """Return the slice of the whole vector that a part occupies."""
+        return slice(self.dimension if part == "personal" else 0, self.dimension if part == "shared" else self.size)
 
     def tensors(self, part: Part = "all") -> tuple[slice, ...]:
-        """The slice of each tensor of a part, counted from the start of the whole vector."""
+        """Return the slice of each tensor of a part, counted from the start of the whole vector."""
         ends, slices = 0, []
         for length in self.lengths:
             slices.append(slice(ends, ends + length))
@@ -69,10 +67,8 @@ def last_linear(module: nn.Module) -> str:
     """Name of the last linear layer: the default personal head."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
-        raise InputError(
-            "algorithm.head: found a model without a linear layer; allowed: parameter-name patterns. "
-            "Name them in algorithm.head."
-        )
+        hint = "Name them in algorithm.head."
+        raise wrong("algorithm.head", "a model without a linear layer", "parameter-name patterns", hint=hint)
     return str(linear[-1])
 
 
@@ -88,16 +84,15 @@ def _is_personal(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def layout_of(module: nn.Module, head: tuple[str, ...] | None = None) -> Layout:
-    """The layout of a module's trainable parameters.
+    """Return the layout of a module's trainable parameters.
 
     head: None if everything is shared; patterns (shell style, or a layer's name) of the parameters that stay
     personal; an empty tuple for the last linear layer. Raises InputError if a pattern matches nothing or everything.
     """
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not named:
-        raise InputError(
-            "model: found no trainable parameter; allowed: a module with a parameter that requires a gradient."
-        )
+        raise wrong("model", "no trainable parameter", "a module with a parameter that requires a gradient")
+    # None: nothing is personal; (): the last linear layer is.
     patterns = (last_linear(module),) if head == () else (head or ())
     names = [n for n, _ in named]
     for pattern in patterns:
@@ -112,7 +107,7 @@ def layout_of(module: nn.Module, head: tuple[str, ...] | None = None) -> Layout:
 
 
 def flatten(module: nn.Module, layout: Layout) -> Tensor:
-    """A float32 copy of the trainable parameters as one vector ``(D,)``, on the CPU."""
+    """Return a float32 copy of the trainable parameters as one vector ``(D,)``, on the CPU."""
     parameters = dict(module.named_parameters())
     return torch.cat([parameters[n].detach().reshape(-1).to("cpu", torch.float32) for n in layout.names])
 
@@ -138,3 +133,119 @@ def put(module: nn.Module, weights: Mapping[str, Tensor], where: str, whose: str
             found = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
             raise wrong(f"{where}: {name}", found, f"shape {tuple(value.shape)}, as in {whose}")
         here.data = value.clone()
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """What a client, or each client of a block, brings to its training besides its data and weights.
+
+    state: its named vectors ``(…, d)``. generator: its own randomness of the round; a block has none.
+    """
+
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    generator: np.random.Generator = NO_GENERATOR
+
+
+NOTHING = ClientContext()
+
+
+@dataclass
+class PersonalState:
+    """What clients keep: their personal parameters and their named states. A client never sampled has w^0's head and
+    states of zeros.
+
+    first: ``(D − d,)``. kept: client id -> head, only for clients that have trained. states: name -> client id -> (d,).
+    """
+
+    first: Tensor
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    def of(self, client: int) -> Tensor:
+        """Return the head of a client ``(D − d,)``."""
+        return self.kept.get(int(client), self.first)
+
+    def keep(self, client: int, head: Tensor) -> None:
+        """Store a client's head after local training; a head that is not finite is not kept."""
+        if head.numel() and bool(torch.isfinite(head).all()):
+            self.kept[int(client)] = head.detach().cpu().clone()
+
+    def state(self, name: str, client: int, like: Tensor) -> Tensor:
+        """Return a client's named state, shaped and placed as ``like`` ``(d,)``: a copy, which only ``remember``
+        moves."""
+        found = self.states.get(name, {}).get(int(client))
+        return torch.zeros_like(like) if found is None else found.to(like.device, copy=True)
+
+    def remember(self, name: str, client: int, value: Tensor) -> None:
+        """Store a client's new state; one that is not finite is not kept."""
+        if bool(torch.isfinite(value).all()):
+            self.states.setdefault(name, {})[int(client)] = value.detach().cpu().clone()
+
+    def copy(self) -> PersonalState:
+        """Return the same vectors; what is stored later is not in it."""
+        return PersonalState(self.first, dict(self.kept), {name: dict(found) for name, found in self.states.items()})
+
+    def whole(self, shared: Tensor, client: int) -> Tensor:
+        """Return a fresh vector ``(D,)``: the shared part with the client's own head behind it."""
+        return torch.cat([shared, self.of(client).to(shared.device)])
+
+    def pack(self) -> dict[str, Tensor]:
+        """Return the heads and states as named tensors, for the private half of a checkpoint."""
+        found = _packed("heads", self.kept, self.first.numel()) if self.first.numel() else {}
+        for name, kept in self.states.items():
+            found |= _packed(STATE + name, kept, 0) if kept else {}
+        return found
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what clients keep from a checkpoint."""
+        self.kept = _unpacked("heads", tensors) if "heads.ids" in tensors else {}
+        names = [name.removesuffix(".ids") for name in tensors if name.startswith(STATE) and name.endswith(".ids")]
+        self.states = {name.removeprefix(STATE): _unpacked(name, tensors) for name in names}
+
+
+STATE = "state."
+"""Before the name of a client state in a checkpoint's private half."""
+
+
+def _packed(name: str, kept: Mapping[int, Tensor], width: int) -> dict[str, Tensor]:
+    ids = sorted(kept)
+    stacked = torch.stack([kept[i] for i in ids]) if ids else torch.zeros(0, width)
+    return {f"{name}.ids": torch.tensor(ids, dtype=torch.int64), f"{name}.values": stacked}
+
+
+def _unpacked(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    return {int(i): v.clone() for i, v in zip(tensors[f"{name}.ids"], tensors[f"{name}.values"])}
+
+
+NUMBERS = (torch.float32, torch.bfloat16)
+FEW = 16
+"""Channels of a group below which the kernel that ``at_fault`` is about is not trusted."""
+
+
+def usable(inputs: Tensor) -> bool:
+    """Return whether these are images in this machine's memory, in a number format and with a torch that oneDNN
+    serves."""
+    known = inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.dtype in NUMBERS
+    return known and torch.backends.mkldnn.is_available()
+
+
+def looked_at(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Return what the built-in convolutional networks look at of an image: they cannot cut oneDNN's tensors
+    themselves."""
+    seen = getattr(module, "seen", None)
+    return inputs[..., : seen[0], : seen[1]] if isinstance(seen, tuple) else inputs
+
+
+def at_fault(module: nn.Module) -> bool:
+    """Return whether a module has a strided 1 × 1 convolution of few channels.
+
+    On channels-last images with AVX2 the gradient of its weights writes beyond oneDNN's memory (seen with torch 2.13,
+    3 and 4 channels, stride 2): the process ends, or never does. On images in the plain layout it is right.
+    """
+    return any(
+        isinstance(layer, nn.Conv2d)
+        and set(layer.kernel_size) == {1}
+        and max(layer.stride) > 1
+        and layer.in_channels // layer.groups < FEW
+        for layer in module.modules()
+    )

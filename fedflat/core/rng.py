@@ -1,8 +1,8 @@
-"""Named random streams: every draw comes from (key, purpose, round, client), never from a global generator.
+"""Draw from named random streams: (key, purpose, round, client) names each, and there is no global generator.
 
 Two keys exist. The *seed* drives everything public or harmless (partition, initial weights, batches, public
-masks). Cohorts and noise come from the *noise key*: it is derived from the seed (with ``privacy.secure_rng`` and in a
-deployment: from 256 bits of OS entropy), the settled recipe, the data, the initial weights and the method.
+masks). Cohorts and noise come from the *noise key*: 256 bits of OS entropy or, with ``privacy.randomness: seeded``, a
+hash of the seed, the settled recipe, the data, the initial weights, the method and the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedflat.core.checks import RunError
 
@@ -29,14 +30,14 @@ def digest(key: int | bytes, purpose: str, *index: int) -> bytes:
 
 
 def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
-    """A NumPy generator (Philox, 128-bit key) for one named purpose, usually ``(round, client)``."""
+    """Return a NumPy generator (Philox, 128-bit key) for one named purpose, usually ``(round, client)``."""
     name = digest(key, purpose, *index)
     words = np.frombuffer(name, dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=words[:2], counter=np.append(words[2:], [0, 0]).astype(np.uint64)))
 
 
 class _NoGenerator:
-    """Stands where there is no generator, and says so when it is used."""
+    """Placeholder for a generator that raises when it is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copies and comparisons ask for
@@ -67,11 +68,11 @@ class Streams:
         self._fresh: Any = self._philox.state
 
     def at(self, *last: int) -> np.random.Generator:
-        """The generator of one stream, at its start."""
+        """Return the generator of one stream, at its start."""
         return next(self.each([last]))
 
     def each(self, many: Iterable[tuple[int, ...]]) -> Iterator[np.random.Generator]:
-        """The generators of many streams, one after the other; each is good until the next is asked for."""
+        """Yield the generators of many streams, one after the other; each is good until the next is asked for."""
         names = b"".join(map(self._name, many))
         words = np.frombuffer(names, dtype=np.uint64).reshape(-1, 4)
         # np.append in ``stream`` goes through float64; every recorded run depends on what comes out.
@@ -91,21 +92,44 @@ class Streams:
 
 
 def noise_key(root: int | bytes, *facts: str, attempt: int = 1) -> bytes:
-    """The key of cohorts and noise: a hash of the root and of everything that makes a run the run it is.
+    """Return the key of cohorts and noise: a hash of the root and of everything that makes a run the run it is.
 
     root: a simulation's seed, or 256 bits of entropy. facts: digests of the settled recipe, data, initial weights and
     method. So two runs share noise only if they are the same run, and then they release the same; a further attempt
     at rounds that may have been released already has noise of its own.
     """
     start = digest(root, "noise key", attempt)
-    return hashlib.sha256(
-        b"".join(len(part).to_bytes(4, "big") + part for part in (start, *map(str.encode, facts)))
-    ).digest()
+    parts = (start, *map(str.encode, facts))
+    return hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
 
 
 def fresh_key() -> bytes:
     """256 bits of operating-system entropy."""
     return secrets.token_bytes(KEY_BYTES)
+
+
+class PortableDraws(TorchDispatchMode):
+    """Fill tensors in torch's ``uniform_`` and ``normal_`` from a named stream, with the same bits on every processor.
+
+    torch's own kernels compute these draws with the processor's vector instructions and round differently on each.
+    NumPy draws them one by one in float64, and only then are they rounded to the tensor's precision.
+    """
+
+    def __init__(self, key: int | bytes, purpose: str, *index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = stream(key, purpose, *index)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = self._generator
+        if func is torch.ops.aten.uniform_.default:
+            target, low, high = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)
+            values = low + (high - low) * drawn.random(tuple(target.shape))
+        elif func is torch.ops.aten.normal_.default:
+            target, mean, std = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)
+            values = mean + std * drawn.standard_normal(tuple(target.shape))
+        else:
+            return func(*args, **(kwargs or {}))
+        return target.copy_(torch.as_tensor(values).to(target.dtype))
 
 
 @contextlib.contextmanager
@@ -114,6 +138,7 @@ def seeded_torch(key: int | bytes, purpose: str, *index: int) -> Iterator[None]:
 
     The generator's state is set from the named stream and put back afterwards, so nothing leaks in or out.
     """
+    # 63 bits: torch takes signed seeds.
     number = int.from_bytes(digest(key, purpose, *index)[:8], "big") >> 1
     own, devices = torch.default_generator, range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     before, there = own.get_state(), [torch.cuda.get_rng_state(device) for device in devices]

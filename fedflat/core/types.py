@@ -1,4 +1,4 @@
-"""The values that travel through a round, and the shapes of the pieces an algorithm is composed of.
+"""Define the values that travel through a round, and the protocols of the pieces an algorithm is made of.
 
 Every client update is one flat vector of shape ``(d,)``; a block of n clients is ``(n, d)``. A piece works on the
 last axis only, so the same piece serves one client, a block of clients and the server.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import wrong
-from fedflat.core.offered import Offered
+from fedflat.core import rounding
+from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.rng import NO_GENERATOR
 
 Relation = Literal["add-remove", "replace-one"]
@@ -26,33 +26,41 @@ GradientFn = Callable[[Tensor], Tensor]
 """Weights ``(…, n)`` of the part being trained -> gradient of the minibatch loss there, same shape."""
 
 
-@dataclass(frozen=True)
-class LocalView:
-    """What a gradient rule may read: values fixed for the round.
+@dataclass(frozen=True, kw_only=True)
+class ClientView:
+    """What a client's gradient rule, transform or state may read besides the numbers it is called with.
 
-    start: weights ``(…, n)`` at which the local phase began (w^t for the shared part).
-    clip: clipping threshold C of the round, in units of the update's L2 norm; ``inf`` if nothing is clipped.
-    steps, lr: the public K and η_t of the phase.
+    steps, lr: the public K and η_t of the phase; for a transform or a state, of the phase that trained the shared part.
     broadcast: the server's named vectors ``(d,)`` that every client receives; none in a phase of the personal part.
-    state: the client's own named vectors ``(…, d)``; none in a phase of the personal part.
+    state: the client's own named vectors ``(…, d)`` before the round; none in a phase of the personal part.
     generator: the client's own randomness of the round, the same for every piece it runs, where clients train one at a
     time, as they do with pieces of a user's own. It follows the public seed, so it protects nothing.
     tensors: the slices of the flat vector in which each shared tensor lives; none in a phase of the personal part.
+
+    For a gradient rule only, else None:
+    start: weights ``(…, n)`` at which the local phase began (w^t for the shared part).
+    clip: clipping threshold C of the round, in units of the update's L2 norm; ``inf`` if nothing is clipped.
     shares: K -> shares of the K classes ``(…, K)`` among the client's training examples, which the clip must follow.
+
+    For a transform only, else None:
+    gradient: () -> gradient ``(…, d)`` of the client's full local loss (no penalty, eval mode) at its final weights.
+    examples: () -> the client's number of training examples ``(…, 1)``, which the clip must follow.
     """
 
-    start: Tensor
-    clip: float
     steps: int
     lr: float
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
     generator: np.random.Generator = NO_GENERATOR
     tensors: tuple[slice, ...] = ()
-    shares: Callable[[int], Tensor] = lambda classes: torch.full((classes,), 1 / classes)
+    start: Tensor = None  # type: ignore[assignment]
+    clip: float = None  # type: ignore[assignment]
+    shares: Callable[[int], Tensor] = None  # type: ignore[assignment]
+    gradient: Callable[[], Tensor] = None  # type: ignore[assignment]
+    examples: Callable[[], Tensor] = None  # type: ignore[assignment]
 
 
-GradientRule = Callable[[GradientFn, LocalView], GradientFn]
+GradientRule = Callable[[GradientFn, ClientView], GradientFn]
 """From a gradient function to a gradient function; rules compose (SAM over BLUR)."""
 
 
@@ -67,43 +75,9 @@ class Phase:
     momentum: float | None = None
 
 
-@dataclass(frozen=True)
-class UpdateView:
-    """What a transform of a client's update may read besides the update.
-
-    tensors: the slices of the flat vector in which each shared tensor lives.
-    gradient: () -> gradient ``(…, d)`` of the client's full local loss (no penalty, eval mode) at its final weights.
-    steps, lr: the public K and η_t of the phase that trained the shared part.
-    broadcast, state, generator: as in :class:`LocalView`.
-    examples: () -> the client's number of training examples ``(…, 1)``, which the clip must follow.
-    """
-
-    tensors: tuple[slice, ...]
-    gradient: Callable[[], Tensor]
-    steps: int
-    lr: float
-    broadcast: Mapping[str, Tensor] = field(default_factory=dict)
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    generator: np.random.Generator = NO_GENERATOR
-    examples: Callable[[], Tensor] = lambda: torch.ones(1)
-
-
-Transform = Callable[[Tensor, UpdateView], Tensor]
+Transform = Callable[[Tensor, ClientView], Tensor]
 """Update ``(…, d)`` -> message ``(…, d)``, on the client, before the clip; where a method's message consists of k
 vectors, the last transform makes all of it, ``(…, k·d)``."""
-
-
-@dataclass(frozen=True)
-class StateView:
-    """What the new value of a client's state may depend on besides what was sent.
-
-    broadcast, state: what the client received, and its own vectors before the round. steps, lr: as in UpdateView.
-    """
-
-    broadcast: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    steps: int
-    lr: float
 
 
 @dataclass(frozen=True)
@@ -115,7 +89,7 @@ class ClientState:
     """
 
     name: str
-    next: Callable[[Tensor, StateView], Tensor]
+    next: Callable[[Tensor, ClientView], Tensor]
 
 
 @dataclass(frozen=True)
@@ -167,78 +141,80 @@ class ServerStep(Protocol):
         """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""
 
 
-@runtime_checkable
-class Broadcasting(Protocol, metaclass=Offered):
-    """A server step, or server optimiser, some of whose slots every client receives at the start of a round.
+def broadcast_by(pieces: Iterable[object]) -> tuple[str, ...]:
+    """Return the slots that clients receive: those that server steps and optimisers name in ``broadcast``.
 
-    broadcast: their names. Until a slot is there, clients receive zeros.
+    Until such a slot is there, clients receive zeros.
+    """
+    return tuple(name for piece in pieces for name in getattr(piece, "broadcast", ()))
+
+
+class Clip:
+    """A clip bounds every message and *reports* the L2 bound it earns.
+
+    by_norm: it asks nothing of a message but its norm (``scale``), so that messages need not be written out.
+    moves: its threshold follows a noised count of the messages below it (``next``).
     """
 
-    @property
-    def broadcast(self) -> tuple[str, ...]: ...
-
-
-def broadcast_by(pieces: Iterable[object]) -> tuple[str, ...]:
-    """The slots that some server steps and optimisers broadcast."""
-    return tuple(name for piece in pieces if isinstance(piece, Broadcasting) for name in piece.broadcast)
-
-
-class Clip(Protocol):
-    """A clip bounds every message and *reports* the L2 bound it earns."""
+    by_norm = False
+    moves = False
 
     def bound(self, threshold: float) -> float:
-        """The L2 norm no clipped message exceeds, given the round's threshold."""
+        """Return the L2 norm no clipped message exceeds, given the round's threshold: the threshold itself."""
+        return threshold
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> (norms ``(n,)`` before the clip, factors ``(n,)`` or ``(n, L)`` to multiply by)."""
-
-
-@runtime_checkable
-class NormClip(Clip, Protocol, metaclass=Offered):
-    """A clip that asks nothing of a message but its norm, so that messages need not be written out."""
+        raise NotImplementedError
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` float64 -> factors ``(n,)``, 0 where a norm is not finite."""
-
-
-@runtime_checkable
-class MovingClip(Clip, Protocol, metaclass=Offered):
-    """A clip whose threshold follows a noised count of the messages below it."""
+        raise NotImplementedError
 
     def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
         """C_{t+1} from the noisy centred count and the constant divisor m."""
+        return threshold
 
 
-@runtime_checkable
-class Sampler(Protocol, metaclass=Offered):
+@dataclass(frozen=True)
+class Sampler:
     """How a cohort is chosen. Public facts are fields; the draw itself is secret.
 
-    clients, size: M and m, the public divisor. q: m/M. maximum: the cap of a truncated law, None for any other.
-    relation: add-remove, zero-out or replace-one, as the law earns it. event: dp-accounting's, of one round.
+    clients, size: M and m, the public divisor. maximum: the cap of a truncated law, None for any other.
+    relation: add-remove, zero-out or replace-one, as the law earns it.
+
+    Raises:
+        InputError: unless 0 < size ≤ clients.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def clients(self) -> int: ...
-    @property
-    def size(self) -> float: ...
-    @property
-    def q(self) -> float: ...
-    @property
-    def maximum(self) -> int | None: ...
-    @property
-    def relation(self) -> str: ...
-    def select(self, generator: np.random.Generator) -> np.ndarray: ...
-    def event(self, multiplier: float) -> Any: ...
+    clients: int
+    size: float
 
+    name, maximum = "", None
+    relation = "add-remove"
 
-@runtime_checkable
-class PublicSampler(Sampler, Protocol, metaclass=Offered):
-    """A law whose cohorts anyone can recompute (published procedures: docs/specification.md, item 5)."""
+    def __post_init__(self) -> None:
+        whole("clients", self.clients, 1)
+        in_range("cohort.size", self.size, 0, self.clients, open_low=True)
 
-    def public_generator(self, round: int) -> np.random.Generator:
-        """What a round's cohort is drawn from, instead of the secret stream."""
+    @property
+    def q(self) -> float:
+        """The share of the population in a cohort, on average."""
+        return self.size / self.clients
+
+    def select(self, generator: np.random.Generator) -> np.ndarray:
+        """Return one cohort: int64 ids, ascending, possibly none."""
+        raise NotImplementedError
+
+    def select_at(self, round: int, generator: np.random.Generator) -> np.ndarray:
+        """Return the cohort of a round. generator: the secret stream of the round."""
+        return self.select(generator)
+
+    def event(self, multiplier: float) -> Any:
+        """dp-accounting's event of one round, with noise ``multiplier`` × the sensitivity of ``relation``."""
+        import dp_accounting
+
+        return dp_accounting.GaussianDpEvent(multiplier)
 
 
 @dataclass(frozen=True)
@@ -265,7 +241,7 @@ class Local:
     rounds: int = 1
 
     def of(self, examples: int) -> Local:
-        """Training of a client with so many examples: the same for everybody, unless ``epochs`` is set."""
+        """Return the training of a client with so many examples: the same for everybody, unless ``epochs`` is set."""
         return self if self.epochs is None else replace(self, steps=self.steps_for(examples))
 
     def steps_for(self, examples: int) -> int:
@@ -274,6 +250,7 @@ class Local:
 
     def rate(self, round: int) -> float:
         """Learning rate factor of a round: lr_decay^t, times the schedule's and the warm-up's."""
+        # A run that is made longer stays at the schedule's end.
         share = min(1.0, round / self.rounds)
         shape = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share}[self.schedule]
         warm = min(1.0, (round + 1) / (self.warmup + 1))
@@ -302,10 +279,14 @@ Optimizer = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[
 Average = Callable[[int, Tensor, Tensor | None], Tensor | None]
 """(rounds done, w^t, average so far) -> the average now, None before it begins."""
 AVERAGE = "released average"
-"""The slot it is kept in."""
+"""The slot that the average is kept in."""
 
 OptimizerFactory = Callable[[float, MeanView], Optimizer]
 """(``server.lr``, what is public of the round's noise) -> the server optimiser of that round."""
+
+
+MOMENTUM = 0.5
+"""Local momentum where neither the recipe nor the method names one."""
 
 
 @dataclass(frozen=True)
@@ -322,10 +303,11 @@ class Algorithm:
     ``(n,)``. Whatever it says, no message is longer than C = ``privacy.clip``, one number, after it.
     zero_head: the last linear layer starts at zero.
     private: clip and noise. False only for the non-private twins.
-    momentum: local momentum when the recipe gives none; fixed_momentum refuses another value, with a reason.
+    momentum: local momentum when the recipe gives none; None: ``MOMENTUM``, with a warning for a method of one's own.
+    fixed_momentum: a reason, with which another value is refused.
     optimizer: a server optimiser of the method's own, in place of the recipe's; server_lr: ``server.lr`` for it when
     the recipe gives none.
-    step: for methods whose message is no update (ae-dpfl): see methods/ae_dpfl/rounds.py.
+    step: for methods whose message is no update (ae-dpfl): see methods/votes.py.
     """
 
     name: str
@@ -340,7 +322,7 @@ class Algorithm:
     scale: Callable[[Tensor, float], Tensor] | None = None
     zero_head: bool = False
     private: bool = True
-    momentum: float = 0.5
+    momentum: float | None = None
     fixed_momentum: str = ""
     optimizer: OptimizerFactory | None = None
     server_lr: float = 1.0
@@ -377,9 +359,10 @@ class Broadcast:
     mask: Tensor | None = None
     draw: int = 0
 
-    def own(self) -> Broadcast:
-        """The same for one client, with vectors of its own: what a piece writes into them, or into the map, reaches
-        neither the next client nor the server."""
+    def for_one_client(self) -> Broadcast:
+        """Return a copy for one client: what a piece writes into its vectors, or into the map of them, reaches neither
+        the next client nor the server.
+        """
         return replace(self, vectors={name: vector.clone() for name, vector in self.vectors.items()})
 
 
@@ -419,43 +402,6 @@ class Aggregate:
     exact: np.ndarray | None = None
 
 
-class Mechanism(Protocol):
-    """The source of a round's noise."""
-
-    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Noise ``(d,)`` on the sum, for the L2 bound the clip reports."""
-
-    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """The adaptive clip's centred count with its noise."""
-
-
-@runtime_checkable
-class Correlated(Protocol, metaclass=Offered):
-    """A mechanism whose rounds share noise."""
-
-    def row_norm(self, round: int) -> float:
-        """Std of a round's noise, in units of the mechanism's std."""
-
-
-@runtime_checkable
-class ScaledMechanism(Mechanism, Protocol, metaclass=Offered):
-    """A mechanism whose noise can be drawn before the cohort is known: ``noise`` is ``scaled`` of ``unit``."""
-
-    def unit(self, key: bytes, round: int, size: int) -> Tensor:
-        """N(0, I) ``(size,)`` of a round."""
-
-    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """The round's noise from its ``unit``, which is overwritten."""
-
-
-@runtime_checkable
-class SharedNoise(Mechanism, Protocol, metaclass=Offered):
-    """A mechanism whose noise is more where more clients bring it (trust distributed, local)."""
-
-    def total_std(self, bound: float, participants: float) -> float:
-        """Std of everything that is added to the sum when so many clients take part."""
-
-
 class Encoder(Protocol):
     """The whole-number sum of a round's clipped messages."""
 
@@ -465,46 +411,69 @@ class Encoder(Protocol):
         """Add clipped messages ``(n, d)``."""
 
     def value(self) -> Tensor | None:
-        """The exact sum in the update's units, float64 ``(d,)``; None where only the plain clipped sum is readable."""
+        """Return the exact sum in the update's units, float64 ``(d,)``; None where only the plain clipped sum is
+        readable.
+        """
 
 
-@runtime_checkable
-class GridMechanism(Mechanism, Protocol, metaclass=Offered):
-    """A mechanism on whole numbers (secure grid noise, ddgauss): it encodes messages and releases their sum itself."""
+class Mechanism:
+    """The source of a round's noise. Each kind of noise overrides what it does in a way of its own.
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Encoder:
-        """A fresh sum for one round. size: entries of a message."""
+    exact: messages are encoded as whole numbers (secure grid noise, ddgauss), and their sum itself is released.
+    ahead: the noise can be drawn before the cohort is known; ``noise`` then is ``scaled`` of ``unit``.
+    """
 
-    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """``aggregate.exact`` with noise, float32 ``(d,)`` in the update's units."""
+    exact = False
+    ahead = False
 
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports."""
+        raise NotImplementedError
 
-@runtime_checkable
-class SummingMechanism(Mechanism, Protocol, metaclass=Offered):
-    """A mechanism that brings a round's sum of its own: votes, published procedures, sums that clients have noised."""
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """Return the adaptive clip's centred count with its noise; refused by noise that needs a constant clip."""
+        raise wrong("privacy.clip", "adaptive", "one constant clip with this kind of noise")
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Any:
-        """A fresh sum for one round. tensors: where each tensor is in a message."""
+        """Return a round's sum of its own (votes, sums that clients have noised); None for the engine's.
 
+        tensors: where each tensor is in a message.
+        """
+        return None
 
-@runtime_checkable
-class PartedSum(Protocol, metaclass=Offered):
-    """A round's sum that may be filled in parts, elsewhere; in any other, messages are added one after the other."""
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Encoder:
+        """Return a fresh whole-number sum for one round. size: entries of a message."""
+        raise NotImplementedError
 
-    def part(self, device: torch.device | str = "cpu") -> Any:
-        """An empty sum for some of the round's messages."""
+    def unit(self, key: bytes, round: int, size: int) -> Tensor:
+        """Return N(0, I) ``(size,)`` of a round."""
+        raise NotImplementedError
 
-    def merge(self, part: Any) -> None:
-        """Add what a part holds."""
+    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return the round's noise from its ``unit``, which is overwritten."""
+        raise NotImplementedError
 
+    def release(
+        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of clipped messages with its noise ``(d,)``. unit: the round's, where it was drawn ahead."""
+        if unit is None:
+            noise = self.noise(key, broadcast.round, broadcast, aggregate, bound)
+        else:
+            noise = self.scaled(unit, broadcast, aggregate, bound)
+        return rounding.plus(aggregate.total, noise)
 
-@runtime_checkable
-class RoundedBound(Mechanism, Protocol, metaclass=Offered):
-    """A mechanism whose messages, rounded to its grid, may be a little longer than the clip's bound."""
+    def row_norm(self, round: int) -> float:
+        """Return the std of a round's noise in units of the mechanism's; not 1 only where rounds share noise."""
+        return 1.0
 
-    @property
-    def longest(self) -> float:
-        """The L2 norm that no encoded message exceeds, in the update's units."""
+    def total_std(self, bound: float, participants: float) -> float | None:
+        """Return the std of all noise on the sum when so many clients take part; None: the plan's, whoever comes."""
+        return None
+
+    def longest(self, bound: float) -> float:
+        """Return the L2 norm that no encoded message exceeds: on some grids a little more than the clip's bound."""
+        return bound
 
 
 @dataclass(frozen=True)
@@ -515,8 +484,8 @@ class RoundInfo:
     private: Mapping[str, Any]
 
 
-def plain_gradient(gradient: GradientFn, view: LocalView) -> GradientFn:
-    """The neutral gradient rule: plain SGD."""
+def plain_gradient(gradient: GradientFn, view: ClientView) -> GradientFn:
+    """Return the neutral gradient rule: plain SGD."""
     return gradient
 
 

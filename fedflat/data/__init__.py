@@ -1,1 +1,26 @@
-"""Data of a federation: where it comes from, who holds what, and the order in which a client reads it."""
+"""Data of a federation: where it comes from, who holds what, and the order in which a client reads it.
+
+Example::
+
+    load({"dataset": "digits", "partition": {"kind": "dirichlet", "alpha": 0.6}, "clients": 200})  # by a recipe's keys
+    from_pairs([(inputs, targets), …])  # one pair for each client; fedflat.clients(…) takes tables too
+
+``locate`` finds a data set, ``columns`` which columns are meant, ``encoding`` and ``decoding`` make tensors of them by
+public rules alone, ``tables`` and ``own`` put both together for recipes and for Python, and ``partition`` splits the
+rows among clients. ``preparation`` is what travels with a released model, so that it can be used on new rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedflat.core.imports import opened
+
+_PLACES = {
+    "FederatedData": "clients", "from_pairs": "clients", "load": "sources", "load_validation": "sources",
+    "Preparation": "preparation", "DATASETS": "preparation",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return opened(__name__, _PLACES, name)

@@ -1,4 +1,4 @@
-"""Resident data of a federation, and the order in which a client reads its own examples."""
+"""Hold a federation's data, and the order in which a client reads its own examples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import in_range, wrong
+from fedflat.core.checks import in_range, nearest, whole, wrong
 from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
+from fedflat.data.preparation import Preparation
 
 GIVEN = "clients"
 """The name of a federation that was given in Python (``from_pairs``)."""
@@ -34,6 +35,9 @@ class FederatedData:
     vocabulary: number of token ids of a text set, 0 otherwise; padding: the id that means "no token".
     most: the largest number of training examples a client may have, declared without looking at who has how many.
     names: whom each client stands for, where the data says it; never written down.
+    preparation: the public steps from a row to an input, which travel with the model; None where tensors were given.
+    left_out: clients whose examples are the public test data instead of being trained on.
+    stated: whether the number of classes is a public constant; otherwise it follows from the largest label.
     """
 
     inputs: torch.Tensor
@@ -48,8 +52,12 @@ class FederatedData:
     padding: int = 0
     most: int | None = None
     names: tuple[str, ...] = ()
+    preparation: Preparation | None = None
+    left_out: int = 0
+    stated: bool = False
 
     def __post_init__(self) -> None:
+        # A bound that is stated must hold, or shapes would follow from who has how much.
         largest = max(map(len, self.parts), default=0) if self.most is not None else 0
         if self.most is not None and largest > self.most:
             raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
@@ -64,7 +72,7 @@ class FederatedData:
         return len(self.parts)
 
     def called(self, i: int) -> str:
-        """Client ``i`` as messages name it."""
+        """Return the client ``i`` as messages name it."""
         return f"client {self.names[i]}" if self.names else f"clients[{i}]"
 
     @functools.cached_property
@@ -85,7 +93,7 @@ class FederatedData:
         return max(1, -(-int(self.sizes.sum()) // self.clients))
 
     def client(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Training data of client ``i``, in stored order: ``(n_i, ...)`` and ``(n_i,)`` or ``(n_i, T)``."""
+        """Return the training data of client ``i``, in stored order: ``(n_i, ...)`` and ``(n_i,)`` or ``(n_i, T)``."""
         rows = torch.from_numpy(self.parts[i]).to(self.inputs.device)
         return self.inputs[rows], self.targets[rows]
 
@@ -113,7 +121,7 @@ class FederatedData:
 def from_pairs(
     clients: Sequence[Any], test: Any = None, name: str = GIVEN, *, fractions: bool = False, names: Sequence[str] = ()
 ) -> FederatedData:
-    """A federation from one ``(inputs, targets)`` pair per client.
+    """Return a federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
     int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0
@@ -129,6 +137,8 @@ def from_pairs(
     if not pairs:
         raise wrong("clients", "no client", "at least one (inputs, targets) pair")
     public = None if test is None else _pair("test", test, fractions)
+    if public is not None and any(_same_tensor(public[0], x) for x, _ in pairs):
+        raise wrong("test", "a client's own tensor", "public rows, which are no client's", hint=PUBLIC)
     named = [(where, *pair) for where, pair in zip(called, pairs)] + ([("test", *public)] if public else [])
     _same_form(named)
     filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]
@@ -138,22 +148,121 @@ def from_pairs(
     empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
     test_inputs, test_targets = public or (None, None)
     classes = classes_of(targets, test_targets)
-    return FederatedData(inputs, targets, parts, empty, test_inputs, test_targets, classes, name, names=tuple(names))
+    found = FederatedData(inputs, targets, parts, empty, test_inputs, test_targets, classes, name, names=tuple(names))
+    refuse_private_test(found)
+    return found
+
+
+PUBLIC = "What is measured on test data is released without noise; test_clients leaves whole clients out."
+
+
+def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(a.numel() and b.numel()) and a.data_ptr() == b.data_ptr()
 
 
 def with_test(data: FederatedData, test: Any) -> FederatedData:
-    """The federation with a public test pair, of the same form as its clients' data."""
+    """Return the federation with a public test pair, of the same form as its clients' data."""
     fractions = data.targets.is_floating_point()
     x, y = _pair("test", test, fractions)
     _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
     classes = max(data.classes, classes_of(y))
-    return dataclasses.replace(data, test_inputs=x, test_targets=y, classes=classes)
+    if data.left_out:
+        raise wrong("test", "test data and clients left out for it", "one of test= and test_clients")
+    found = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=classes)
+    refuse_private_test(found)
+    return found
+
+
+def leave_out(data: FederatedData, which: float | Sequence[str], key: int | bytes, where: str) -> FederatedData:
+    """Return the federation without some whole clients, whose examples become the public test data.
+
+    which: how many clients, a share of them below 1, or their names. key: a number of clients is drawn by it. where:
+    the words for the setting in messages.
+
+    Raises:
+        InputError: there is other test data, a name that is no client's, or fewer than one client on either side.
+    """
+    if data.test_targets is not None:
+        raise wrong(where, which, "nothing beside other public test data")
+    if isinstance(which, Sequence) and not isinstance(which, str):
+        numbers = {name: number for number, name in enumerate(data.names)}
+        for name in which:
+            if str(name) not in numbers:
+                raise wrong(where, name, "names of clients", hint=nearest(str(name), numbers))
+        chosen = {numbers[str(name)] for name in which}
+    else:
+        count = in_range(where, which, 0.0, open_low=True)
+        count = round(count * data.clients) if count < 1 else whole(where, int(count) if count == int(count) else count)
+        chosen = set(stream(key, "clients left out as test data").permutation(data.clients)[:count].tolist())
+    if not 0 < len(chosen) < data.clients:
+        raise wrong(where, f"{len(chosen)} of {data.clients} clients", "at least one, and fewer than all")
+    rows = torch.from_numpy(np.sort(np.concatenate([data.parts[i] for i in sorted(chosen)])))
+    if not len(rows):
+        raise wrong(where, "clients without examples", "clients with examples")
+    stay = [i for i in range(data.clients) if i not in chosen]
+    return dataclasses.replace(
+        data,
+        parts=tuple(data.parts[i] for i in stay),
+        held_back=tuple(data.held_back[i] for i in stay),
+        names=tuple(data.names[i] for i in stay) if data.names else (),
+        test_inputs=data.inputs[rows],
+        test_targets=data.targets[rows],
+        left_out=len(chosen),
+    )
+
+
+LEAKED = 0.25
+"""Share of the test rows that may be clients' rows, beyond those that agree by chance."""
+
+
+def refuse_private_test(data: FederatedData) -> None:
+    """Refuse public test data whose rows are clients' rows: what is measured on them would be released without noise.
+
+    Rows of other people agree with a client's by chance about as often as two rows of clients do. Ten rows more than
+    that are asked for, so that small tables pass.
+
+    Raises:
+        InputError: more than a quarter of the test rows are clients' rows.
+    """
+    x, y = data.test_inputs, data.test_targets
+    if x is None or y is None or data.left_out or not len(x):
+        return
+    rows = torch.from_numpy(np.sort(np.concatenate([*data.parts, *data.held_back])))
+    known, counts = np.unique(_marks(data.inputs[rows], data.targets[rows]), return_counts=True)
+    # Rows that occur twice among clients measure how often two people agree by chance.
+    chance = float(counts[counts > 1].sum() / max(1, counts.sum()))
+    shared = float(np.isin(_marks(x, y), known).mean())
+    if (shared - chance) * len(x) >= 10 and shared - chance > LEAKED * (1 - chance):
+        found = f"{round(shared * len(x))} of {len(x)} rows that are clients' rows too"
+        raise wrong("test", found, "public rows, which are no client's", hint=PUBLIC)
+
+
+def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> npt.NDArray[np.float64]:
+    """Return one number for each row, equal for equal rows: a sum with fixed odd weights."""
+    found = np.zeros(len(inputs))
+    for side, values in enumerate((inputs, targets)):
+        weights = stream(side, "weights of row marks").random(max(1, values[:1].numel()))
+        for start in range(0, len(values), 4096):
+            block = values[start : start + 4096].reshape(len(values[start : start + 4096]), -1)
+            found[start : start + 4096] += block.cpu().double().numpy() @ weights
+    return found
 
 
 def classes_of(*targets: torch.Tensor | None) -> int:
-    """One more than the largest class number."""
+    """Return one more than the largest class number."""
     whole = [t for t in targets if t is not None and t.numel() and not t.is_floating_point()]
     return 1 + max((int(t.max()) for t in whole), default=0)
+
+
+def made_rows(data: FederatedData, rows: int, draw: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return made-up inputs and targets ``(rows, …)`` in the form of a federation's, of public numbers only."""
+
+    def made(like: torch.Tensor, below: int) -> torch.Tensor:
+        shape = (rows, *like.shape[1:])
+        found = draw.random(shape, dtype=np.float32) if like.is_floating_point() else draw.integers(0, below, shape)
+        return torch.from_numpy(found).to(like.device, like.dtype)
+
+    return made(data.inputs, max(1, data.vocabulary)), made(data.targets, max(1, data.classes))
 
 
 def bounded(parts: Sequence[Indices], most: int, key: int | bytes) -> tuple[Indices, ...]:
@@ -177,6 +286,7 @@ def hold_back(
     in_range("data.client_test_fraction", fraction, 0.0, 1.0, open_high=True)
     train, test = [], []
     for i, part in enumerate(parts):
+        # One example at least stays for training.
         count = min(int(np.floor(fraction * len(part) + 0.5)), max(len(part) - 1, 0))
         mask = np.zeros(len(part), dtype=bool)
         if count:
@@ -187,7 +297,8 @@ def hold_back(
 
 
 def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.random.Generator]) -> Indices:
-    """Positions (0 ≤ · < size) of the examples of each local step: ``(steps, min(batch, size))``, -1 is padding.
+    """Return the positions (0 ≤ · < size) of the examples of each local step: ``(steps, min(batch, size))``, -1 is
+    padding.
 
     Every epoch is a fresh shuffle cut into ⌈size/batch⌉ batches, the last of which may be partial (padded at
     its end); epochs follow each other until there are ``steps`` batches. With ``batch`` ≥ ``size`` every step
@@ -198,13 +309,14 @@ def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.
         return np.tile(np.arange(size, dtype=np.int64), (steps, 1))[:, : min(batch, size)]
     per_epoch = -(-size // batch)
     epochs = -(-steps // per_epoch)
+    # One generator for all epochs, so that the first rows do not depend on ``steps``.
     order = np.full((epochs, per_epoch * batch), -1, dtype=np.int64)
     order[:, :size] = generator().permuted(np.tile(np.arange(size, dtype=np.int64), (epochs, 1)), axis=1)
     return order.reshape(epochs * per_epoch, batch)[:steps]
 
 
 def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One checked pair: float32 or int64 inputs, int64 targets (or float32 ones, if fractions are allowed)."""
+    """Return one checked pair: float32 or int64 inputs, int64 targets (or float32 ones, if fractions are allowed)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         hint = "fedflat.clients(…) takes tables and torch data sets too." if not isinstance(pair, (tuple, list)) else ""
         raise wrong(where, type(pair).__name__, "an (inputs, targets) pair", hint=hint)
@@ -242,7 +354,7 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def _first(found: torch.Tensor) -> int:
-    """The first row in which anything is true."""
+    """Return the first row in which anything is true."""
     return int(found.nonzero()[0, 0])
 
 

@@ -1,4 +1,4 @@
-"""Which columns of a data set are the input, the label and the client: by recipe, by table, else by type."""
+"""Find which columns are the input, the label and the client: by recipe, by table, else by type."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
-from fedflat.data.catalog import Kind, Source
+from fedflat.data.encoding import clean
 from fedflat.data.locate import Split
+from fedflat.data.preparation import Kind, Source
 
 LABELS = ("label", "labels", "target", "class", "y")  # tried when no column is a class label
 
@@ -17,12 +18,14 @@ LABELS = ("label", "labels", "target", "class", "y")  # tried when no column is 
 class Options:
     """What ``load`` reads of the recipe's ``data`` section; further attributes of a given object are not looked at.
 
+    test: the public test data, a file or folder. test_clients: clients left out of training as public test data.
     test_fraction: share of the examples that becomes the public test set where there is no test split.
     max_examples: at most so many training examples, a seeded choice before the partition. max_test: at most
     the first so many public test examples. validation_fraction: share of those that is set apart.
-    input, label: column names, where they cannot be guessed.
+    inputs, target, by, categories, scale, fill: columns and public constants, see ``encoding.py``. input, label: old
+    names of inputs and target. separator, encoding: of CSV files.
     tokenizer: folder or hub id of a transformers tokenizer; max_length, vocabulary: of the hashing one.
-    inputs, target, by, categories, scale: the columns of a table, see ``encoding.py``. max_per_client: public bound.
+    max_per_client: public bound.
     """
 
     dataset: str = "digits"
@@ -43,26 +46,40 @@ class Options:
     by: str | None = None
     categories: Mapping[str, Sequence[Any]] | None = None
     scale: Mapping[str, Sequence[float]] | None = None
+    fill: Mapping[str, Any] | None = None
     max_per_client: int | None = None
+    test: str | None = None
+    test_clients: float | Sequence[str] | None = None
+    separator: str | None = None
+    encoding: str | None = None
 
     @property
-    def tabular(self) -> bool:
-        """Whether columns of a table are asked for."""
-        return self.inputs is not None or self.target is not None
+    def natural(self) -> bool:
+        """Whether a column of the data says whose each row is."""
+        return bool(self.partition.get("kind") == "natural")
 
 
-def guess_kind(split: Split, options: Options) -> Kind:
-    texts = any((options.input, options.vocabulary, options.tokenizer, options.max_length))
-    if options.tabular or (split.files[:1] and split.files[0].suffix == ".csv" and not texts):
+def kind_of(split: Split, source: Source | None, options: Options) -> Kind:
+    """Return what a data set is: as the table of known ones says, or by the types of its input columns."""
+    columns = [column for column in named(options) if column in split.features]
+    if source is not None and set(named(options)) <= set(source.inputs):
+        return source.kind
+    of_text = any((options.vocabulary, options.tokenizer, options.max_length))
+    plain = columns and not set(columns) & set(options.categories or {}) and not options.scale and not options.fill
+    if plain and all(is_text(split.features[column]) for column in columns):
+        return "text"
+    if len(columns) == 1 and plain and is_image(split.features[columns[0]]):
+        return "image"
+    if columns or (split.csv and not of_text):
         return "table"
-    columns = [c for c in named(options) if c in split.features] or list(split.features)
-    return "image" if any(is_image(split.features[column]) for column in columns) else "text"
+    images = any(is_image(feature) for feature in split.features.values())
+    return "image" if images else "table" if options.target and not of_text else "text"
 
 
 def named(options: Options) -> tuple[str, ...]:
-    """The input columns the recipe names: a list, or one text with commas."""
-    given = options.input or ()
-    return tuple(name.strip() for name in (given.split(",") if isinstance(given, str) else given))
+    """Return the input columns the recipe names: a list, or one text with commas."""
+    given = options.inputs or ()
+    return tuple(clean(name) for name in (given.split(",") if isinstance(given, str) else given))
 
 
 def is_image(feature: Any) -> bool:
@@ -79,64 +96,54 @@ def is_text(feature: Any) -> bool:
 
 
 def image_column(split: Split, source: Source | None, options: Options) -> str:
-    """The column with the images. Raises InputError, listing the columns, when there is none or more than one."""
-    if options.input:
+    """Return the column with the images. Raises InputError, listing the columns, when there is none or more than
+    one."""
+    if options.inputs:
         columns = named(options)
         if len(columns) != 1:
-            raise wrong("data.input", ", ".join(columns), "one column, where the input is an image")
-        return chosen(split, "data.input", columns[0])
+            raise wrong("data.inputs", ", ".join(columns), "one column, where the input is an image")
+        return chosen(split, "data.inputs", columns[0])
     if source and source.inputs[0] in split.features:
         return source.inputs[0]
-    return _only(split, "data.input", "an image column", [c for c in split.features if is_image(split.features[c])])
+    return _only(split, "data.inputs", "an image column", [c for c in split.features if is_image(split.features[c])])
 
 
 def text_columns(split: Split, source: Source | None, options: Options, label: str) -> tuple[str, ...]:
-    """The text columns, in the order in which they are read: one sentence, or a pair."""
-    if options.input:
-        columns = tuple(chosen(split, "data.input", name) for name in named(options))
+    """Return the text columns, in the order in which they are read: one sentence, or a pair."""
+    if options.inputs:
+        columns = tuple(chosen(split, "data.inputs", name) for name in named(options))
         for column in columns:
             if not is_text(split.features[column]):
                 kind = getattr(split.features[column], "dtype", "another type")
-                hint = "Columns of a table are data.inputs and data.target."
-                raise wrong("data.input", f"{column} of {split.where} ({kind})", "a column of texts", hint=hint)
+                raise wrong("data.inputs", f"{column} of {split.where} ({kind})", "a column of texts")
         return columns
     if source and all(column in split.features for column in source.inputs):
         return source.inputs
     owner = natural_column(split, source, options)
-    return (
-        _only(
-            split,
-            "data.input",
-            "a text column",
-            [c for c in split.features if is_text(split.features[c]) and c not in (label, owner)],
-        ),
-    )
+    found = [column for column in split.features if is_text(split.features[column]) and column not in (label, owner)]
+    return (_only(split, "data.inputs", "a text column", found),)
 
 
 def label_column(split: Split, source: Source | None, options: Options) -> str:
-    """The column with the class numbers."""
+    """Return the column with the class numbers."""
     from datasets import ClassLabel
 
-    if options.label:
-        return chosen(split, "data.label", options.label)
+    if options.target:
+        wanted = options.target if isinstance(options.target, str) else ", ".join(options.target)
+        return chosen(split, "data.target", clean(wanted))
     if source and source.label in split.features:
         return source.label
     typed = [column for column, feature in split.features.items() if isinstance(feature, ClassLabel)]
     named = [column for column in split.features if column.lower() in LABELS]
-    return _only(split, "data.label", "a label column", typed or named[:1])
+    return _only(split, "data.target", "a label column", typed or named[:1])
 
 
 def natural_column(split: Split, source: Source | None, options: Options) -> str | None:
-    """The column that names the client, when the partition is a natural one."""
-    spec = options.partition
-    kind, by = (
-        (spec.get("kind"), spec.get("by"))
-        if isinstance(spec, dict)
-        else ((spec, None) if isinstance(spec, str) else (getattr(spec, "kind", None), getattr(spec, "by", None)))
-    )
-    if kind != "natural" and options.by is None:
+    """Return the column that names the client, when the partition is a natural one."""
+    if not options.natural:
         return None
-    by = options.by or by or (source.natural if source else None)
+    by = options.partition.get("by") or (source.natural if source else None)
+    by = clean(by) if by else None
     if by is None:
         raise wrong("data.partition.by", "nothing", f"one of the columns {', '.join(split.features)}")
     return chosen(split, "data.by" if options.by else "data.partition.by", by)
@@ -145,9 +152,8 @@ def natural_column(split: Split, source: Source | None, options: Options) -> str
 def chosen(split: Split, where: str, column: str) -> str:
     """``column`` if the data has it; else InputError with the columns there are."""
     if column not in split.features:
-        raise wrong(
-            where, column, f"one of the columns {', '.join(split.features)}", hint=nearest(column, split.features)
-        )
+        allowed = f"one of the columns {', '.join(split.features)}"
+        raise wrong(where, column, allowed, hint=nearest(column, split.features))
     return column
 
 
@@ -155,7 +161,6 @@ def _only(split: Split, where: str, what: str, found: list[str]) -> str:
     if len(found) != 1:
         state = f"{len(found)} candidates ({', '.join(found)})" if found else "none"
         listed = ", ".join(split.features)
-        raise InputError(
-            f"{where}: {what} is needed and {state} found in {split.where}; set {where} to one of: {listed}."
-        )
+        said = f"{what} is needed and {state} found in {split.where}"
+        raise InputError(f"{where}: {said}; set {where} to one of: {listed}.")
     return found[0]

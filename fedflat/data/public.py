@@ -1,4 +1,4 @@
-"""Public examples, apart from every client's data: ae-dpfl's queries, and what Fed-SMP's top_k mask is trained on."""
+"""Set public examples apart from clients' data: ae-dpfl's queries, and what Fed-SMP's top_k mask is trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ HELD_OUT, TEST = "held-out", "test"
 def public_examples(
     data: FederatedData, source: str, count: int, seed: int, dataset: str | None = None
 ) -> tuple[FederatedData, Tensor]:
-    """The federation without the public examples, and the inputs ``(count, …)`` of those, in a seeded random order.
+    """Return the federation without the public examples, and the inputs ``(count, …)`` of those, in a seeded random
+    order.
 
     source: ``held-out`` takes examples of the training set away from the clients that hold them, before anything is
     trained; so does the name of the recipe's own data set (``dataset``). ``test`` takes them from the public test set,
@@ -38,7 +39,7 @@ def public_examples(
 def public_training(
     data: FederatedData, source: str, seed: int, dataset: str | None = None
 ) -> tuple[FederatedData, FederatedData]:
-    """The federation without the public examples, and those, labelled, as one client (Fed-SMP's top_k).
+    """Return the federation without the public examples, and those, labelled, as one client (Fed-SMP's top_k).
 
     source: ``held-out`` takes a twentieth of the training examples away from the clients before training; any
     other name, hub id or path is a data set of its own. Raises InputError as ``public_examples`` does.
@@ -76,6 +77,7 @@ def _held_out(data: FederatedData, count: int, seed: int) -> tuple[FederatedData
     if count > len(rows) // 2:
         raise wrong("algorithm.queries", count, f"at most {len(rows) // 2}, half of the training examples")
     taken = rows[_chosen(len(rows), count, seed, "the training set")]
+    # A mask: looking each row up in a list would be quadratic.
     public = np.zeros(len(data.inputs), dtype=bool)
     public[taken] = True
     parts = tuple(part[~public[part]] for part in data.parts)

@@ -1,4 +1,4 @@
-"""One federation from the ``data`` section of a recipe: find it, read it, turn it into tensors, split it."""
+"""Load the federation of a recipe's ``data`` section: find it, read it, turn it into tensors, split it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
-from fedflat.data import images as pictures
-from fedflat.data.catalog import DATASETS, Kind, Source
-from fedflat.data.clients import FederatedData, bounded, hold_back
-from fedflat.data.columns import Options, guess_kind
-from fedflat.data.locate import locate
+from fedflat.data import decoding as pictures
+from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test
+from fedflat.data.columns import Options, kind_of
+from fedflat.data.decoding import tokenize
+from fedflat.data.locate import Split, Written, is_path, locate
 from fedflat.data.partition import partition
+from fedflat.data.preparation import DATASETS, Kind, Preparation, Source
 from fedflat.data.tables import READERS, Meaning, Table
-from fedflat.data.text import tokenize
 
 _log = logging.getLogger(__name__)
 
 USED: dict[Kind, tuple[str, ...]] = {
-    "image": ("input", "label", "categories"),
-    "text": ("input", "label", "categories", "tokenizer", "max_length", "vocabulary"),
-    "chars": ("input", "max_length"),
-    "table": ("categories", "scale"),
+    "image": ("inputs", "target", "categories"),
+    "text": ("inputs", "target", "categories", "tokenizer", "max_length", "vocabulary"),
+    "chars": ("inputs", "max_length"),
+    "table": ("inputs", "target", "categories", "scale", "fill", "tokenizer", "max_length", "vocabulary"),
 }
 """Keys of the data section that a data set of that kind may use, beside those that all do."""
 
@@ -36,45 +36,84 @@ __all__ = ["DATASETS", "Options", "Source", "load", "tokenize"]
 
 
 def load(spec: Any, seed: int = 0) -> FederatedData:
-    """The federation that a recipe's ``data`` section describes (a dict, or any object with those attributes).
+    """Return the federation that a recipe's ``data`` section describes (a dict, or any object with those attributes).
 
     ``dataset`` is ``digits``, a short name of ``DATASETS``, a hub id ``owner/name``, or a path. Names are first
     looked up as a folder under ``$FEDFLAT_DATA``; the network is used only when that has none. Images become
     float32 ``(N, C, H, W)``, normalised with public constants; sentences int64 ``(N, max_length)``; Shakespeare
-    int64 ``(N, 80)`` with targets ``(N, 80)``. Where there is no test split, a seeded share (0.2) is the test set.
+    int64 ``(N, 80)`` with targets ``(N, 80)``. Where a known data set has no test split, a seeded share (0.2) is the
+    test set; other data have public test data only where the recipe names them.
     Raises InputError for what the recipe has wrong, RunError when the hub is needed and cannot be reached.
     """
     options = _options(spec)
     meaning, train, test, _ = _tables(options, seed)
+    own = _is_own(options, meaning)
+    if own and options.natural and options.max_examples is not None:  # one row more would give everybody other rows
+        hint = "data.max_per_client bounds each client by itself."
+        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
     if options.max_examples is not None and options.max_examples < len(train.targets):
         chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
         train = train.take(np.sort(chosen).astype(np.int64))
-    spec = {"kind": "natural", "by": options.by} if options.by else _partition_spec(options.partition)
-    parts = partition(_one_label(train.targets, spec.get("kind")), spec, options.clients, seed, train.natural)
-    if options.max_per_client is not None:
-        parts = bounded(parts, options.max_per_client, seed)
-    parts, held = hold_back(parts, options.client_test_fraction, seed)
-    return FederatedData(
+    # Clients are counted after those left out for testing.
+    number = None if options.test_clients is not None else options.clients
+    label = _one_label(train.targets, options.partition.get("kind"))
+    parts = partition(label, options.partition, number, seed, train.natural)
+    found = FederatedData(
         inputs=_resident(train.inputs, meaning),
         targets=train.targets,
         parts=parts,
-        held_back=held,
+        held_back=tuple(part[:0] for part in parts),
         test_inputs=_resident(test.inputs, meaning) if test else None,
         test_targets=test.targets if test else None,
         classes=meaning.classes,
         name=meaning.name,
         vocabulary=meaning.vocabulary,
         padding=meaning.padding,
-        most=options.max_per_client,
+        preparation=meaning.preparation,
+        stated=not own or bool(meaning.preparation and meaning.preparation.names),
     )
+    if own:
+        refuse_private_test(found)
+    if options.test_clients is not None:
+        found = _without_test_clients(found, train, options, seed)
+        if options.validation_fraction:
+            rest, _ = _set_apart(len(found.test_targets), options.validation_fraction, seed)  # type: ignore[arg-type]
+            tests = found.test_inputs[rest], found.test_targets[rest]  # type: ignore[index]
+            found = dataclasses.replace(found, test_inputs=tests[0], test_targets=tests[1])
+    parts = found.parts if options.max_per_client is None else bounded(found.parts, options.max_per_client, seed)
+    parts, held = hold_back(parts, options.client_test_fraction, seed)
+    return dataclasses.replace(found, parts=parts, held_back=held, most=options.max_per_client)
+
+
+def _without_test_clients(found: FederatedData, train: Table, options: Options, seed: int) -> FederatedData:
+    """Return the federation without whole clients, whose rows become the public test data."""
+    which: Any = options.test_clients
+    if not isinstance(which, (int, float)):
+        owners = np.array([str(value) for value in train.natural]) if train.natural is not None else np.empty(0, str)
+        names = tuple(str(owners[part[0]]) for part in found.parts)
+        found = leave_out(dataclasses.replace(found, names=names), which, seed, TEST_CLIENTS)
+        found = dataclasses.replace(found, names=())
+    else:
+        found = leave_out(found, which, seed, TEST_CLIENTS)
+    if options.clients is not None and options.clients != found.clients:
+        allowed = f"{found.clients}, the clients that are left for training"
+        raise wrong("data.clients", options.clients, allowed)
+    return found
+
+
+TEST_CLIENTS = "data.test_clients"
 
 
 def load_validation(spec: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The public examples that ``validation_fraction`` sets apart: inputs and targets, as ``load`` makes them.
+    """Return the public examples that ``validation_fraction`` sets apart: inputs and targets, as ``load`` makes them.
 
     Raises InputError: there is no public test data, or nothing is set apart.
     """
     options = _options(spec)
+    if options.test_clients is not None and options.validation_fraction:
+        whole = load(dataclasses.replace(options, validation_fraction=0.0), seed)
+        _, taken = _set_apart(len(whole.test_targets), options.validation_fraction, seed)  # type: ignore[arg-type]
+        return whole.test_inputs[taken], whole.test_targets[taken]  # type: ignore[index]
     meaning, _, _, apart = _tables(options, seed)
     if apart is None or not len(apart.targets):
         raise wrong("data.validation_fraction", options.validation_fraction, "a share that is some public examples")
@@ -82,26 +121,36 @@ def load_validation(spec: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _tables(options: Options, seed: int) -> tuple[Meaning, Table, Table | None, Table | None]:
-    """Training rows, public test rows, and those of the test rows that are set apart."""
+    """Return the training rows, public test rows, and those of the test rows that are set apart."""
     meaning, train, own = _digits() if options.dataset == "digits" else _read(options)
     _refuse_unused(options, meaning, own is not None)
-    if train.natural is not None and (options.by or _partition_spec(options.partition).get("kind") == "natural"):
+    if train.natural is not None and options.natural:
         for row, owner in enumerate(train.natural):
             if owner is None or owner != owner or owner == "":
                 raise wrong(f"data.by: row {row}", "a missing value", "the client that the row belongs to")
-    train, test = _public_test(train, own, options, seed)
+    train, test = _public_test(train, own, options, seed, _is_own(options, meaning))
     share = in_range("data.validation_fraction", options.validation_fraction, 0.0, 1.0, open_high=True)
-    if not share:
+    if not share or (test is None and options.test_clients is not None):
         return meaning, train, test, None
     if test is None:
         raise wrong("data.validation_fraction", share, f"0: {meaning.name} has no public test data to set apart")
     if own is None and train.natural is not None:
         allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
         raise wrong("data.validation_fraction", share, allowed, hint="Give it a test split of other people's data.")
-    order = stream(seed, "validation split").permutation(len(test.targets))
-    count = round(share * len(order))
-    rest, apart = (test.take(np.sort(rows).astype(np.int64)) for rows in (order[count:], order[:count]))
+    rest, apart = (test.take(rows) for rows in _set_apart(len(test.targets), share, seed))
     return meaning, train, rest, apart
+
+
+def _set_apart(rows: int, share: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the test rows that stay, and those that are set apart."""
+    order = stream(seed, "validation split").permutation(rows)
+    count = round(share * rows)
+    return np.sort(order[count:]).astype(np.int64), np.sort(order[:count]).astype(np.int64)
+
+
+def _is_own(options: Options, meaning: Meaning) -> bool:
+    """Return whether the rows are somebody's own. A file called mnist.csv need not hold MNIST."""
+    return meaning.name not in DATASETS or is_path(options.dataset)
 
 
 def _options(spec: Any) -> Options:
@@ -118,11 +167,19 @@ def _options(spec: Any) -> Options:
         value = getattr(options, name)
         if value is not None:
             whole(f"data.{name}", value, 1)
-    return dataclasses.replace(options, dataset=str(options.dataset))
+    for old, new in (("input", "inputs"), ("label", "target")):
+        if getattr(options, old) is not None:
+            if getattr(options, new) is not None:
+                raise wrong(f"data.{old}", getattr(options, old), f"nothing beside data.{new}, its new name")
+            _log.warning("data.%s is now called data.%s", old, new)
+            options = dataclasses.replace(options, **{new: getattr(options, old), old: None})
+    spec = {"kind": "natural", "by": options.by} if options.by else _partition_spec(options.partition)
+    return dataclasses.replace(options, dataset=str(options.dataset), partition=spec)
 
 
 def _partition_spec(spec: Any) -> dict[str, Any]:
-    """A partition given as a dict, a bare kind, or an object with attributes (keys that are None do not count)."""
+    """Return a partition given as a dict, a bare kind, or an object with attributes (keys that are None do not
+    count)."""
     if isinstance(spec, str):
         return {"kind": spec}
     given = spec if isinstance(spec, dict) else getattr(spec, "__dict__", None)
@@ -134,11 +191,9 @@ def _partition_spec(spec: Any) -> dict[str, Any]:
 def _refuse_unused(options: Options, meaning: Meaning, has_test: bool) -> None:
     """Refuse a key that this data set has no use for, rather than ignore it."""
     used = () if options.dataset == "digits" else USED[meaning.kind]
-    for key in ("input", "label", "tokenizer", "max_length", "vocabulary", "categories", "scale"):
+    for key in ("inputs", "target", "tokenizer", "max_length", "vocabulary", "categories", "scale", "fill"):
         if getattr(options, key) is not None and key not in used:
             raise wrong(f"data.{key}", getattr(options, key), f"nothing: {meaning.name} does not use it")
-    if options.tokenizer and options.vocabulary:
-        raise wrong("data.vocabulary", options.vocabulary, "nothing with data.tokenizer, which has its own")
     if has_test and options.test_fraction is not None:
         allowed = f"nothing: {meaning.name} has test data of its own (data.max_test takes fewer)"
         raise wrong("data.test_fraction", options.test_fraction, allowed)
@@ -152,27 +207,57 @@ def _digits() -> tuple[Meaning, Table, None]:
     # pixels are 0..16; ×255/16 rounded would lose exactness, so they stay float32 in [0, 255]
     images = torch.from_numpy((bunch.images * (255.0 / 16.0)).astype(np.float32)).unsqueeze(1)
     targets = torch.from_numpy(bunch.target.astype(np.int64))
-    return Meaning("digits", "image", source.classes, source.mean, source.std), Table(images, targets), None
+    preparation = Preparation("image", columns=("image",), mean=source.mean, std=source.std)
+    found = Meaning("digits", "image", source.classes, source.mean, source.std, preparation=preparation)
+    return found, Table(images, targets), None
 
 
 def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
-    name, source, splits = locate(options.dataset)
-    known = source is not None and not options.tabular
-    kind = source.kind if source and known else guess_kind(next(iter(splits.values())), options)
+    written = Written(options.separator, options.encoding)
+    name, source, splits = locate(options.dataset, written)
+    kind = kind_of(next(iter(splits.values())), source, options)
     wanted = [source.test] if source and source.test else ["test", "validation"]
+    # Only beside training rows: a lone test split is what there is to train on.
     test_name = next((split for split in wanted if split in splits and "train" in splits), None)
     # a set of which only the evaluation split could be had is split like one without a test set
     if "train" not in splits:
         _log.warning("%s has no training split here: its %s split is used instead", name, next(iter(splits)))
     train_split = splits["train"] if "train" in splits else next(iter(splits.values()))
     test_split = splits[test_name] if test_name else None
+    if options.test is not None:
+        test_split = _named_test(options, train_split, test_split, written)
+    elif source is None and test_split is None:
+        _refuse_private_fraction(options)
     return READERS[kind](name, source, options, train_split, test_split)
 
 
-def _public_test(train: Table, test: Table | None, options: Options, seed: int) -> tuple[Table, Table | None]:
-    """Split off a public test set if there is none; keep the first ``max_test`` of it."""
+def _named_test(options: Options, train: Split, there: Split | None, written: Written) -> Split:
+    """Return the public test data that the recipe names."""
+    if there is not None:
+        raise wrong("data.test", options.test, f"nothing: {options.dataset} has test data of its own")
+    if options.test_fraction is not None:
+        raise wrong("data.test_fraction", options.test_fraction, "nothing beside data.test")
+    found = locate(str(options.test), written, "data.test")[2]
+    split = found.get("test") or next(iter(found.values()))
+    if {file.resolve() for file in split.files} & {file.resolve() for file in train.files}:
+        hint = "Its rows are the clients'. data.test_clients leaves whole clients out."
+        raise wrong("data.test", options.test, "another file than data.dataset, of public rows", hint=hint)
+    return split
+
+
+def _refuse_private_fraction(options: Options) -> None:
+    """Refuse to call a share of the rows public where every row is some client's."""
+    if options.test_fraction and options.natural:
+        hint = "Name public rows (data.test), or leave whole clients out (data.test_clients)."
+        raise wrong("data.test_fraction", options.test_fraction, "nothing: every row is a client's", hint=hint)
+
+
+def _public_test(
+    train: Table, test: Table | None, options: Options, seed: int, own: bool
+) -> tuple[Table, Table | None]:
+    """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
     if test is None:
-        fraction = 0.2 if options.test_fraction is None else options.test_fraction
+        fraction = (0.0 if own else 0.2) if options.test_fraction is None else options.test_fraction
         in_range("data.test_fraction", fraction, 0.0, 1.0, open_high=True)
         total = len(train.targets)
         order = stream(seed, "public test split").permutation(total)
@@ -189,7 +274,7 @@ def _resident(inputs: torch.Tensor, meaning: Meaning) -> torch.Tensor:
 
 
 def _one_label(targets: torch.Tensor, kind: Any) -> npt.NDArray[np.int64]:
-    """One number per example to partition by; of a target sequence, its last."""
+    """Return one number per example to partition by; of a target sequence, its last."""
     if targets.is_floating_point():
         if kind in ("dirichlet", "classes"):
             raise wrong("data.partition.kind", f"{kind} with targets that are no classes", "iid or natural")

@@ -1,1 +1,31 @@
-"""The one local loop, the one server path, and what drives them round by round."""
+"""The round: local training, what is measured and added up, the server's one path, evaluation, going on with a run.
+
+Example, a round by hand (``examples/one_round.py`` has it without the engine)::
+
+    broadcast = broadcast_of(parts, state, seed)              # what every client receives
+    total = accumulator_of(parts, broadcast, key)             # clips, and adds in float64
+    reduced = RoundSum(parts.algorithm, parts.local, broadcast, total, kept)
+    for part in backend.train(cohort, broadcast, kept, reduced.clipped):  # the back end maps,
+        reduced.add(part)                                     # the round reduces
+    state, info = finish_round(parts, state, broadcast, total.result(), key, ledger.append)
+
+``train`` runs the rounds of a ``job``; ``client`` is the only local loop, on a ``problem`` that gives gradients of
+``batches``; ``reduce`` adds what clients send by ``accumulate``, vectors in factors by ``factored`` and ``measured``;
+``round`` is the server; ``isolated`` records a user's own pieces; ``resume`` decides how a run goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedflat.core.imports import opened
+
+_PLACES = {
+    "RoundParts": "round", "broadcast_of": "round", "accumulator_of": "round", "select_cohort": "round",
+    "finish_round": "round", "RoundSum": "reduce", "Trained": "reduce", "Backend": "reduce", "train_client": "client",
+    "ModuleProblem": "problem", "Job": "job", "Evaluation": "job", "RoundResult": "job",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return opened(__name__, _PLACES, name)

@@ -1,4 +1,4 @@
-"""Running sums of a round's messages: clip, then add. The plain sum, and the sum on whole numbers."""
+"""Clip a round's messages and add them up: the plain sum, and the sum on whole numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedflat.core import wide
+from fedflat.core import rounding
 from fedflat.core.checks import RunError
 from fedflat.core.rounding import MOST
-from fedflat.core.types import Aggregate, Clip, Encoder, NormClip
+from fedflat.core.types import Aggregate, Clip, Encoder
 from fedflat.engine.factored import Factored
 from fedflat.engine.measured import add_clipped
 
@@ -20,6 +20,8 @@ AT_ONCE = 1 << 26
 """Entries of a block of messages that a GPU takes in float64 at once (512 MB)."""
 MERGED = 64
 """Blocks of norms after which they become one."""
+EMPTY = -1
+"""The size of a row of a block in which there is no client."""
 
 
 class Accumulator:
@@ -53,6 +55,10 @@ class Accumulator:
         """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
         return max(self.weight, 1.0) if self.weighted else None
 
+    def of(self, draw: int) -> Accumulator:
+        """Return the sum of one cohort draw: of all of them, here."""
+        return self
+
     def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> Tensor:
         """Clip messages ``(n, d)`` and add them. A message that is not finite, or of the wrong length, counts as zero.
 
@@ -61,11 +67,14 @@ class Accumulator:
 
         stats: named facts ``(n,)`` of the clients, private to the simulation.
         sizes: the clients' numbers of examples ``(n,)``, used only by the sample-weighted mean of the non-private
-        twins and of published procedures, and to leave those without any out of the adaptive clip's count.
+        twins and of published procedures, and to leave those without any out of the adaptive clip's count. ``EMPTY``
+        marks a row without a client: it is measured with the others, so that no shape follows from who is there, and
+        then left out.
         """
-        self._present += [size > 0 for size in sizes]
+        self._present += [size > 0 for size in sizes if size != EMPTY]
         messages = torch.atleast_2d(messages.detach())
         if messages.shape != (len(sizes), self.dimension) or not messages.is_floating_point():
+            # NaN goes through the clip as any message that is not finite: it counts as zero.
             messages = torch.full((len(sizes), self.dimension), math.nan)
         messages = messages.to(self.total.device)
         if isinstance(messages, Factored):
@@ -74,12 +83,18 @@ class Accumulator:
                 return found
             messages = messages.dense()
         norms, clipped = self.clip.factors(messages, self.threshold, self.tensors)
+        rows = _rows_of(sizes)
+        if rows is not None:
+            messages, norms, clipped = messages[rows], norms[rows], clipped[rows]
+            sizes, stats = [sizes[row] for row in rows], _only(rows, stats)
         factors = clipped
+        # Figures are those of the clip alone; weights come after.
         self._keep(norms, factors if factors.dim() == 1 else factors.amin(1), stats)
         weights = self._weights(sizes)
         if weights is not None:
             factors = factors * (weights if factors.dim() == 1 else weights[:, None])
         finite = torch.isfinite(norms)
+        # Zero times NaN is NaN. On a GPU it is always done: asking would wait for it.
         if messages.device.type != "cpu" or not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
@@ -88,14 +103,14 @@ class Accumulator:
     def _add_factored(
         self, messages: Factored, sizes: Sequence[int], stats: Mapping[str, Tensor] | None
     ) -> Tensor | None:
-        """What multiplied each message, where they were added as they are; None: they must be written out."""
+        """Return what multiplied each message, where they were added as they are; None: they must be written out."""
         return None
 
     def _weights(self, sizes: Sequence[int]) -> Tensor | None:
         """n_i ``(n,)`` where the mean is weighted, noted in ``weight``."""
         if not self.weighted:
             return None
-        self.weight += float(sum(sizes))
+        self.weight += float(sum(size for size in sizes if size != EMPTY))
         return torch.as_tensor(sizes, dtype=torch.float64, device=self.total.device)
 
     def _keep(self, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None) -> None:
@@ -117,10 +132,11 @@ class Accumulator:
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         """total += Σ factor·message, each product and sum in float64."""
         if factors.dim() == 1 and len(messages) == 1:
-            wide.add_scaled(self.total, messages[0], factors[0])
+            rounding.add_scaled(self.total, messages[0], factors[0])
             return
         if factors.dim() == 1:
-            room = wide.CACHED if messages.device.type == "cpu" else AT_ONCE  # float64 copies that fit a cache
+            room = rounding.CACHED if messages.device.type == "cpu" else AT_ONCE  # float64 copies that fit a cache
+            # By columns, so that the float64 copy of a block stays in a cache.
             width = max(1, room // max(len(messages), 1))
             for start in range(0, self.dimension, width):
                 self.total[start : start + width] += factors @ messages[:, start : start + width].double()
@@ -129,7 +145,7 @@ class Accumulator:
             self.total[where] += part @ messages[:, where].double()
 
     def result(self) -> Aggregate:
-        """The sum of the messages added so far, with their norms and factors."""
+        """Return the sum of the messages added so far, with their norms and factors."""
         norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
         if norms.numel() > MOST and math.isfinite(self.threshold):
             raise RunError(f"cohort: {norms.numel()} messages in one sum; rounding is accounted for {MOST} at most.")
@@ -147,9 +163,9 @@ class PlainSum(Accumulator):
     def _add_factored(
         self, messages: Factored, sizes: Sequence[int], stats: Mapping[str, Tensor] | None
     ) -> Tensor | None:
-        """Messages that are not written out: the same clip and float64 sum, from their factors."""
+        """Clip and add messages that are not written out, from their factors; return what multiplied each of them."""
         clip = self.clip
-        if not isinstance(clip, NormClip):
+        if not clip.by_norm:
             return None
 
         def scale(norms: Tensor) -> Tensor:
@@ -157,11 +173,14 @@ class PlainSum(Accumulator):
 
         bound, weights = clip.bound(self.threshold), self._weights(sizes)
         norms, factors = add_clipped(self.total, messages, scale, bound, weights)
+        rows = _rows_of(sizes)
+        if rows is not None:
+            norms, factors, stats = norms[rows], factors[rows], _only(rows, stats)
         self._keep(norms, factors, stats)
         return factors
 
     def part(self, device: torch.device | str = "cpu") -> PlainSum:
-        """An empty sum for some of the messages, filled elsewhere and then merged."""
+        """Return an empty sum for some of the messages, filled elsewhere and then merged."""
         return PlainSum(self.clip, self.threshold, self.tensors, self.dimension, self.weighted, device)
 
     def merge(self, part: PlainSum) -> None:
@@ -195,6 +214,16 @@ class GridAccumulator(Accumulator):
         self.encoder.add(torch.cat(clipped, 1))
 
     def result(self) -> Aggregate:
-        """The aggregate so far, with its whole-number sum."""
+        """Return the aggregate so far, with its whole-number sum."""
         found, value = super().result(), self.encoder.value()
         return replace(found, total=found.total if value is None else value, exact=self.encoder.total.copy())
+
+
+def _rows_of(sizes: Sequence[int]) -> list[int] | None:
+    """Return the rows that hold a client; None if all do."""
+    rows = [row for row, size in enumerate(sizes) if size != EMPTY]
+    return None if len(rows) == len(sizes) else rows
+
+
+def _only(rows: list[int], stats: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in (stats or {}).items()}

@@ -1,7 +1,8 @@
-"""A client's data, or a block of clients' data, as the local loop asks for it: resident tensors and index matrices."""
+"""Give the local loop a client's batches, or a block of clients': resident tensors and index matrices."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,17 +23,19 @@ BLOCK_CHUNK = 64
 
 
 def width_of(data: FederatedData, batch_size: int) -> int:
-    """Examples in a minibatch of a block: a public number, so that no client's arithmetic follows another's data."""
+    """Return the examples in a minibatch of a block: a public number, so that no client's arithmetic follows another's
+    data.
+    """
     return batch_size if data.most is None else min(batch_size, max(1, data.most))
 
 
 def repeats(data: FederatedData, batch_size: int) -> bool:
-    """Whether it is public that every client's minibatch is all it has, the same at every step."""
+    """Return whether it is public that every client's minibatch is all it has, the same at every step."""
     return data.most is not None and batch_size >= data.most
 
 
 def chunk_of(data: FederatedData, batch_size: int) -> int:
-    """Examples of all of a client's data that a block looks at together."""
+    """Return the examples of all of a client's data that a block looks at together."""
     return min(WHOLE_CHUNK, max(BLOCK_CHUNK, width_of(data, batch_size)))
 
 
@@ -45,10 +48,9 @@ class Order:
     batch_size: int
 
     def indices(self, client: int, size: int, phase: int, steps: int) -> np.ndarray:
-        """Positions ``(steps, b)`` into the client's data, -1 where a minibatch is short."""
-        return batch_indices(
-            size, steps, self.batch_size, lambda: stream(self.seed, "batches", self.round, client, phase)
-        )
+        """Return the positions ``(steps, b)`` into the client's data, -1 where a minibatch is short."""
+        draw = functools.partial(stream, self.seed, "batches", self.round, client, phase)
+        return batch_indices(size, steps, self.batch_size, draw)
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,13 @@ class ClientBatches:
             yield batch if batch is not None else self._take(self.rows[row[row >= 0]])
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """All of the client's data in pieces with their shares."""
+        """Yield all of the client's data in pieces with their shares."""
         for start in range(0, len(self.rows), WHOLE_CHUNK):
             rows = self.rows[start : start + WHOLE_CHUNK]
             yield self._take(rows), torch.tensor([len(rows) / len(self.rows)], device=self.data.inputs.device)
 
     def class_shares(self, classes: int) -> Tensor:
-        """Shares of the classes ``(K,)`` among the client's examples."""
+        """Return the shares of the classes ``(K,)`` among the client's examples."""
         return class_shares(self.data, [self.rows], classes)[0]
 
     def _take(self, rows: np.ndarray) -> Batch:
@@ -112,6 +114,7 @@ class BlockBatches:
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it may have."""
+        # One tensor for all steps: a low-rank trace then knows that it is the same minibatch.
         if repeats(self.data, self.order.batch_size):
             whole = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
             yield from (whole for _ in range(steps))
@@ -121,7 +124,9 @@ class BlockBatches:
             yield self._take(plan[:, step])
 
     def plan(self, phase: int, steps: int) -> np.ndarray:
-        """Positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every client."""
+        """Return the positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every
+        client.
+        """
         _, _, sizes = self._flat
         batch = self.order.batch_size
         draws = Streams(self.order.seed, "batches", self.order.round)
@@ -142,8 +147,9 @@ class BlockBatches:
         return plan
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """All data of the block in pieces of one public width, with each client's share; where a client has no more,
-        the share is 0, and nothing is added to what it has."""
+        """Yield all data of the block in pieces of one public width, with each client's share; where a client has no
+        more, the share is 0, and nothing is added to what it has.
+        """
         _, _, sizes = self._flat
         width = chunk_of(self.data, self.order.batch_size)
         for start in range(0, int(sizes.max()), width):
@@ -152,7 +158,7 @@ class BlockBatches:
             yield self._take(piece), torch.from_numpy(share).to(self.data.inputs.device, torch.float32)[:, None]
 
     def class_shares(self, classes: int) -> Tensor:
-        """Shares of the classes ``(n, K)`` among each client's examples."""
+        """Return the shares of the classes ``(n, K)`` among each client's examples."""
         return class_shares(self.data, self.rows, classes)
 
     def _take(self, positions: np.ndarray) -> Batch:
@@ -161,12 +167,14 @@ class BlockBatches:
         weights = torch.from_numpy((positions >= 0).astype(np.float32)).to(device)
         inputs, targets = chosen(self.data.inputs, rows), chosen(self.data.targets, rows)
         if self._empty is not None:
+            # They were filled with somebody's example, since an index must point somewhere.
             inputs[self._empty], targets[self._empty] = 0, 0
         return Batch(inputs, targets, weights)
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Rows of the federation for positions ``(n, …)`` into each client's own; padding (-1) is its first, and
-        without any the federation's."""
+        """Return the rows of the federation for positions ``(n, …)`` into each client's own; padding (-1) is its first,
+        and without any the federation's.
+        """
         flat, starts, _ = self._flat
         starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
         found: np.ndarray = flat[starts + np.maximum(positions, 0)]
@@ -174,7 +182,7 @@ class BlockBatches:
 
 
 def class_shares(data: FederatedData, rows: Sequence[np.ndarray], classes: int) -> Tensor:
-    """Shares of the classes ``(n, K)`` float32 among each client's rows; zero for a client without any.
+    """Return the shares of the classes ``(n, K)`` float32 among each client's rows; zero for a client without any.
 
     Raises InputError where the targets are not numbers of K classes, one for each example.
     """
@@ -188,7 +196,7 @@ def class_shares(data: FederatedData, rows: Sequence[np.ndarray], classes: int) 
 
 
 def ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Positions ``start … stop − 1`` for each client ``(n, stop − start)``, -1 from its size on."""
+    """Return the positions ``start … stop − 1`` for each client ``(n, stop − start)``, -1 from its size on."""
     places = np.arange(start, stop, dtype=np.int64)[None]
     return np.where(places < sizes[:, None], places, -1)
 
@@ -197,4 +205,5 @@ def chosen(values: Tensor, rows: Tensor) -> Tensor:
     """``values[rows]``; copying whole rows is several times faster than general indexing."""
     if not values.is_contiguous():
         return values[rows]
+    # Several times as fast as ``values[rows]`` on long rows.
     return values.index_select(0, rows.reshape(-1)).view(*rows.shape, *values.shape[1:])

@@ -1,18 +1,17 @@
-"""The only local training loop. It serves one client ``(D,)`` and a block of clients ``(n, D)`` alike."""
+"""Train a client, or a block of clients, in the only local loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedflat.core.checks import wrong
-from fedflat.core.params import Layout
-from fedflat.core.personal import NOTHING, ClientContext
-from fedflat.core.types import Algorithm, Broadcast, Local, LocalView, Phase, UpdateView, plain_gradient
+from fedflat.core.params import NOTHING, ClientContext
+from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, Phase, plain_gradient
 from fedflat.engine.problem import Batch, Gradient, Problem
 
 
@@ -23,10 +22,10 @@ class LocalData(Protocol):
         """K reshuffled minibatches for a phase, fresh for each phase."""
 
     def everything(self) -> Iterable[tuple[Batch, Tensor]]:
-        """All of the client's data in pieces, each with the share ``(…, 1)`` it has of the whole."""
+        """Return all of the client's data in pieces, each with the share ``(…, 1)`` it has of the whole."""
 
     def class_shares(self, classes: int) -> Tensor:
-        """Shares of the classes ``(…, K)`` among the client's examples; zero for a client without any."""
+        """Return the shares of the classes ``(…, K)`` among the client's examples; zero for a client without any."""
 
 
 TINY = 1e-12
@@ -43,58 +42,99 @@ class LocalResult:
     accuracy: Tensor
 
 
-@dataclass
-class _Record:
-    """First-pass loss and accuracy of each step, averaged at the end."""
+@dataclass(frozen=True)
+class _Client:
+    """What one client's local training works with: all that is the same in each of its phases."""
 
-    loss: list[Tensor] = field(default_factory=list)
-    accuracy: list[Tensor] = field(default_factory=list)
+    problem: Problem
+    broadcast: Broadcast
+    local: Local
+    data: LocalData
+    weights: Tensor
+    own: ClientContext
+    losses: list[Tensor] = field(default_factory=list)
+    accuracies: list[Tensor] = field(default_factory=list)
+
+    def view(self, phase: Phase, **more: Any) -> ClientView:
+        """Return what a piece may see; in a phase of the personal part nothing of the server's vectors."""
+        shared = phase.part != "personal"
+        return ClientView(
+            steps=steps_of(phase, self.local), lr=rate_of(phase, self.local, self.broadcast),
+            broadcast=self.broadcast.vectors if shared else {}, state=self.own.state if shared else {},
+            generator=self.own.generator, tensors=self.problem.layout.tensors("shared") if shared else (), **more,
+        )  # fmt: skip
+
+    def loss_gradient(self, phase: Phase, batch: Batch) -> GradientFn:
+        """Return the minibatch gradient function of one step; only its first evaluation counts as the step's loss."""
+        step = len(self.losses)
+
+        def gradient(at: Tensor) -> Tensor:
+            found = self.problem.gradient(self.with_part(at, phase), phase.part, batch)
+            # SAM and the like ask several times a step; the first answer is the loss at the step's own weights.
+            if len(self.losses) == step:
+                self.losses.append(found.loss)
+                self.accuracies.append(found.accuracy)
+            return _with_aids(found, at, self.local)
+
+        return gradient
+
+    def with_part(self, at: Tensor, phase: Phase) -> Tensor:
+        """Return all weights with one part replaced; no copy when the part is the whole, or is in place already."""
+        span, weights = self.problem.layout.span(phase.part), self.weights
+        # Local SGD moves ``weights`` in place, so a part that is where it was needs no copy.
+        if at.data_ptr() == weights[..., span].data_ptr() and at.shape == weights[..., span].shape:
+            return weights
+        if at.shape[-1] == self.problem.layout.size:
+            return at
+        return torch.cat([weights[..., : span.start], at, weights[..., span.stop :]], dim=-1)
+
+    def message(self, algorithm: Algorithm) -> Tensor:
+        """Return the update of the shared part under the common mask, after the algorithm's transforms."""
+        update = self.weights[..., self.problem.layout.span("shared")] - self.broadcast.shared
+        if self.broadcast.mask is not None:
+            update = update * self.broadcast.mask
+        view = self.view(
+            algorithm.shared_phase,
+            gradient=lambda: local_gradient(self.problem, self.weights, self.data),
+            examples=lambda: examples_of(self.data, self.weights),
+        )
+        last, like = len(algorithm.transforms) - 1, update
+        for index, transform in enumerate(algorithm.transforms):
+            if index == last and algorithm.vectors > 1:
+                like = update.new_empty(*update.shape[:-1], algorithm.vectors * update.shape[-1])
+            update = _like(transform(update, view), like, f"algorithm.transforms[{index}]")
+        return update
+
+    def mean(self, values: list[Tensor]) -> Tensor:
+        """Return the mean over the steps ``(…)``; zero without any."""
+        return torch.stack(values).mean(0) if values else self.weights.new_zeros(self.weights.shape[:-1])
 
 
 def train_client(
-    algorithm: Algorithm,
-    problem: Problem,
-    broadcast: Broadcast,
-    local: Local,
-    data: LocalData,
-    weights: Tensor,
+    algorithm: Algorithm, problem: Problem, broadcast: Broadcast, local: Local, data: LocalData, weights: Tensor,
     own: ClientContext = NOTHING,
-) -> LocalResult:
+) -> LocalResult:  # fmt: skip
     """Local phases, update, mask and transforms of a client (docs/specification.md, "The round", steps 3 and 4).
 
     weights: ``(…, D)`` with w^t in the shared part and the client's own head behind it; it is overwritten.
     """
-    layout, record = problem.layout, _Record()
-    for index, phase in enumerate(algorithm.phases):
-        _run_phase(phase, index, problem, broadcast, local, data, weights, record, own)
-    shared = layout.span("shared")
-    update = weights[..., shared] - broadcast.shared
-    if broadcast.mask is not None:
-        update = update * broadcast.mask
-    phase = algorithm.shared_phase
-    view = UpdateView(
-        tensors=layout.tensors("shared"),
-        gradient=lambda: local_gradient(problem, weights, data),
-        steps=steps_of(phase, local),
-        lr=rate_of(phase, local, broadcast),
-        broadcast=broadcast.vectors,
-        state=own.state,
-        generator=own.generator,
-        examples=lambda: examples_of(data, weights),
-    )
-    last, like = len(algorithm.transforms) - 1, update
-    for index, transform in enumerate(algorithm.transforms):
-        if index == last and algorithm.vectors > 1:
-            like = update.new_empty(*update.shape[:-1], algorithm.vectors * update.shape[-1])
-        update = _like(transform(update, view), like, f"algorithm.transforms[{index}]")
-    zero = weights.new_zeros(weights.shape[:-1])
-    loss = torch.stack(record.loss).mean(0) if record.loss else zero
-    accuracy = torch.stack(record.accuracy).mean(0) if record.accuracy else zero
-    return LocalResult(update, weights[..., layout.span("personal")], loss, accuracy)
+    layout, client = problem.layout, _Client(problem, broadcast, local, data, weights, own)
+    for index, phase in enumerate(algorithm.phases):  # K steps of each, in place on its part of ``weights``
+        part = weights[..., layout.span(phase.part)]
+        view = client.view(phase, start=part.clone(), clip=broadcast.clip, shares=data.class_shares)
+        rule, direction = phase.rule or plain_gradient, _directions(local, phase)
+        for batch in data.batches(index, view.steps):
+            gradient = rule(client.loss_gradient(phase, batch), view)(part)
+            part.sub_(direction(_like(gradient, part, f"algorithm.phases[{index}].rule")), alpha=view.lr)
+    message = client.message(algorithm)
+    loss, accuracy = client.mean(client.losses), client.mean(client.accuracies)
+    return LocalResult(message, weights[..., layout.span("personal")], loss, accuracy)
 
 
 def _like(found: Tensor, given: Tensor, name: str) -> Tensor:
-    """What a piece returned, if it has the form of what it was given; a trial cannot see what only some data bring."""
+    """Return what a piece returned, if it has the form of what it was given; a trial cannot see what only some data
+    bring.
+    """
     if not hasattr(found, "shape") or found.shape != given.shape or not found.is_floating_point():
         told = tuple(found.shape) if hasattr(found, "shape") else type(found).__name__
         raise wrong(name, f"{told} returned for {tuple(given.shape)}", "numbers of the same shape")
@@ -102,52 +142,13 @@ def _like(found: Tensor, given: Tensor, name: str) -> Tensor:
 
 
 def steps_of(phase: Phase, local: Local) -> int:
-    """The public number of steps K of a phase."""
+    """Return the public number of steps K of a phase."""
     return local.steps if phase.steps is None else phase.steps
 
 
 def rate_of(phase: Phase, local: Local, broadcast: Broadcast) -> float:
-    """η_t of a phase: its learning rate times the round's decay (a tensor ``()`` inside a recorded graph)."""
+    """η_t of a phase: its learning rate times the round's decay."""
     return (local.lr if phase.lr is None else phase.lr) * broadcast.rate
-
-
-def _run_phase(
-    phase: Phase,
-    index: int,
-    problem: Problem,
-    broadcast: Broadcast,
-    local: Local,
-    data: LocalData,
-    weights: Tensor,
-    record: _Record,
-    own: ClientContext,
-) -> None:
-    """K steps of the local optimiser with the phase's gradient rule, in place on the phase's part of ``weights``."""
-    part = weights[..., problem.layout.span(phase.part)]
-    start = part.clone()
-    shared = phase.part != "personal"
-    rule = phase.rule or plain_gradient
-    direction = _directions(local, phase)
-    lr = rate_of(phase, local, broadcast)
-    view = LocalView(
-        start=start,
-        clip=broadcast.clip,
-        steps=steps_of(phase, local),
-        lr=lr,
-        broadcast=broadcast.vectors if shared else {},
-        state=own.state if shared else {},
-        generator=own.generator,
-        tensors=problem.layout.tensors("shared") if shared else (),
-        shares=data.class_shares,
-    )
-    for batch in data.batches(index, view.steps):
-        gradient = rule(_loss_gradient(problem, phase, local, weights, batch, record), view)(part)
-        gradient = _like(gradient, part, f"algorithm.phases[{index}].rule")
-        along = direction(gradient)
-        if isinstance(lr, Tensor):
-            part.addcmul_(along, lr, value=-1.0)
-        else:
-            part.sub_(along, alpha=lr)
 
 
 def _directions(local: Local, phase: Phase) -> Callable[[Tensor], Tensor]:
@@ -160,6 +161,7 @@ def _directions(local: Local, phase: Phase) -> Callable[[Tensor], Tensor]:
     kept: list[Tensor] = []
 
     def heavy_ball(gradient: Tensor) -> Tensor:
+        # In place: a vector of the model's size per step would cost more than the product.
         kept[:] = [kept[0].mul_(momentum).add_(gradient) if kept else gradient.clone()]
         return kept[0]
 
@@ -183,34 +185,6 @@ def _adam(first: float = 0.9, second: float = 0.999, floor: float = 1e-8) -> Cal
     return along
 
 
-def _loss_gradient(
-    problem: Problem, phase: Phase, local: Local, weights: Tensor, batch: Batch, record: _Record
-) -> Callable[[Tensor], Tensor]:
-    """The minibatch gradient function of one step; only its first evaluation is recorded as the step's loss."""
-    first = True
-
-    def gradient(at: Tensor) -> Tensor:
-        nonlocal first
-        found = problem.gradient(_with_part(weights, at, problem.layout, phase), phase.part, batch)
-        if first:
-            record.loss.append(found.loss)
-            record.accuracy.append(found.accuracy)
-            first = False
-        return _with_aids(found, at, local)
-
-    return gradient
-
-
-def _with_part(weights: Tensor, at: Tensor, layout: Layout, phase: Phase) -> Tensor:
-    """The whole vector with one part replaced; no copy when the part is the whole, or is in place already."""
-    span = layout.span(phase.part)
-    if at.data_ptr() == weights[..., span].data_ptr() and at.shape == weights[..., span].shape:
-        return weights
-    if at.shape[-1] == layout.size:
-        return at
-    return torch.cat([weights[..., : span.start], at, weights[..., span.stop :]], dim=-1)
-
-
 def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
     """Gradient-norm clipping, then weight decay: training aids on the loss gradient, before any mixing."""
     vector = found.vector
@@ -221,7 +195,7 @@ def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
 
 
 def examples_of(data: LocalData, weights: Tensor) -> Tensor:
-    """How many examples a client, or each of a block, has ``(…, 1)``."""
+    """Return how many examples a client, or each of a block, has ``(…, 1)``."""
     total = weights.new_zeros((*weights.shape[:-1], 1))
     for batch, _ in data.everything():
         total += len(batch.targets) if batch.weights is None else batch.weights.sum(-1, keepdim=True)
@@ -229,7 +203,8 @@ def examples_of(data: LocalData, weights: Tensor) -> Tensor:
 
 
 def local_gradient(problem: Problem, weights: Tensor, data: LocalData) -> Tensor:
-    """Gradient ``(…, d)`` of a client's whole loss at its final weights, in evaluation mode, without any penalty.
+    """Return the gradient ``(…, d)`` of a client's whole loss at its final weights, in evaluation mode, without any
+    penalty.
 
     LUS scores entries by it (Cheng et al. 2022, Eq. 11).
     """

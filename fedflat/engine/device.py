@@ -1,4 +1,4 @@
-"""Where a run computes: the processor, or one GPU by CUDA. Server state, noise and ledger stay on the processor."""
+"""Place training on the processor or one GPU; server state, noise and ledger stay on the processor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.loss import CROSS_ENTROPY, Objective
 from fedflat.core.params import Layout, flatten
+from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast
-from fedflat.data.clients import FederatedData
+from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.problem import Batch, ModuleProblem
 
 CPU = torch.device("cpu")
@@ -44,12 +45,13 @@ def device_for(
     precision: str,
     objective: Objective = CROSS_ENTROPY,
 ) -> torch.device:
-    """The device a recipe asks for, after one gradient there was compared with the processor's.
+    """Return the device a recipe asks for, after one gradient there was compared with the processor's.
 
     name: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``: a GPU where there is one that gives the processor's numbers.
     Raises InputError where a GPU is asked for by name and there is none, or it computes something else.
     """
-    alone = backend in PROCESSES or len(data.inputs) == 0 or not torch.cuda.is_available()
+    # Worker processes compute on the processor; a GPU is not shared among them.
+    alone = backend in PROCESSES or not torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and alone):
         return CPU
     if backend in PROCESSES:
@@ -65,7 +67,7 @@ def device_for(
 
 
 def _named(name: str) -> torch.device:
-    """An existing GPU by name."""
+    """Return an existing GPU by name."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; without it sums may vary
     if not torch.cuda.is_available():
         built = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no GPU"
@@ -84,14 +86,12 @@ def difference(
     device: torch.device,
     objective: Objective = CROSS_ENTROPY,
 ) -> str:
-    """What is wrong with a device, found by one gradient on a few examples: empty where it agrees with the processor.
+    """Return what is wrong with a device, found by one gradient on made-up examples: empty where it agrees with the
+    processor.
 
     It draws nothing at random: the module is a copy in eval mode.
     """
-    rows = slice(0, CHECKED_ROWS)
-    inputs, targets = data.inputs[rows].cpu(), data.targets[rows].cpu()
-    if len(inputs) == 0:
-        return ""
+    inputs, targets = (side.cpu() for side in made_rows(data, CHECKED_ROWS, stream(0, "rows to check a device with")))
     weights = flatten(module, layout)
 
     def gradient(at: torch.device, precision: str) -> Tensor:
@@ -108,12 +108,15 @@ def difference(
     whole = expected.norm().clamp_min(TINY)
     apart, allowed = float((found - expected).norm() / whole), TOLERANCE["fp32"]
     if precision != "fp32":
+        # bf16 rounds coarsely on every device: the processor's own error is the measure.
         allowed = max(TOLERANCE[precision], COARSER * float((gradient(CPU, precision) - expected).norm() / whole))
     return "" if apart <= allowed else f"a gradient is {apart:.1%} away from the processor's"
 
 
 def placed(data: FederatedData, device: torch.device) -> FederatedData:
-    """The federation with its examples on a device; clients' rows stay on the processor, where batches are drawn."""
+    """Return the federation with its examples on a device; clients' rows stay on the processor, where batches are
+    drawn.
+    """
     if data.inputs.device == device:
         return data
     names = ("inputs", "targets", "test_inputs", "test_targets")
@@ -126,7 +129,7 @@ def placed(data: FederatedData, device: torch.device) -> FederatedData:
 
 
 def sent(broadcast: Broadcast, device: torch.device) -> Broadcast:
-    """The broadcast on a device."""
+    """Return the broadcast on a device."""
     if broadcast.shared.device == device:
         return broadcast
     vectors = {name: vector.to(device) for name, vector in broadcast.vectors.items()}
@@ -159,7 +162,7 @@ def exact(device: torch.device) -> Iterator[None]:
 
 
 def _settings() -> list[tuple[Any, str, Any]]:
-    """What ``exact`` sets: owner, name, value."""
+    """Return what ``exact`` sets: owner, name, value."""
     cudnn, matmul = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda.matmul)
     owners: list[Any]
     name: str
@@ -176,5 +179,5 @@ def _settings() -> list[tuple[Any, str, Any]]:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory was short."""
+    """Return whether an error says that memory was short."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)

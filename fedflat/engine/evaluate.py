@@ -1,4 +1,4 @@
-"""Evaluation of a weight vector on public test data and on clients' held-back data."""
+"""Evaluate weights on public test data and on clients' held-back data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import FederatedData
 from fedflat.engine.device import exact, out_of_memory
 from fedflat.engine.problem import ModuleProblem
@@ -34,19 +35,27 @@ class Scores:
     accuracy: Tensor
 
     def mean(self) -> tuple[float, float]:
-        """Mean loss and mean accuracy over the examples that were scored."""
+        """Return the mean loss and mean accuracy over the examples that were scored."""
         return float(self.loss.mean()), float(self.accuracy.mean())
 
 
 def scores(
     problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = BATCH, threads: int = 1
 ) -> Scores:
-    """Loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient.
+    """Return the loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient.
 
     threads: as many batches at once, each by one thread; the numbers do not depend on it.
     """
-    if problem.device.type != "cpu":
-        return _on_gpu(problem, weights, inputs, targets, batch)
+    # A module may draw in eval mode too: without a generator of its own each owner's draws would follow the others'.
+    with seeded_torch(0, "evaluation"):
+        if problem.device.type != "cpu":
+            return _on_gpu(problem, weights, inputs, targets, batch)
+        return _on_processor(problem, weights, inputs, targets, batch, threads)
+
+
+def _on_processor(
+    problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int, threads: int
+) -> Scores:
     problem.bind(weights)
     starts = range(0, len(inputs), batch)
     modules = problem.twins(min(threads, MOST, len(starts))) if len(starts) > 1 else [problem.module]
@@ -89,15 +98,19 @@ def _on_gpu(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Te
 
 
 def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: int = BATCH) -> Tensor:
-    """The module's outputs ``(N, ...)`` on the processor at ``weights`` ``(D,)``, eval mode: what metrics are given."""
+    """Return the module's outputs ``(N, ...)`` on the processor at ``weights`` ``(D,)``, eval mode: what metrics are
+    given.
+    """
     device = problem.device
     problem.bind(weights.to(device))
-    with exact(device), problem.evaluating(), torch.no_grad():
+    with exact(device), problem.evaluating(), torch.no_grad(), seeded_torch(0, "evaluation"):
         return torch.cat([problem.logits(some.to(device), problem.module).cpu() for some in inputs.split(batch)])
 
 
 def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
-    """One number: of a function ``(outputs, targets)``, or of an object with ``reset``, ``update`` and ``compute``."""
+    """Return one number: of a function ``(outputs, targets)``, or of an object with ``reset``, ``update`` and
+    ``compute``.
+    """
     if hasattr(metric, "update") and hasattr(metric, "compute"):
         metric.reset()
         metric.update(outputs, targets)
@@ -106,8 +119,9 @@ def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
 
 
 def class_accuracy(found: Scores, targets: Tensor) -> list[float | None]:
-    """Accuracy of each class of the public test data, up to the largest there, which tells nothing of clients' classes;
-    None for a class without examples, empty for sequence targets."""
+    """Return the accuracy of each class of the public test data, up to the largest there, which tells nothing of
+    clients' classes; None for a class without examples, empty for sequence targets.
+    """
     if targets.dim() > 1:
         return []
     targets = targets.cpu()
@@ -119,16 +133,35 @@ def class_accuracy(found: Scores, targets: Tensor) -> list[float | None]:
 def client_accuracies(
     problem: ModuleProblem, data: FederatedData, weights_of: Callable[[int], Tensor], clients: Sequence[int]
 ) -> np.ndarray:
-    """Accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it; loss where the
-    task has no accuracy."""
+    """Return the accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it; loss
+    where the task has no accuracy.
+    """
     which = 1 if problem.objective.scored else 0
     found = []
     for client in clients:
         rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
-        found.append(scores(problem, weights_of(client), data.inputs[rows], data.targets[rows]).mean()[which])
+        # A copy of its own: what a module writes into its weights must not reach the next client.
+        own = weights_of(client).clone()
+        found.append(scores(problem, own, data.inputs[rows], data.targets[rows]).mean()[which])
     return np.array(found)
 
 
+STEPS = 2.0**20
+"""Steps of a client's accuracy in a private evaluation: whole numbers of them add up exactly, in any order."""
+
+
+def cohort_scores(problem: ModuleProblem, data: FederatedData, weights: Tensor, cohort: Sequence[int]) -> np.ndarray:
+    """Return Σ(a_i − ½, ½) over a cohort, float64 ``(2,)``: a_i is client i's accuracy on what it holds back.
+
+    A client without such examples adds nothing, every other a vector of L2 norm ≤ 1/√2, whatever its data: an accuracy
+    that is no number counts as ½.
+    """
+    there = [int(client) for client in cohort if len(data.held_back[client])]
+    accuracies = np.nan_to_num(client_accuracies(problem, data, lambda client: weights, there), nan=0.5)
+    centred = np.rint((accuracies.clip(0, 1) - 0.5) * STEPS) / STEPS
+    return np.array([centred.sum(), 0.5 * len(there)])
+
+
 def spread(accuracies: np.ndarray) -> dict[str, float]:
-    """Quantiles of the clients' accuracies: who is served worst."""
+    """Return the quantiles of the clients' accuracies: who is served worst."""
     return {name: float(np.quantile(accuracies, q)) for name, q in QUANTILES.items()}

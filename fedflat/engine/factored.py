@@ -1,4 +1,4 @@
-"""Blocks of weight vectors that are never written out: v_i = Σ_k a_ik·B_k + Σ_s c_is·g_is.
+"""Compute with blocks of weight vectors that are never written out: v_i = Σ_k a_ik·B_k + Σ_s c_is·g_is.
 
 B_k are dense vectors ``(D,)`` common to the block (w^t, a broadcast direction); g_is is client i's gradient at its s-th
 evaluation, which for a linear layer is δᵀx of a few rows. Norms and inner products follow from Gram matrices of those
@@ -49,7 +49,7 @@ class Trace:
     _squares: dict[int, Tensor] = field(default_factory=dict)
 
     def slot(self, layer: int, act: Tensor) -> int:
-        """The number of a layer's input; a tensor that came before keeps its number."""
+        """Return the number of a layer's input; a tensor that came before keeps its number."""
         while len(self.acts) <= layer:
             self.acts.append([])
         for index, known in enumerate(self.acts[layer]):
@@ -65,7 +65,8 @@ class Trace:
         return len(self.slots) - 1
 
     def gram(self, layer: int, p: int, q: int) -> Tensor:
-        """Inner products ``(n, b_p, b_q)`` of two inputs' rows."""
+        """Return the inner products ``(n, b_p, b_q)`` of two inputs' rows."""
+        # A product of two inputs is computed once: the other order is its transpose.
         if q > p:
             return self.gram(layer, q, p).transpose(1, 2)
         key = (layer, p, q)
@@ -75,6 +76,7 @@ class Trace:
 
     def mixed(self, layer: int, steps: Mapping[int, Coefficient]) -> dict[int, Tensor]:
         """Slot -> Σ c_s·δ_s ``(n, b, outputs)`` over the evaluations on that slot; to be read only."""
+        # Only mixtures with plain numbers are kept: those with a coefficient per client differ at every step.
         numbers = tuple(item for item in steps.items() if isinstance(item[1], float))
         known = self._mixed.get((layer, numbers)) if len(numbers) == len(steps) else None
         if known is not None:
@@ -86,12 +88,13 @@ class Trace:
                 scaled = scaled * (c[:, :, None] if isinstance(c, Tensor) else c)
             found[slot] = found[slot] + scaled if slot in found else scaled
         if len(numbers) == len(steps):
+            # One mixture a layer is kept, the last: weights move on, and never come back to an old one.
             self._mixed = {key: value for key, value in self._mixed.items() if key[0] != layer}
             self._mixed[layer, numbers] = found
         return found
 
     def square(self, s: int) -> Tensor:
-        """Squared norm ``(n,)`` of one recorded gradient for each client, in float64."""
+        """Return the squared norm ``(n,)`` of one recorded gradient for each client, in float64."""
         if s not in self._squares:
             self._squares[s] = self.squares({s: 1.0})
         return self._squares[s]
@@ -105,9 +108,11 @@ class Trace:
                 for q, v in mixed[: i + 1]:
                     rows, products = self.gram(index, p, q), torch.bmm(u, v.transpose(1, 2))
                     if layer.bias is not None:
+                        # The bias is one more input that is always 1, so it adds 1 to every product of inputs.
                         rows = rows + 1
                     found = (rows * products).sum((1, 2), dtype=torch.float64)
                     if p == q:
+                        # A norm that overflowed would clip nothing; what comes near float32's end counts as infinite.
                         peak = torch.maximum(rows.abs().amax((1, 2)), products.abs().amax((1, 2)))
                         found = torch.where(peak < LARGEST, found, torch.inf)
                     total += found if p == q else 2 * found
@@ -128,7 +133,7 @@ class Factored:
         return torch.Size((self.trace.clients, self.trace.size))
 
     def data_ptr(self) -> int:
-        """An identity, as a tensor's address is one."""
+        """Return an identity, as a tensor's address is one."""
         return id(self)
 
     def dim(self) -> int:
@@ -145,15 +150,17 @@ class Factored:
         return self.trace.device
 
     def to(self, device: torch.device) -> Any:
-        """Itself where it is there already, or the vectors written out."""
+        """Return the vectors written out, or itself where it is there already."""
         return self if self.trace.device == device else self.dense().to(device)
 
     def new_zeros(self, shape: Any) -> Tensor:
-        """A dense tensor of zeros of the given shape, on the same device."""
+        """Return a dense tensor of zeros of the given shape, on the same device."""
         return torch.zeros(shape, device=self.trace.device)
 
     def without(self, absent: Tensor) -> Factored:
-        """The same vectors, exactly zero for the clients that are ``absent (n,)``; to be written out or added only."""
+        """Return the same vectors, exactly zero for the clients that are ``absent (n,)``; to be written out or added
+        only.
+        """
         found = self.clone()
         found.absent = absent
         return found
@@ -181,7 +188,7 @@ class Factored:
         return self
 
     def mul(self, factor: Any) -> Factored:
-        """Times a number, or ``(n, 1)``."""
+        """Multiply by a number, or ``(n, 1)``."""
         if isinstance(factor, Factored):
             return self.dense() * factor.dense()  # type: ignore[return-value]
         if isinstance(factor, Tensor):
@@ -209,10 +216,11 @@ class Factored:
                 bases[place] = (base, bases[place][1] + alpha * c)
         for s, c in other.steps.items():
             steps[s] = steps[s] + alpha * c if s in steps else alpha * c
+        # Bases that cancelled are dropped, or every step would add products with zero.
         return Factored(self.trace, [(b, c) for b, c in bases if not _zero(c)], steps)
 
     def sub(self, other: Any, *, alpha: float = 1.0) -> Factored:
-        """The difference, still in factors; see ``add``."""
+        """Return the difference, still in factors; see ``add``."""
         return self.add(other, alpha=-alpha)
 
     def mul_(self, factor: Any) -> Factored:
@@ -243,6 +251,7 @@ class Factored:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        # In place on a copy that is written out, it would change nothing of this object.
         if name.endswith("_"):
             raise Declined(f"{name} on vectors kept as factors")
         return getattr(self.dense(), name)
@@ -256,11 +265,12 @@ class Factored:
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs or name.startswith("__i"):
             raise Declined(f"{name} on vectors kept as factors")
+        # Anything else sees ordinary tensors: slower, and never wrong.
         plain = [a.dense() if isinstance(a, Factored) else a for a in args]
         return func(*plain, **{k: v.dense() if isinstance(v, Factored) else v for k, v in kwargs.items()})
 
     def common(self) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
-        """The part common to the whole block ``(D,)``, and bases with a coefficient per client."""
+        """Return the part common to the whole block ``(D,)``, and bases with a coefficient per client."""
         numbers = [(b, float(c)) for b, c in self.bases if not isinstance(c, Tensor)]
         shared: Tensor | None = None
         for base, c in numbers:
@@ -269,7 +279,7 @@ class Factored:
         return shared, [(b, c) for b, c in self.bases if isinstance(c, Tensor)]
 
     def dense(self, rows: Tensor | None = None) -> Tensor:
-        """The vectors written out ``(n, D)``, or some rows of them."""
+        """Return the vectors written out ``(n, D)``, or some rows of them."""
         if rows is None and self._written is not None:
             return self._written
         trace, pick = self.trace, slice(None) if rows is None else rows
@@ -307,12 +317,15 @@ class Factored:
             parts += self.trace.square(s).sqrt() * (c[:, 0].abs().double() if isinstance(c, Tensor) else abs(c))
         if shared is not None:
             length = torch.linalg.vector_norm(shared, dtype=torch.float64)
+            # ‖s + Σ‖² by its three products; large terms may cancel, which ``parts`` finds out.
             square = square + length**2 + 2 * self._along(shared)
             parts += length
         return self._checked(square, CANCELLED * parts**2)
 
     def _checked(self, square: Tensor, least: Tensor | float = 0.0) -> Tensor:
-        """Norms from their squares; from the vectors written out where the square is not finite or below ``least``."""
+        """Return the norms from their squares; from the vectors written out where the square is not finite or below
+        ``least``.
+        """
         safe = torch.isfinite(square) & (square >= least)
         norms = square.clamp_min(0).sqrt()
         if not bool(safe.all()):
@@ -321,7 +334,7 @@ class Factored:
         return norms
 
     def _along(self, vector: Tensor) -> Tensor:
-        """Inner products ``(n,)`` of the gradients' combination with a common vector."""
+        """Return the inner products ``(n,)`` of the gradients' combination with a common vector."""
         total = torch.zeros(self.trace.clients, dtype=torch.float64, device=self.trace.device)
         for index, layer in enumerate(self.trace.layers):
             for slot, u in self.trace.mixed(index, self.steps).items():
@@ -365,20 +378,25 @@ def _zeros_like(x: Factored, **kwargs: Any) -> Any:
     return Factored(x.trace, [], {})
 
 
+def _product(a: Any, b: Any) -> Any:
+    return a.mul(b) if isinstance(a, Factored) else b.mul(a)
+
+
+def _sum(a: Any, b: Any, alpha: float = 1.0) -> Any:
+    return a.add(b, alpha=alpha) if isinstance(a, Factored) else b.mul(alpha).add(a)
+
+
+def _difference(a: Any, b: Any, alpha: float = 1.0) -> Any:
+    return _sum(a, b, -alpha)
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.zeros_like: _zeros_like,
     torch.atleast_2d: lambda x: x,
     torch.clone: lambda x: x.clone(),
-    torch.mul: lambda a, b: a.mul(b) if isinstance(a, Factored) else b.mul(a),
-    torch.add: lambda a, b, alpha=1.0: a.add(b, alpha=alpha) if isinstance(a, Factored) else b.mul(alpha).add(a),
-    torch.sub: lambda a, b, alpha=1.0: a.add(b, alpha=-alpha) if isinstance(a, Factored) else b.mul(-alpha).add(a),
-    Tensor.mul: lambda a, b: b.mul(a),
-    Tensor.__mul__: lambda a, b: b.mul(a),
-    Tensor.__rmul__: lambda a, b: b.mul(a),
-    Tensor.add: lambda a, b, alpha=1.0: b.mul(alpha).add(a),
-    Tensor.__add__: lambda a, b: b.add(a),
-    Tensor.__radd__: lambda a, b: b.add(a),
-    Tensor.sub: lambda a, b, alpha=1.0: b.mul(-alpha).add(a),
-    Tensor.__sub__: lambda a, b: b.mul(-1.0).add(a),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _product),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _sum),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _difference),
 }
+"""What torch's own functions do where an argument is ``Factored``; a tensor may stand on either side."""

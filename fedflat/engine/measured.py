@@ -1,4 +1,4 @@
-"""The clipped sum of vectors kept as factors, in float64; why it may be added is in ``core/rounding.py``.
+"""Clip and add vectors kept as factors, in float64; ``core/rounding.py`` says why they may be added so.
 
 A client's update is U = Σ_r δ_r x_rᵀ + Σ_k a_k·B_k in float32 factors, whose products are exact in float64 and leave
 no range. Its norm may be tiny while b = Σ_r ‖δ_r‖‖x_r‖ + Σ_k |a_k|‖B_k‖ is huge, and every computed product of it is
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedflat.core import wide
+from fedflat.core import rounding
 from fedflat.core.rounding import ROUNDING, SHARE, gamma
 from fedflat.engine.factored import Factored
 from fedflat.engine.mlp import Linear
@@ -54,15 +54,18 @@ def add_clipped(
         count = rows.take(start)
         norm, size = rows.measured()
         factor = scale(norm)
+        # By the factor times its size a client is judged alone: who else is in the room changes nothing.
         kept = _accurate(factor * size, bound, rows)
         chosen = factor * kept
         for place in torch.nonzero(~kept & (factor > 0))[:, 0].cpu().tolist():
+            # What was measured is what is added: this very float64 vector.
             alone = rows.written(place)
-            norm[place] = wide.norm(alone)
+            norm[place] = rounding.norm(alone)
             factor[place] = scale(norm[place : place + 1])[0]
             total.add_(alone, alpha=float(factor[place] * (1.0 if weights is None else weights[start + place])))
         if weights is not None:
             chosen[:count] *= weights[start : start + count]
+        # Clients that were written out have factor 0 here.
         rows.add_to(total, chosen)
         norms.append(torch.where(torch.isfinite(norm), norm, torch.inf)[:count])
         factors.append(factor[:count])
@@ -70,7 +73,8 @@ def add_clipped(
 
 
 def _accurate(sizes: Tensor, bound: float, rows: _Rows) -> Tensor:
-    """Whether clients may stay in factors, from c·b ``(n,)``: their products and their norms are close enough."""
+    """Return whether clients may stay in factors, from c·b ``(n,)``: their products and their norms are close
+    enough."""
     return (sizes * rows.product_error <= SHARE * bound) & (sizes * math.sqrt(rows.norm_error) <= ROUNDING * bound)
 
 
@@ -81,9 +85,7 @@ class _Rows:
         self.trace, self.absent, layers = vectors.trace, vectors.absent, vectors.trace.layers
         self.mixed = [list(self.trace.mixed(index, vectors.steps).items()) for index in range(len(layers))]
         lengths = [sum(u.shape[1] for _, u in mixed) for mixed in self.mixed]
-        columns = [
-            -(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in layers
-        ]  # products of aligned rows are faster
+        columns = [-(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in layers]  # faster where rows are aligned
         limit = TOGETHER if self.trace.device.type == "cpu" else TOGETHER_ON_GPU
         largest = 1 + max(rows * width for rows, width in zip(lengths, columns))
         self.together = max(1, min(limit, TERMS // (1 + max(lengths)), ROOM // largest))
@@ -92,10 +94,12 @@ class _Rows:
         for rows, width, layer in zip(lengths, columns, layers):
             self.inputs.append(empty.new_zeros(self.together, rows, width))
             if layer.bias is not None:
+                # The bias is one more input that is always 1.
                 self.inputs[-1][..., layer.inputs] = 1.0
             self.deltas.append(empty.new_zeros(self.together, rows, layer.outputs))
         self._bases(vectors)
         widest, pairs = max(layer.inputs + layer.outputs for layer in layers), sum(rows**2 for rows in lengths)
+        # A count of terms that no client's own rows change, so the test does not follow them either.
         self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + SPARE)
         dense = self.trace.size if len(self.bases) else 0
         self.norm_error = gamma(max(PRODUCTS, widest + pairs) + dense + 2 * SPARE)
@@ -132,7 +136,7 @@ class _Rows:
         return count
 
     def measured(self) -> tuple[Tensor, Tensor]:
-        """Norms N and sizes b ``(together,)``; not finite where a factor is not."""
+        """Return the norms N and sizes b ``(together,)``; not finite where a factor is not."""
         a = self.coefficients
         square, size = ((a @ self.products) * a).sum(1), a.abs() @ self.products.diagonal().sqrt()
         for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
@@ -144,7 +148,7 @@ class _Rows:
         return (square.clamp_min(0.0) + self.norm_error * size.square()).sqrt(), size
 
     def written(self, place: int) -> Tensor:
-        """One client's vector ``(D,)`` written out."""
+        """Return one client's vector ``(D,)`` written out."""
         out = self.coefficients[place] @ self.bases
         for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
             _add(layer, out, u[place].T @ x[place])

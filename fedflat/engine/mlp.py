@@ -1,4 +1,4 @@
-"""Stacks of linear layers, read off a module, and their arithmetic written out for a block of clients.
+"""Read stacks of linear layers off a module, and write out their arithmetic for a block of clients.
 
 Three matrix products per layer and pass, and nothing else: no graph, no module call. The back ends on top of it are
 ``dense`` (weights ``(n, D)``) and ``lowrank`` (weights as factors).
@@ -44,7 +44,7 @@ class Linear:
 
 
 def layers_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
-    """The module as a stack of linear layers, or None if it is anything else.
+    """Return the module as a stack of linear layers, or None if it is anything else.
 
     Read: ``nn.Sequential`` of Flatten, Linear, ReLU and Tanh, and modules that list such layers with a method
     ``linear_layers()``. What was read is compared with the module itself, loss and gradient, before it is believed.
@@ -61,6 +61,7 @@ def layers_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
             bias = None if layer.bias is None else where[names[id(layer.bias)]]
             found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
         elif type(layer) in _ACTIVATIONS:
+            # Two activations in a row, or one before the first layer, are no stack that is written out here.
             if not found or found[-1].activation != "none":
                 return None
             last = found.pop()
@@ -84,7 +85,7 @@ def _layers(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _headed(module: nn.Module) -> bool:
-    """Whether the layers are the head on features of a frozen body, which no training pass runs."""
+    """Return whether the layers are the head on features of a frozen body, which no training pass runs."""
     return getattr(module, "frozen", False) is True
 
 
@@ -93,12 +94,15 @@ def _flattens(layer: nn.Module) -> bool:
 
 
 def _agrees(module: nn.Module, layout: Layout, layers: tuple[Linear, ...]) -> bool:
-    """Whether made-up examples give the module's own loss and gradient: it may have hooks, or a forward of its own."""
+    """Return whether made-up examples give the module's own loss and gradient: it may have hooks, or a forward of its
+    own.
+    """
     parameters = dict(module.named_parameters())
     chosen = [parameters[name] for name in layout.names]
     inputs = torch.linspace(-1, 1, 2 * layers[0].inputs).sin().reshape(2, -1).to(chosen[0].device)
     targets = torch.zeros(2, dtype=torch.int64, device=inputs.device)
     try:
+        # The module as it is, hooks and all: what it computes decides, not what it lists.
         losses, _ = example_loss(module(inputs), targets)
         grads = torch.autograd.grad(losses.mean(), chosen)
     except (RuntimeError, ValueError):
@@ -123,7 +127,7 @@ def affine(layer: Linear, matrix: Tensor, weights: Tensor, x: Tensor) -> Tensor:
 
 
 def forward(layers: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor]:
-    """Input of every layer, then the logits: ``[(n, b, inputs_0), …, (n, b, classes)]``."""
+    """Return the input of every layer, then the logits: ``[(n, b, inputs_0), …, (n, b, classes)]``."""
     states = [x]
     for index, layer in enumerate(layers):
         y = apply(index, states[-1])  # type: ignore[operator]
@@ -132,7 +136,9 @@ def forward(layers: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor
 
 
 def head(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean cross-entropy: loss ``(n,)``, accuracy ``(n,)`` and the gradient ``(n, b, classes)`` at the logits."""
+    """Return the mean cross-entropy: loss ``(n,)``, accuracy ``(n,)`` and the gradient ``(n, b, classes)`` at the
+    logits.
+    """
     logs = _log_softmax(logits)
     losses = -logs.gather(-1, batch.targets[..., None]).squeeze(-1)
     right = (logits.argmax(-1) == batch.targets).to(logits.dtype)
@@ -154,7 +160,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:
-    """The gradient before an activation, from the gradient behind it and its output; may overwrite ``delta``."""
+    """Return the gradient before an activation, from the gradient behind it and its output; may overwrite ``delta``."""
     if activation == "relu":
         return delta.mul_(state > 0)
     if activation == "none":
@@ -172,6 +178,7 @@ def write_gradient(
         if delta.dtype == out.dtype:
             torch.bmm(delta.transpose(1, 2), x, out=layer.matrix(out))
         else:
+            # ``out=`` takes one precision only.
             layer.matrix(out).copy_(torch.bmm(delta.transpose(1, 2), x))
         if layer.bias is not None:
             torch.sum(delta, 1, dtype=out.dtype, out=out[:, layer.bias])

@@ -1,4 +1,4 @@
-"""The gradient of a client's minibatch loss as a function of one flat vector: for one client, or for a block."""
+"""Compute the gradient of a client's minibatch loss as a function of one flat vector, or of a block's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedflat.core.checks import InputError
-from fedflat.core.held import StateWatch
+from fedflat.core.held import StateWatch, own_code
 from fedflat.core.loss import CROSS_ENTROPY, Objective, weighted_mean
-from fedflat.core.onednn import looked_at
-from fedflat.core.params import Layout
+from fedflat.core.params import Layout, looked_at
 from fedflat.core.types import Part
 
 LEAST = 4
@@ -70,14 +69,6 @@ class Buffers:
         ]
         self._versions = [0 if buffer is None else buffer._version for _, _, buffer, _ in self._first]
 
-    @property
-    def written(self) -> bool:
-        """Whether a forward pass has written since."""
-        return any(
-            owner._buffers.get(name) is not buffer or (buffer is not None and buffer._version != version)
-            for (owner, name, buffer, _), version in zip(self._first, self._versions)
-        )
-
     def restore(self) -> None:
         """Undo every write since w^0. Costs a comparison of counters where nothing was written."""
         for index, (owner, name, buffer, first) in enumerate(self._first):
@@ -107,7 +98,6 @@ class ModuleProblem:
     random: whether clients are trained one by one: where training draws from torch's generator, or runs pieces of a
     user's own.
     pristine: a copy of the module, made before any client's data was seen; it is what a run releases.
-    compiled: local training runs the module compiled by ``torch.compile``.
     objective: the loss.
     onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).
     """
@@ -117,14 +107,13 @@ class ModuleProblem:
         module: nn.Module,
         layout: Layout,
         precision: str = "fp32",
-        compiled: bool = False,
         *,
         onednn: bool = False,
         random: bool = False,
         pristine: nn.Module | None = None,
         objective: Objective = CROSS_ENTROPY,
     ) -> None:
-        self.module, self.layout, self.precision, self.compiled = module, layout, precision, compiled
+        self.module, self.layout, self.precision = module, layout, precision
         self.onednn, self.random, self.pristine, self.objective = onednn, random, pristine, objective
         parameters = dict(module.named_parameters())
         self.parameters = [parameters[name] for name in layout.names]
@@ -134,24 +123,26 @@ class ModuleProblem:
         self.module.train()
         self._watched = [self._watch(module)]
         self._loss = None if objective.own is None else StateWatch(objective.own)
+        self._own = own_code(module)
 
     def _watch(self, module: nn.Module) -> StateWatch:
         return StateWatch(module, self.parameters, module.buffers())
 
-    def settle(self, *, everything: bool = False) -> None:
+    def restore_and_check(self, *, everything: bool = False) -> None:
         """After a client: undo what was written into buffers, and raise InputError, by name, for any other change.
 
-        everything: look into all tensors (see ``StateWatch.changed``).
+        everything: look into all tensors (see ``StateWatch.changed``), as always where a module runs a user's own code.
         """
         self._buffers.restore()
         for watched in self._watched:
-            refuse_change(watched, everything=everything)
+            refuse_change(watched, everything=everything or self._own)
         if self._loss is not None:
-            refuse_change(self._loss, "loss", everything=everything)
+            refuse_change(self._loss, "loss", everything=True)
 
     def released(self, weights: Tensor) -> nn.Module:
-        """What a run gives back: w^0's module in eval mode, on the processor, with nothing changed but the parameters,
-        which are ``weights`` ``(D,)``."""
+        """Return what a run gives back: w^0's module in eval mode, on the processor, with nothing changed but the
+        parameters, which are ``weights`` ``(D,)``.
+        """
         module = copy.deepcopy(self.module if self.pristine is None else self.pristine).cpu()
         parameters = dict(module.named_parameters())
         for name, (_, view) in zip(self.layout.names, self.layout.views(weights.detach().cpu().clone())):
@@ -163,11 +154,6 @@ class ModuleProblem:
         """The device that the module's parameters are on."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
-    @property
-    def writes_buffers(self) -> bool:
-        """Whether the last forward pass wrote into a buffer."""
-        return self._buffers.written
-
     def bind(self, weights: Tensor) -> None:
         """Let the parameters be views of ``weights`` ``(D,)`` on the module's device, the buffers w^0's."""
         self._buffers.restore()
@@ -177,23 +163,17 @@ class ModuleProblem:
             self._bound = weights  # keeps the storage alive, so that its address stays unique
 
     def logits(self, inputs: Tensor, module: nn.Module | None = None) -> Tensor:
-        """The module's output in float32; ``module``: one of ``twins`` instead."""
-        if module is None:
-            module = self._fast if self.compiled else self.module
+        """Return the module's output in float32; ``module``: one of ``twins`` instead."""
+        module = self.module if module is None else module
         with layers_in(self.precision, inputs):
             found: Tensor = module(inputs)
         return found if self.precision == "fp32" else found.float()
 
     def _training_logits(self, inputs: Tensor) -> Tensor:
-        if not self.onednn or self.compiled or not self.module.training or len(inputs) < LEAST:
+        if not self.onednn or not self.module.training or len(inputs) < LEAST:
             return self.logits(inputs)
         found: Tensor = self.module(looked_at(self.module, inputs).to_mkldnn())
         return found.to_dense()
-
-    @cached_property
-    def _fast(self) -> nn.Module:
-        """The module, compiled at its first pass."""
-        return cast(nn.Module, torch.compile(self.module, dynamic=False))
 
     def twins(self, count: int) -> list[nn.Module]:
         """``count`` modules for as many threads, the first being the module itself.
@@ -204,6 +184,7 @@ class ModuleProblem:
         if len(self._twins) < count:
             shared = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
             try:
+                # Parameters and buffers are in the memo, so copies share them and have only their own attributes.
                 more = [copy.deepcopy(self.module, dict(shared)) for _ in range(count - len(self._twins))]
             except Exception:  # any class may refuse in its own way
                 return [self.module]
@@ -212,16 +193,17 @@ class ModuleProblem:
         return self._twins[:count]
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
-        """Gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
+        """Return the gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
         self.bind(weights)
-        chosen = {
-            "all": self.parameters,
-            "shared": self.parameters[: self.layout.shared],
-            "personal": self.parameters[self.layout.shared :],
-        }[part]
+        first, last = {"all": (0, None), "shared": (0, self.layout.shared), "personal": (self.layout.shared, None)}[
+            part
+        ]
+        chosen = self.parameters[first:last]
+        # Its own tensors only in training: evaluation must give what another machine gives.
         losses, right = self.objective(self._training_logits(batch.inputs), batch.targets)
         loss = weighted_mean(losses, batch.weights)
         grads = torch.autograd.grad(loss, chosen, allow_unused=True)
+        # A parameter that the pass did not use has gradient zero.
         flat = [torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for g, p in zip(grads, chosen)]
         return Gradient(torch.cat(flat), loss.detach(), weighted_mean(right, batch.weights))
 
@@ -230,7 +212,7 @@ class ModuleProblem:
         """Eval mode inside the block (LUS's gradient)."""
         with _in_eval_mode(self.module):
             yield
-        self.settle()
+        self.restore_and_check()
 
 
 class BlockProblem:
@@ -248,24 +230,20 @@ class BlockProblem:
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
         self._fixed |= dict(module.named_buffers())
         self._buffers = Buffers(module)
+        self._own = own_code(module)
         self._watched = StateWatch(module, [p for n, p in module.named_parameters() if n in trained], module.buffers())
 
-    def settle(self, *, everything: bool = False) -> None:
-        """After a block: as ``ModuleProblem.settle``."""
+    def restore_and_check(self, *, everything: bool = False) -> None:
+        """After a block: as ``ModuleProblem.restore_and_check``."""
         self._buffers.restore()
-        refuse_change(self._watched, everything=everything)
-
-    @property
-    def writes_buffers(self) -> bool:
-        """Whether the last forward pass wrote into a buffer."""
-        return self._buffers.written
+        refuse_change(self._watched, everything=everything or self._own)
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
-        """Gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
+        """Return the gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
         self._buffers.restore()
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
-        per_client = torch.func.vmap(torch.func.grad_and_value(self._loss, has_aux=True), randomness="different")
+        per_client = torch.func.vmap(torch.func.grad_and_value(self._loss, has_aux=True), randomness="error")
         vectors, (loss, right) = per_client(weights[:, span], before, after, batch.inputs, batch.targets, _ones(batch))
         return Gradient(vectors, loss.detach(), right.detach())
 
@@ -280,7 +258,7 @@ class BlockProblem:
         return weighted_mean(losses, weights), weighted_mean(right, weights)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Eval mode inside the block (LUS's gradient)."""
+        """Evaluate inside the block, without dropout (for LUS's gradient)."""
         return _in_eval_mode(self.module)
 
 
@@ -297,7 +275,7 @@ def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:
     """Inside, layers compute in ``precision`` fp32 or bf16; their parameters stay as they are."""
     if precision == "fp32":
         return nullcontext()
-    # A weight is used once a pass, and a recorded graph must cast it anew at every replay.
+    # On a GPU a weight is used once a pass.
     kind = inputs.device.type
     return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=kind == "cpu" and torch.is_autocast_cache_enabled())
 

@@ -1,4 +1,4 @@
-"""Going on with a run: what its folder proves, which key its next rounds are drawn with, what is charged again.
+"""Resume a run: what its folder proves, which key draws its next rounds, what is charged again.
 
 A round that may have been released is drawn again with the same key only where that provably gives the same bits: the
 same run (``opening``), the same software, the same clients' answers, and a key whose use is known. Otherwise it is one
@@ -8,24 +8,29 @@ release more: a fresh key, and one more charge.
 from __future__ import annotations
 
 import hmac
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from fedflat.core.checks import wrong
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
+from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
+from fedflat.records.signing import TIPS, keep_tips, tips_of
 
 if TYPE_CHECKING:
-    from fedflat.engine.train import Job
+    from fedflat.engine.job import Job
 
 Record = dict[str, Any]
 GONE = "the noise key is gone"
@@ -47,14 +52,15 @@ class Start:
 
 
 def first_start(job: Job) -> Start:
-    """The start of a run that has no record yet: w^0, before round 0."""
+    """Return the start of a run that has no record yet: w^0, before round 0."""
     size = job.parts.layout.dimension
-    state = job.parts.first_state(job.first[:size], job.threshold)
-    return Start(state, PersonalState(job.first[size:].clone()), [], [])
+    state = job.parts.first_state(job.initial_weights[:size], job.threshold)
+    kept: dict[str, dict[int, Tensor]] = {found.name: {} for found in job.parts.algorithm.client_state}
+    return Start(state, PersonalState(job.initial_weights[size:].clone(), states=kept), [], [])
 
 
 def resume_run(job: Job, ledger: Ledger) -> Start:
-    """The state to go on from, with ``job.key`` chosen and everything charged that may be released twice.
+    """Return the state to go on from, with ``job.key`` chosen and everything charged that may be released twice.
 
     Raises:
         InputError: the ledger is another run's or another plan's, or lacks events that the run's other files prove.
@@ -65,26 +71,37 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
         job.say(note)
     _check_ledger(job, ledger)
     _check_statement(job, job.folder.path / STATEMENT)
+    # By name alone: a checkpoint that is damaged still proves that its round was released.
     named = [checkpoint.round_of(path) for path in job.folder.checkpoints.glob("round-*")]
     found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
     state, heads, facts = (start.state, start.heads, {}) if found is None else found
+    # Its weights would go on under another run's ledger.
     if facts.get("run", job.opening.run) != job.opening.run:
         raise wrong(str(job.folder.checkpoints), "a checkpoint of another run", "those of the run in this folder")
+    _check_noted(job, state.round, facts)
     _check_events(job, ledger, max([state.round, *named]), facts.get("ledger"))
     history, private, damage = job.folder.keep_rounds(state.round)
+    keep_tips(job.folder.path, state.round)
     for note in damage:
         job.say(note)
     _choose_key(job, ledger, state.round, found is None)
     return Start(state, heads, history, private)
 
 
+def _check_noted(job: Job, round: int, facts: Record) -> None:
+    """Refuse a newest checkpoint that tips.jsonl does not name."""
+    path = job.folder.path  # type: ignore[union-attr]
+    if facts and tips_of(path).get(round, {}).get("checkpoint") != facts["sha256"]:
+        place = str(path / "checkpoints" / f"round-{round:06d}.safetensors")
+        raise wrong(place, f"a checkpoint that {TIPS} does not name", "the one that the run wrote after that round")
+
+
 def _check_statement(job: Job, path: Path) -> None:
     """Set aside a statement that is not as it was written; the run writes its own at its end."""
     if path.exists() and not is_whole(path):
-        job.say(
-            f"{path.name} is not as it was written; set aside as {set_aside(path).name}, a new one comes at the end"
-        )
+        name = set_aside(path).name
+        job.say(f"{path.name} is not as it was written; set aside as {name}, a new one comes at the end")
 
 
 def _aside(path: Path, why: str) -> str:
@@ -106,9 +123,8 @@ def _check_ledger(job: Job, ledger: Ledger) -> None:
     if opening.attempt < carried.get("attempt", 1):  # type: ignore[union-attr]
         found = f"the one of attempt {opening.attempt}"  # type: ignore[union-attr]
         hint = "An older one was put back; its key has drawn these rounds."
-        raise wrong(
-            str(path.parent / OPENING), found, f"that of attempt {carried['attempt']}, as the ledger", hint=hint
-        )
+        allowed = f"that of attempt {carried['attempt']}, as the ledger"
+        raise wrong(str(path.parent / OPENING), found, allowed, hint=hint)
     plan = job.parts.plan
     alike = [plan.record(round, job.threshold) for round in range(1 if plan.first == 1 else 2)]
     for entry in ledger.entries:
@@ -135,14 +151,19 @@ def _check_events(job: Job, ledger: Ledger, rounds: int, mark: Record | None) ->
 def _choose_key(job: Job, ledger: Ledger, start: int, unsaved: bool) -> None:
     """Set ``job.key``; where it must be a fresh one, charge what may have been released with another."""
     opening: Opening = job.opening  # type: ignore[assignment]
+    now, job.identity = job.identity.engine, replace(job.identity, engine=opening.engine)  # as the key was made
     why, lost = reasons(job, ledger, start, unsaved)
     here = software_of(job)
     if opening.software != here:
         changed = [name for name in here if here[name] != opening.software.get(name)]
         job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
     if why:
+        # First: whoever finds the old key later must not draw these rounds again.
         keys.forget(opening.run)
-    job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why))
+        # Whatever else takes this run up elsewhere, or at another round, must get another key from the same seed.
+        then = json.dumps([now, start, ledger.tip(len(ledger.entries))])
+        job.identity = replace(job.identity, engine=sha256(then.encode()).hexdigest())
+    job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why), engine=job.identity.engine)
     job.key = _key(job, _root(job))
     job.opening = replace(job.opening, key=key_name(job.opening, job.key))
     if job.opening != opening:
@@ -153,15 +174,15 @@ def _choose_key(job: Job, ledger: Ledger, start: int, unsaved: bool) -> None:
     if job.stored:
         mark = keys.Mark(opening.run)
         mark.replace(ledger.path.read_bytes() if ledger.entries else b"")
+        # From here each line reaches the mark before the round is released.
         ledger.copy_to(mark.append)
 
 
 def software_of(job: Job) -> Record:
-    """What may change bits, of this job on this machine; nothing in a deployment, whose open rounds always get a fresh
-    key."""
+    """Return what may change bits here; nothing in a deployment, whose open rounds always get a fresh key."""
     if job.folder is not None and job.folder.deployment:
         return {}
-    return software(job.backend, str(job.problem.device), job.problem.compiled)
+    return software(job.backend, job.problem)
 
 
 def _root(job: Job) -> int | bytes:
@@ -185,13 +206,14 @@ def _name(job: Job, root: bytes) -> str:
 
 
 def key_name(opening: Opening, key: bytes) -> str:
-    """The public name of a key: an HMAC under the run's secret, which tells nothing of what the key was made from."""
+    """Return the public name of a key: an HMAC under the run's secret, which tells nothing of what it was made from."""
     return hmac.new(bytes.fromhex(opening.secret), b"key id" + key, "sha256").hexdigest()[:16]
 
 
 def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[str], list[Entry]]:
-    """Why rounds from ``start`` on need a fresh key (none: the same key gives the same bits), and events that the
-    ledger here has lost. unsaved: there is no checkpoint."""
+    """Return why rounds from ``start`` on need a fresh key (none: the same key gives the same bits), and events that
+    the ledger here has lost. unsaved: there is no checkpoint.
+    """
     why: list[str] = []
     lost: list[Entry] = []
     entries = ledger.entries
@@ -209,7 +231,8 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
         why.append("the method or model given in Python cannot be identified, so every start has a key of its own")
     if opened and job.folder.deployment:  # type: ignore[union-attr]
         why.append("other clients may answer the open round")
-    if opened and job.opening.software != software_of(job):  # type: ignore[union-attr]
+    # Of a seeded run a twin that was never stopped may exist, which draws the later rounds with the same key.
+    if (opened or (entries and not job.stored)) and job.opening.software != software_of(job):  # type: ignore[union-attr]
         why.append("the software or the engine differs")
     if unsaved and any(entry["round"] > 0 for entry in entries):
         why.append("no checkpoint is left, so the run starts again from round 0")
@@ -217,7 +240,7 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
 
 
 def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
-    """The events that the mark beside the noise key has and these do not, and why the key may not be used on (or "").
+    """Return the events that only the mark beside the noise key has, and why the key may not be used on (or "").
 
     The mark may lack the events of one round: the newest, whose release waits for the mark.
     """
@@ -230,26 +253,47 @@ def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
             break
         same += 1
     if len(marked) > same:
+        # A folder that lacks events which the mark has was put back; those events stay charged.
         return marked[same:], "the folder is behind the mark beside the noise key (was a backup restored?)"
     ahead = {entry["round"] for entry in entries[same:]}
     return [], "the folder is ahead of the mark beside the noise key" if len(ahead) > 1 else ""
 
 
 def _charge(job: Job, ledger: Ledger, start: int, why: str, lost: Sequence[Entry]) -> None:
+    """Charge the events that were lost; say which rounds are charged again, each when it is drawn."""
+    for entry in lost:
+        ledger.charge_lost(entry, f"{why}: its line was lost")
     latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries if entry["round"] >= start}
-    again: list[Entry] = []
-    if any(name != ledger.key_id for name in latest.values()):
-        reason = f"{why or GONE}: drawn again with a fresh key"
-        again = ledger.charge_again(reason, from_round=start)
-    again += [ledger.charge_lost(entry, f"{why}: its line was lost") for entry in lost]
-    rounds = sorted({entry["round"] for entry in again})
+    rounds = sorted(round for round, name in latest.items() if name != ledger.key_id)
+    job.why = why or GONE
     if rounds:
-        shown = f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"
-        job.say(f"{shown}: {why or GONE}; {len(again)} events charged again, and a fresh key from round {start} on")
+        shown = f"round {rounds[0]} is" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]} are"
+        job.say(f"{job.why}: a fresh key from round {start} on; {shown} charged again when drawn again")
     elif why:
         job.say(f"{why}: a fresh key from round {start} on")
 
 
+def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
+    """Set the job's plan and count of charges to those after ``round``. start: where the run goes on."""
+    if job.folder is None:
+        return
+    drawn = [{**entry, "attempt": 2} for entry in ledger.drawn_before(round)]
+    planned = [*ledger.entries, *drawn]
+    plan = job.parts.plan.standing(planned, ledger.key_id, start)
+    job.parts = job.parts if plan == job.parts.plan else replace(job.parts, plan=plan)
+    latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries}
+    later = sum(number > round and name != ledger.key_id for number, name in latest.items())  # released, not yet again
+    # Charged once for each time drawn; with a schedule the plan itself counts them.
+    job.charged_again = plan.again(planned) + (0 if isinstance(plan.mechanism, ScheduledPlan) else later)
+    vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
+
+
+def charge_drawn(job: Job, ledger: Ledger, round: int) -> None:
+    """Charge a round once more that was drawn before with another key, and may have been released."""
+    if job.folder is not None and ledger.drawn_before(round):
+        ledger.charge_again(f"{job.why}: drawn again with a fresh key", round=round)
+
+
 def ledger_mark(ledger: Any) -> Record:
-    """How far the ledger is, for a checkpoint."""
+    """Return how far the ledger is, for a checkpoint."""
     return {"events": len(ledger.entries), "tip": ledger.tip(len(ledger.entries))}

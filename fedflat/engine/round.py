@@ -1,4 +1,4 @@
-"""The only server path: choose a cohort, broadcast, add clipped messages, finish the round.
+"""Run the only server path: choose a cohort, broadcast, add clipped messages, finish the round.
 
 A simulation and a federation call the same functions; only the transport differs.
 """
@@ -8,36 +8,87 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core import wide
+from fedflat.core import rounding
+from fedflat.core.cohorts import NEVER, MinSeparation, separated
+from fedflat.core.params import Layout
 from fedflat.core.rng import stream
-from fedflat.core.schedules import NEVER, MinSeparation, Scheduled, separated
 from fedflat.core.types import (
     AVERAGE,
     Aggregate,
+    Algorithm,
+    Average,
     Broadcast,
-    Correlated,
-    GridMechanism,
+    Clip,
+    Local,
     MaskView,
     MeanView,
-    MovingClip,
-    PublicSampler,
+    Mechanism,
+    Optimizer,
     RoundInfo,
     RoundState,
-    ScaledMechanism,
     ServerView,
-    SharedNoise,
-    SummingMechanism,
+    broadcast_by,
 )
 from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.client import rate_of, steps_of
 from fedflat.engine.evaluate import QUANTILES
-from fedflat.engine.parts import Parts
+from fedflat.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """Hold what the server and the clients of a run agree on, the same in a simulation and a federation.
+
+    optimizer: what is public of a round's noise -> the server optimiser of that round.
+    weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
+    average: what is released of the iterates; None: the last one.
+    round_zero: parts used for round 0 only, if they differ. threshold: C of such a round.
+    """
+
+    algorithm: Algorithm
+    plan: Plan
+    clip: Clip
+    mechanism: Mechanism
+    optimizer: Callable[[MeanView], Optimizer]
+    local: Local
+    layout: Layout
+    weighted: bool = False
+    average: Average | None = None
+    round_zero: RoundParts | None = None
+    threshold: float | None = None
+
+    def of(self, round: int) -> RoundParts:
+        """Return the parts of a round."""
+        return self.round_zero if self.round_zero is not None and round == 0 else self
+
+    def first_state(self, shared: Tensor, threshold: float) -> RoundState:
+        """Return the server before round 0."""
+        slots = {name: slot for step in self.algorithm.server for name, slot in step.initial(shared).items()}
+        return RoundState(0, shared.clone(), threshold, slots)
+
+    @property
+    def message_length(self) -> int:
+        """Entries of a client's message: k·d."""
+        return self.algorithm.vectors * self.layout.dimension
+
+    @property
+    def message_tensors(self) -> tuple[slice, ...]:
+        """The slice of each shared tensor in a message, for each of its k vectors."""
+        starts = range(0, self.message_length, self.layout.dimension)
+        return tuple(slice(at + s.start, at + s.stop) for at in starts for s in self.layout.tensors("shared"))
+
+    @property
+    def broadcast(self) -> tuple[str, ...]:
+        """The slots that every client receives, as the server steps and the server optimiser say."""
+        return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))
+
 
 MALFORMED = "malformed"
 """Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
@@ -45,47 +96,40 @@ LAST_ROUND = "last_round"
 """Name of the server's slot with the round in which each client last took part, where rounds must lie apart."""
 
 
-def select_cohort(parts: Parts, key: bytes, draw: int) -> np.ndarray:
-    """The cohort of a draw (usually the round's number): sorted client ids, secret ones from the noise key."""
-    sampler, secret = parts.plan.sampler, stream(key, "cohort", draw)
-    if isinstance(sampler, Scheduled):
-        return sampler.select_at(draw, secret)
-    return sampler.select(sampler.public_generator(draw) if isinstance(sampler, PublicSampler) else secret)
+def select_cohort(parts: RoundParts, key: bytes, draw: int) -> np.ndarray:
+    """Return the cohort of a draw (usually the round's number): sorted client ids, secret ones from the noise key."""
+    return parts.plan.sampler.select_at(draw, stream(key, "cohort", draw))
 
 
 def broadcast_of(
-    parts: Parts, state: RoundState, seed: int, public_update: Callable[[], Tensor] | None = None
+    parts: RoundParts, state: RoundState, seed: int, public_update: Callable[[], Tensor] | None = None
 ) -> Broadcast:
-    """What every client of the round receives; the common mask, if any, comes from public randomness only."""
+    """Return what every client of the round receives; the common mask, if any, comes from public randomness only."""
     mask, now = None, parts.of(state.round)
     if now.algorithm.mask is not None:
         initial = state.slots.get("initial", state.shared)
         view = MaskView(state.shared, initial, stream(seed, "common mask", state.round), public_update)
         mask = now.algorithm.mask(view)
-    return Broadcast(
-        round=state.round,
-        shared=state.shared,
-        clip=state.clip if now.threshold is None else now.threshold,
-        rate=parts.local.rate(state.round),
-        vectors={name: state.slots.get(name, torch.zeros_like(state.shared)) for name in parts.broadcast},
-        mask=mask,
-    )
+    vectors = {name: state.slots.get(name, torch.zeros_like(state.shared)) for name in parts.broadcast}
+    clip = state.clip if now.threshold is None else now.threshold
+    return Broadcast(state.round, state.shared, clip, parts.local.rate(state.round), vectors, mask)
 
 
-def accumulator_of(parts: Parts, broadcast: Broadcast, key: bytes) -> Any:
-    """What adds up the round's messages: the plain clipped sum, unless the mechanism brings its own."""
+def accumulator_of(parts: RoundParts, broadcast: Broadcast, key: bytes) -> Any:
+    """Return what adds up the round's messages: the plain clipped sum, unless the mechanism has its own."""
     parts = parts.of(broadcast.round)
     tensors, size = parts.message_tensors, parts.message_length
-    if isinstance(parts.mechanism, SummingMechanism):
-        return parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
-    if isinstance(parts.mechanism, GridMechanism):
+    own = parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
+    if own is not None:
+        return own
+    if parts.mechanism.exact:
         encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
         return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
     return PlainSum(parts.clip, broadcast.clip, tensors, size, parts.weighted)
 
 
-def within_cap(parts: Parts, state: RoundState, cohort: np.ndarray) -> tuple[np.ndarray, RoundState]:
-    """The cohort without clients that took part ``max_participations`` times (trust: local) or come back too early.
+def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tuple[np.ndarray, RoundState]:
+    """Return the cohort without clients that took part too often (trust: local) or come back too early.
 
     Also the new counts, or each client's last round. The server of a local run sees who takes part, and a schedule is
     public, so neither is secret; a client left out counts as zero.
@@ -110,13 +154,13 @@ def _apart(state: RoundState, cohort: np.ndarray, sampler: MinSeparation) -> tup
 
 
 def last_rounds(state: RoundState, clients: int) -> Tensor:
-    """The round in which each client last took part, int64 ``(M,)``, ``NEVER`` at first; a copy."""
+    """Return the round in which each client last took part, int64 ``(M,)``, ``NEVER`` at first; a copy."""
     found = state.slots.get(LAST_ROUND)
     return torch.full((clients,), NEVER, dtype=torch.int64) if found is None else found.clone()
 
 
 def finish_round(
-    parts: Parts,
+    parts: RoundParts,
     state: RoundState,
     broadcast: Broadcast,
     aggregate: Aggregate,
@@ -125,12 +169,14 @@ def finish_round(
     *,
     divisor: float | None = None,
     unit: Callable[[], Tensor] | None = None,
+    scores: np.ndarray | None = None,
 ) -> tuple[RoundState, RoundInfo]:
-    """Ledger, noise on the sum, constant divisor, server step (docs/specification.md, "The round", steps 6–9).
+    """Charge the ledger, add noise to the sum, divide by the constant, run the server steps; return the new state.
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.
     divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.
     unit: the mechanism's own N(0, I) of this round, where it was drawn while clients trained.
+    scores: the cohort's sums of a private evaluation (``engine.evaluate.cohort_scores``).
     """
     parts = parts.of(state.round)
     plan, round = parts.plan, state.round
@@ -138,10 +184,12 @@ def finish_round(
     if plan.private:
         for line in plan.records(round, bound):
             charge(line)
+    # After the charge: that a round was aborted tells something of who came.
     if not plan.releases(aggregate.count):
         return _aborted(parts, state, broadcast, aggregate)
     released = noisy_sum(parts, broadcast, aggregate, key, unit)
     constant = plan.divisor if divisor is None else divisor
+    # A copy: ``released`` is still needed for the private figures.
     mean = released.to(state.shared.dtype, copy=True).div_(constant)
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
@@ -157,35 +205,44 @@ def finish_round(
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.min_cohort is not None:
         shown["aborted"] = False
-    info = RoundInfo(released=shown, private=_private_facts(aggregate, wide.distance(released, aggregate.total)))
+    if scores is not None:
+        shown |= private_accuracy(plan, scores, key, round)
+    info = RoundInfo(released=shown, private=_private_facts(aggregate, rounding.distance(released, aggregate.total)))
     return _averaged(parts, RoundState(round + 1, shared, clip, slots)), info
 
 
+def private_accuracy(plan: Plan, scores: np.ndarray, key: bytes, round: int) -> dict[str, float]:
+    """Return the cohort's accuracy from Σ(a_i − ½, ½) with noise, and the std that the noise gives it.
+
+    One client moves the two sums together by at most 1/√2, and σ_b is made for ½: the noise has √2 times as much.
+    """
+    std = math.sqrt(2) * (plan.count_std or 0.0)
+    centred, halves = scores + std * stream(key, "evaluation noise", round).standard_normal(2)
+    # The divisor is floored by a public number, so that noise near zero cannot blow the ratio up.
+    found = 0.5 + centred / (2 * max(halves, plan.divisor / 8))
+    return {"private_accuracy": float(np.clip(found, 0, 1)), "private_accuracy_sd": std / plan.divisor}
+
+
 def noisy_sum(
-    parts: Parts, broadcast: Broadcast, aggregate: Aggregate, key: bytes, unit: Callable[[], Tensor] | None = None
+    parts: RoundParts, broadcast: Broadcast, aggregate: Aggregate, key: bytes, unit: Callable[[], Tensor] | None = None
 ) -> Tensor:
-    """The sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
+    """Return the sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
     bound = parts.clip.bound(broadcast.clip)
-    if isinstance(parts.mechanism, GridMechanism):
-        noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
-    elif unit is not None and isinstance(parts.mechanism, ScaledMechanism):
-        noisy = wide.plus(aggregate.total, parts.mechanism.scaled(unit(), broadcast, aggregate, bound))
-    else:
-        noisy = wide.plus(aggregate.total, parts.mechanism.noise(key, broadcast.round, broadcast, aggregate, bound))
+    noisy = parts.mechanism.release(key, broadcast, aggregate, bound, None if unit is None else unit())
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 
 
-def mean_view(parts: Parts, bound: float, divisor: float, round: int) -> MeanView:
-    """What is public of the noise in a mean of messages with L2 norm ≤ ``bound``: that of the expected cohort."""
+def mean_view(parts: RoundParts, bound: float, divisor: float, round: int) -> MeanView:
+    """Return the public noise in a mean of messages with L2 norm ≤ ``bound``, for the expected cohort."""
     plan, source = parts.plan, parts.mechanism
-    std = source.total_std(bound, plan.divisor) if isinstance(source, SharedNoise) else plan.std(bound)
-    std *= source.row_norm(round) if isinstance(source, Correlated) else 1.0
+    found = source.total_std(bound, plan.divisor)
+    std = (plan.std(bound) if found is None else found) * source.row_norm(round)
     return MeanView(std / divisor, bound, divisor)
 
 
-def _averaged(parts: Parts, state: RoundState) -> RoundState:
-    """The state with the average of iterates that is released instead of the last one, if there is to be one."""
+def _averaged(parts: RoundParts, state: RoundState) -> RoundState:
+    """Return the state with the average of iterates that is released instead of the last one, if there is to be one."""
     if parts.average is None:
         return state
     found = parts.average(state.round, state.shared, state.slots.get(AVERAGE))
@@ -193,39 +250,37 @@ def _averaged(parts: Parts, state: RoundState) -> RoundState:
 
 
 def _aborted(
-    parts: Parts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate
+    parts: RoundParts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate
 ) -> tuple[RoundState, RoundInfo]:
-    """Too few honest shares, or more than the top-up has room for: nothing is released, the charge stays."""
+    """Release nothing: too few honest shares, or more than the top-up has room for; the charge stays."""
     shown = {"round": state.round, "clip": broadcast.clip, "aborted": True}
     hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     after = _averaged(parts, dataclasses.replace(state, round=state.round + 1))
     return after, RoundInfo(released=shown, private=hidden)
 
 
-def _next_clip(parts: Parts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:
-    """C_{t+1}: the same unless the clip is adaptive, whose count is noised with the plan's own σ_b."""
-    if not isinstance(parts.clip, MovingClip):
+def _next_clip(parts: RoundParts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:
+    """Return C_{t+1}: C_t, unless the clip is adaptive; then its count is noised with the plan's own σ_b."""
+    if not parts.clip.moves:
         return threshold
     return float(parts.clip.next(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
 def _malformed(aggregate: Aggregate) -> dict[str, int]:
-    """How many messages counted as zero because they were not finite, or of another shape; nothing if none."""
-    found = int((~torch.isfinite(aggregate.norms)).sum())
-    return {MALFORMED: found} if found else {}
+    """Return how many messages counted as zero because they were not finite, or of another shape; nothing if none."""
+    return {MALFORMED: found} if (found := int((~torch.isfinite(aggregate.norms)).sum())) else {}
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
-    """Norms against the clip, ᾱ and α̃ (Shi et al. 2023a, Eq. 15), signal-to-noise, and both errors as norms of the sum.
+    """Return norms against the clip, ᾱ and α̃ (Shi et al. 2023a, Eq. 15), signal-to-noise and both errors.
 
     noise_norm is the L2 norm of what the noise added to the sum; clip_bias = Σ‖Δ_i‖·|1 − α_i| is at least the norm of
     what the clip took from it (Cheng et al. 2022, Eq. 2 has the mean square of each for one client, per coordinate).
     """
     norms, factors = aggregate.norms, aggregate.factors
+    ratio = float(rounding.norm(aggregate.total)) / noise_norm if noise_norm > 0 else None
     facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
-    signal = float(wide.norm(aggregate.total))
-    facts["noise_norm"] = noise_norm
-    facts["signal_to_noise"] = signal / noise_norm if noise_norm > 0 else None
+    facts |= {"noise_norm": noise_norm, "signal_to_noise": ratio}
     finite = norms[torch.isfinite(norms)]
     if finite.numel():
         points = torch.quantile(finite, torch.tensor(list(QUANTILES.values()), dtype=finite.dtype))

@@ -1,4 +1,4 @@
-"""Rounds, evaluation, checkpoints and the stop at the budget: what turns one round into a run."""
+"""Run the rounds of a job: evaluation, checkpoints, and the stop at the budget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,40 +16,35 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedflat.core.checks import RunError
-from fedflat.core.personal import ClientContext, PersonalState
+from fedflat.core.durable import digest_of
+from fedflat.core.params import ClientContext, Layout, PersonalState
+from fedflat.core.process import in_background, stop_signal
 from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.stopping import asked
-from fedflat.core.types import Algorithm, Broadcast, Phase, RoundState, ScaledMechanism
-from fedflat.data.clients import FederatedData
-from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.ahead import ahead
+from fedflat.core.types import AVERAGE, Algorithm, Broadcast, Phase, RoundState
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
-from fedflat.engine.early import After, charge_rest, refuse_private
 from fedflat.engine.evaluate import (
-    Metric,
     Scores,
     class_accuracy,
     client_accuracies,
+    cohort_scores,
     measured,
     outputs_of,
     scores,
     spread,
 )
-from fedflat.engine.parts import Parts
-from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.resume import Start, first_start, ledger_mark, resume_run
+from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds, refuse_private
+from fedflat.engine.reduce import RoundSum
+from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
-from fedflat.privacy.plan import Claiming, Plan
+from fedflat.privacy.plan import Plan
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, RunFolder
-from fedflat.records.opening import Identity, Opening
+from fedflat.records.folder import LEDGER
+from fedflat.records.signing import note_tip
 
 Record = dict[str, Any]
-OnRound = Callable[[Record, After], object]
-"""Called after a round with its released record and the state it left; True ends the run."""
 
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
@@ -59,105 +53,7 @@ PERSONAL_TIMES = 10
 """Evaluations of clients' own models in a run whose recipe says nothing: each passes over all held-back data."""
 
 
-class Backend(Protocol):
-    """Trains a cohort and adds every client's message to the accumulator, in client order."""
-
-    name: str
-
-    def train(
-        self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Accumulator, heads: PersonalState
-    ) -> None: ...
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """every: rounds between evaluations on public test data. personal_every: the same for personal accuracy
-    (None: about ten times in a run). The last round is always evaluated. threads: batches at once."""
-
-    every: int = 1
-    personal_every: int | None = None
-    batch_size: int = 500
-    threads: int = 1
-
-
-@dataclass
-class Job:
-    """Everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder.
-
-    identity: what the run is. opening: what its folder says it is. stored: its key comes from OS entropy and lies in a
-    file outside the folder. tell: is given each note at once. made_for: the shapes the module was built for. metrics:
-    the user's own, on public test data. check_ins: chooses the cohort from who is there, in a deployment.
-    first_backend: of round 0, where that is made of something else (``Parts.first``). A run without a folder is drawn
-    with ``key`` as it is, so a test that needs a key of its own sets it.
-    """
-
-    parts: Parts
-    data: FederatedData
-    problem: ModuleProblem
-    backend: Backend
-    first: Tensor
-    threshold: float
-    seed: int
-    key: bytes = field(repr=False)
-    evaluation: Evaluation = Evaluation()
-    folder: RunFolder | None = None
-    identity: Identity = field(default_factory=lambda: Identity(""))
-    opening: Opening | None = None
-    stored: bool = False
-    notes: list[str] = field(default_factory=list)
-    tell: Callable[[str], object] | None = None
-    public_update: Callable[[RoundState], Tensor] | None = None
-    stages: dict[str, float] = field(default_factory=dict)
-    charged_again: int = 0
-    made_for: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    check_ins: Callable[[RoundState], np.ndarray] | None = None
-    first_backend: Backend | None = None
-
-    @cached_property
-    def last_round(self) -> int:
-        """The number of rounds the plan and its budget allow, rounds charged twice included."""
-        return min(self.parts.plan.rounds, self.parts.plan.rounds_within_budget(self.charged_again))
-
-    @property
-    def fingerprint(self) -> str:
-        """One string for everything that makes the run what it is; never written anywhere."""
-        return self.identity.fingerprint
-
-    def say(self, note: str) -> None:
-        """Note what was found on resuming: for ``Outcome.notes``, and at once for whoever listens."""
-        self.notes.append(note)
-        if self.tell is not None:
-            self.tell(note)
-
-    @cached_property
-    def held(self) -> list[int]:
-        """Ids of the clients that hold data back for their personal accuracy."""
-        return [i for i, rows in enumerate(self.data.held_back) if len(rows)]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Where a run ended. ``stopped`` says why, if before the last round; seen: on request, after private values were
-    read, and by no signal."""
-
-    state: RoundState
-    heads: PersonalState
-    history: list[Record]
-    private: list[Record]
-    entries: list[Record]
-    stopped: str = ""
-    notes: tuple[str, ...] = ()
-    complete: bool = True
-    seen: bool = False
-
-
-def train(
-    job: Job,
-    *,
-    on_round: OnRound | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Outcome:
+def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[], bool] | None = None) -> Outcome:
     """Run the rounds left from where the job's folder stands; stop before a round that would exceed the budget, or
     after one for which ``on_round`` gives True."""
     plan = job.parts.plan
@@ -165,46 +61,60 @@ def train(
         stack.enter_context(exact(job.problem.device))
         ledger, start = stack.enter_context(_opened(job))
         state, heads, history, private = start.state, start.heads, start.history, start.private
-        plan = plan.standing(ledger.entries, ledger.key_id, state.round)
-        job.parts = job.parts if plan is job.parts.plan else replace(job.parts, plan=plan)
-        job.charged_again = plan.again(ledger.entries)
-        vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
+        before = max(ledger.rounds_recorded(), default=-1)
+        update_plan(job, ledger, start.state.round, state.round)
         stopped, peeked, seen = "", False, False
+        # The newest checkpoint may still be on its way to the disk when the loop ends, or breaks.
         saved: Callable[[], object] = _nothing
         stack.callback(lambda: saved())
         while state.round < plan.rounds:
+            # Asked every round: what is charged again on a resume shortens the run.
             if state.round >= job.last_round:
                 stopped = f"stopped before round {state.round}: it would exceed the budget ε = {plan.budget:g}"
                 break
             if should_stop is not None and should_stop():
                 stopped = f"stopped as asked after {state.round} rounds"
-                seen = peeked and not asked()
+                seen = peeked and not stop_signal()
                 break
-            state, released, hidden = _one_round(job, state, heads, ledger, saved)
+            charge_drawn(job, ledger, state.round)
+            turn = _Round(job, state)
+            for cohort, broadcast in turn.cohorts():
+                turn.evaluate(cohort, heads)
+                # The back end maps, the round reduces: here, so that a step's gradient is one frame less away.
+                reduced = turn.sum_of(broadcast, heads)
+                for part in turn.backend.train(cohort, broadcast, heads, reduced.clipped):
+                    reduced.add(part)
+            state, released, hidden = turn.finish(heads, ledger, saved)
+            if state.round <= before + 1:
+                update_plan(job, ledger, start.state.round, state.round)
             history.append(released)
             private.append(hidden)
             if job.folder is not None:
                 saved = _save(job, state, heads, released, hidden, ledger_mark(ledger))
             if on_round is None:
                 continue
-            after = After(state, hidden, functools.partial(_module, job, state, heads))
+            after = RoundResult(state, hidden, functools.partial(_module, job, state, heads))
             ended = on_round(released, after) is True
             peeked = peeked or after.read_private
             if ended and state.round < job.last_round:
-                refuse_private(peeked)
-                rest, bound = range(state.round, job.last_round), job.parts.clip.bound(state.clip)
-                charge_rest(ledger, job.parts.plan, rest, bound)
+                refuse_private(peeked)  # no ε covers an end that private values decided
+                rest = range(state.round, job.last_round)
+                charge_remaining_rounds(ledger, job.parts.plan, rest, job.parts.clip.bound(state.clip))
                 stopped = f"ended early after {state.round} rounds by what was released"
                 break
         complete = state.round >= job.last_round
-        if broken := [found for record in private if (found := record.get(MALFORMED))]:
-            job.say(f"{sum(broken)} messages in {len(broken)} rounds were malformed and counted as zero")
+        _say_malformed(job, private)
         return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete, seen)
+
+
+def _say_malformed(job: Job, private: Sequence[Record]) -> None:
+    if counts := [count for record in private if (count := record.get(MALFORMED))]:
+        job.say(f"{sum(counts)} messages in {len(counts)} rounds were malformed and counted as zero")
 
 
 @contextlib.contextmanager
 def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
-    """The run's ledger (in memory only when the run writes no files), and where the run goes on."""
+    """Yield the run's ledger (in memory if the run writes no files), and where the run goes on."""
     if job.folder is None:
         yield MemoryLedger(), first_start(job)  # type: ignore[misc]
         return
@@ -221,69 +131,76 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
         yield ledger, start
 
 
-class MemoryLedger:
-    """A ledger for runs without a folder: the same lines, kept in memory."""
+class _Round:
+    """A round from its broadcast to the evaluated new state; between the two the caller trains its cohorts.
 
-    key_id = None
+    What depends on the round's number only, its ε and large noise, is computed in threads meanwhile.
+    """
 
-    def __init__(self) -> None:
-        self.entries: list[Record] = []
+    def __init__(self, job: Job, state: RoundState) -> None:
+        self.job, self.state, self.left_out = job, state, 0
+        self.began, self.clock = time.perf_counter(), _Clock(job.stages)
+        public = None if job.public_update is None else functools.partial(job.public_update, state)
+        self.broadcast = broadcast_of(job.parts, state, job.seed, public)
+        self.accumulator = accumulator_of(job.parts, self.broadcast, job.key)
+        self.spent = _epsilon_after(job.parts.plan, state.round + 1 + job.charged_again)
+        self.unit = _noise_ahead(job, state.round)
+        first = job.round_zero_backend if state.round == 0 else None
+        self.backend = job.backend if first is None else first
+        self.scores: np.ndarray | None = None
 
-    def append(self, payload: Mapping[str, Any]) -> Record:
-        """Record one privacy event, in memory only."""
-        self.entries.append({"line": len(self.entries), **payload})
-        return self.entries[-1]
+    def cohorts(self) -> Iterator[tuple[np.ndarray, Broadcast]]:
+        """Yield the secret cohort of each draw of the round, and what its clients receive."""
+        job, parts = self.job, self.job.parts
+        for draw in parts.plan.draws(self.state.round):
+            chosen = select_cohort(parts, job.key, draw) if job.check_ins is None else job.check_ins(self.state)
+            cohort, self.state = within_cap(parts, self.state, chosen)
+            self.left_out += len(chosen) - len(cohort)
+            self.clock("cohort and broadcast")
+            yield cohort, replace(self.broadcast, draw=draw)
+            self.clock("local training, clip and sum")
 
-    def charge_open(self, payload: Mapping[str, Any], reason: str) -> Record:
-        """Record an event of a round that is never finished."""
-        return self.append({**payload, "reason": reason})
+    def evaluate(self, cohort: np.ndarray, heads: PersonalState) -> None:
+        """Measure the model that the round begins with on what its cohort holds back, if the plan pays for it."""
+        job = self.job
+        if job.parts.plan.evaluation is not None:
+            weights = torch.cat([self.state.shared, heads.first])
+            self.scores = cohort_scores(job.problem, job.data, weights, cohort.tolist())
 
-    def rounds_recorded(self) -> set[int]:
-        """The rounds that have at least one event."""
-        return {entry["round"] for entry in self.entries}
+    def sum_of(self, broadcast: Broadcast, heads: PersonalState) -> RoundSum:
+        """Return what adds up the messages of one draw's cohort."""
+        parts = self.job.parts.of(self.state.round)
+        return RoundSum(parts.algorithm, parts.local, broadcast, self.accumulator.of(broadcast.draw), heads)
 
+    def finish(
+        self, heads: PersonalState, ledger: Ledger, saved: Callable[[], object]
+    ) -> tuple[RoundState, Record, Record]:
+        """Release the sum and evaluate; return the new state, the released record and the private one.
 
-def _one_round(
-    job: Job, state: RoundState, heads: PersonalState, ledger: Ledger, saved: Callable[[], object]
-) -> tuple[RoundState, Record, Record]:
-    """One round from the secret cohort to the evaluated new state. saved: waits for the last round's checkpoint."""
-    began, parts, clock = time.perf_counter(), job.parts, _Clock(job.stages)
-    start = state
-    public = None if job.public_update is None else lambda: job.public_update(start)  # type: ignore[misc]
-    broadcast = broadcast_of(parts, state, job.seed, public)
-    accumulator = accumulator_of(parts, broadcast, job.key)
-    spent = _epsilon_after(parts.plan, state.round + 1 + job.charged_again)
-    unit = _noise_ahead(job, state.round)
-    early = 0
-    for draw in parts.plan.draws(state.round):
-        chosen = select_cohort(parts, job.key, draw) if job.check_ins is None else job.check_ins(state)
-        cohort, state = within_cap(parts, state, chosen)
-        early += len(chosen) - len(cohort)
-        clock("cohort and broadcast")
-        backend = job.first_backend if job.first_backend is not None and state.round == 0 else job.backend
-        backend.train(cohort, replace(broadcast, draw=draw), accumulator, heads)
-        clock("local training, clip and sum")
-    aggregate = accumulator.result()
-    saved()  # before the next round is charged, the last one's checkpoint is there
-    new, info = finish_round(
-        parts, state, broadcast, aggregate, job.key, ledger.append, divisor=accumulator.divisor, unit=unit
-    )
-    clock("noise, ledger and server")
-    released, hidden = dict(info.released), {"round": state.round, **info.private}
-    hidden |= {"left_out": early} if early else {}
-    plan = parts.plan
-    released["epsilon"] = spent()
-    if isinstance(plan.mechanism, Claiming):  # published procedures: never without the proven ε beside it
-        released["claimed_epsilon"] = plan.mechanism.claimed(plan, new.round + job.charged_again)
-    public_facts, private_facts = _evaluate(job, new, heads)
-    clock("evaluation")
-    released |= public_facts
-    released["seconds"] = time.perf_counter() - began
-    order = ["round", "epsilon", "clip", "test_loss", "test_accuracy"]
-    if "claimed_epsilon" in released:
-        order.insert(2, "claimed_epsilon")
-    released = {k: released.get(k) for k in order} | {k: v for k, v in released.items() if k not in order}
-    return new, released, hidden | private_facts
+        saved: waits for the last round's checkpoint, which must be there before this round is charged.
+        """
+        job, plan, accumulator, state = self.job, self.job.parts.plan, self.accumulator, self.state
+        aggregate = accumulator.result()
+        saved()
+        new, info = finish_round(
+            job.parts, state, self.broadcast, aggregate, job.key, ledger.append,
+            divisor=accumulator.divisor, unit=self.unit, scores=self.scores,
+        )  # fmt: skip
+        self.clock("noise, ledger and server")
+        hidden = {"round": state.round, **info.private} | ({"left_out": self.left_out} if self.left_out else {})
+        first: Record = {"round": info.released["round"], "epsilon": self.spent()}
+        claimed = plan.account.claimed(plan, new.round + job.charged_again)
+        first |= {} if claimed is None else {"claimed_epsilon": claimed}
+        if job.evaluation.keep == "last":
+            public, private = _evaluate(job, new, heads)
+        else:
+            public, private = _evaluate(job, replace(new, slots={**new.slots, AVERAGE: new.shared}), heads)
+            new = best_so_far(new, public)
+        self.clock("evaluation")
+        facts = {**info.released, **public}
+        first |= {name: facts.get(name) for name in ("clip", "test_loss", "test_accuracy")}
+        hidden["seconds"] = time.perf_counter() - self.began  # it tells how large the cohort was
+        return new, first | {name: value for name, value in facts.items() if name not in first}, hidden | private
 
 
 @dataclass
@@ -302,7 +219,7 @@ class _Clock:
 def _save(
     job: Job, state: RoundState, heads: PersonalState, released: Record, hidden: Record, ledger: Record
 ) -> Callable[[], object]:
-    """Metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again.
+    """Write the metrics, then the checkpoint: after a kill, lines newer than the checkpoint are dropped and run again.
 
     A thread writes the checkpoint while the next round's clients train; the answer waits for it. In a deployment it is
     written before the model leaves.
@@ -310,14 +227,14 @@ def _save(
     clock, folder = _Clock(job.stages), job.folder
     folder.append(released, hidden)  # type: ignore[union-attr]
     kept, layout = heads.copy(), job.parts.layout
-    names = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes)]
-    facts = {"run": folder.run, "ledger": ledger, "tensors": names, "shared_tensors": layout.shared}  # type: ignore[union-attr]
+    facts = {"run": folder.run, "ledger": ledger, **tensors_of(layout)}  # type: ignore[union-attr]
+    note = functools.partial(note_tip, folder.path, folder.run, state.round, ledger, key=job.operator)  # type: ignore[union-attr]
     facts |= {"made_for": dict(job.made_for)} if job.made_for else {}
 
     def save() -> object:
         try:
-            folder.settle()  # type: ignore[union-attr]
-            return checkpoint.save(folder.checkpoints, state, kept, facts)  # type: ignore[union-attr]
+            folder.flush_lines()  # type: ignore[union-attr]
+            return checkpoint.save(folder.checkpoints, state, kept, facts, note)  # type: ignore[union-attr]
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())
             found = f"{folder.checkpoints}: cannot be written ({why})"  # type: ignore[union-attr]
@@ -325,20 +242,31 @@ def _save(
 
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
         save()
-    written = _nothing if folder.deployment else ahead(save)  # type: ignore[union-attr]
+    written = _nothing if folder.deployment else in_background(save)  # type: ignore[union-attr]
     clock("metrics and checkpoint")
     return written
 
 
+def tensors_of(layout: Layout) -> Record:
+    """Return what a checkpoint says of the module's parameters: all by name and shape, and how many are shared."""
+    names = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes)]
+    return {"tensors": names, "shared_tensors": layout.shared}
+
+
+def weights_digest(job: Job, state: RoundState) -> str:
+    """SHA-256 of the weights that a round released, by name: what the statement and its signature are about."""
+    return digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
+
+
 def _nothing() -> None:
-    """There is no checkpoint to wait for."""
+    """Do nothing: there is no checkpoint to wait for."""
 
 
 def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
     """ε after a round; it depends on the plan and the round only."""
     if not plan.private:
         return lambda: math.inf
-    begun = ahead(lambda: plan.epsilon(rounds))
+    begun = in_background(lambda: plan.epsilon(rounds))
 
     def found() -> float:
         try:
@@ -354,9 +282,28 @@ def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
     std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
     parts = job.parts.of(round)
     mechanism, size = parts.mechanism, parts.message_length
-    if not isinstance(mechanism, ScaledMechanism) or not job.parts.plan.private or size < LARGE:
+    if not mechanism.ahead or not job.parts.plan.private or size < LARGE:
         return None
-    return ahead(lambda: mechanism.unit(job.key, round, size))
+    return in_background(lambda: mechanism.unit(job.key, round, size))
+
+
+BEST = "best metric"
+"""Name of the server's slot with the largest accuracy, or the smallest loss with a minus, on public test data."""
+
+
+def best_so_far(state: RoundState, public: Record) -> RoundState:
+    """Return the state that releases the weights of the best round so far; the later one of two must be better.
+
+    Which round is released follows from what was released before, so it costs nothing.
+    """
+    value = public["test_accuracy"]
+    if value is None and public["test_loss"] is not None:
+        value = -public["test_loss"]
+    before = state.slots.get(BEST)
+    if value is None or math.isnan(value) or (before is not None and value <= float(before)):
+        return state
+    score = torch.tensor(value, dtype=torch.float64)
+    return replace(state, slots={**state.slots, AVERAGE: state.shared, BEST: score})
 
 
 def _due(round: int, every: int, rounds: int) -> bool:
@@ -386,7 +333,7 @@ def _evaluate(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record
 
 
 def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
-    """Loss, accuracy where the task has one, and the user's own metrics, on public test data."""
+    """Return the loss, accuracy where the task has one, and the user's own metrics, on public test data."""
     data, objective = job.data, job.problem.objective
     loss, score = found.mean()
     public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
@@ -412,7 +359,7 @@ def _personal_weights(job: Job, state: RoundState, heads: PersonalState) -> Call
 
 
 def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: Phase) -> Tensor:
-    """The global model after a client's local fine-tuning ``(D,)``; used for evaluation only, never sent."""
+    """Return the global model after a client's local fine-tuning ``(D,)``; used for evaluation only, never sent."""
     parts, rows = job.parts, job.data.parts[client]
     if len(rows) == 0:
         return weights

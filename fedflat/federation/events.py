@@ -1,26 +1,39 @@
-"""Log lines of the two apps, as text or as JSON: what happened, in which round, and the facts that may be told.
+"""Log lines of the two apps, as text or as JSON, and a server's metrics for Prometheus, which are made from the lines.
 
-A fact gets into a JSON line, or into the metrics (``fedflat.federation.server.monitor``), only where the code names it
-in ``told``: figures that were released, or that say how the service does. A traceback is reduced to its type and place,
-for an exception's own words may quote data.
+A fact gets into a JSON line, or into the metrics, only where the code names it in ``log_fields``: figures that were
+released, or that say how the service does. A traceback is reduced to its type and place, for an exception's own words
+may quote data.
+
+``/metrics``, ``/ready`` and ``/live`` are served on this machine. What reveals who or how many took part in a round is
+no event and has no metric: cohort sizes, replies, missing, failed or non-finite answers. For the same reason the
+library's metrics of the process are left out: processor time and memory grow with every reply, and ε counts on nobody
+knowing the cohort. Refused replies are those that no honest client causes, the same counts as in the log.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import threading
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import Any
 
-from fedflat.core.checks import one_of
+from fedflat.core.checks import one_of, wrong
+from fedflat.core.imports import missing
 from fedflat.records.folder import plain
 
 FORMATS = ("text", "json")
 
 
-def told(event: str, **facts: Any) -> dict[str, Any]:
-    """The ``extra`` of a log call: the event's name and its facts, all of which may be published."""
+def log_fields(event: str, **facts: Any) -> dict[str, Any]:
+    """Return the ``extra`` of a log call: the event's name and its facts, all of which may be published."""
     return {"event": event, "facts": facts}
 
 
@@ -28,7 +41,7 @@ class JsonLines(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, event, message and the event's facts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of one record."""
+        """Return the line of one record."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -60,3 +73,138 @@ def log_to_stderr(form: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else text)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+
+
+TEXT = "text/plain; charset=utf-8"
+
+
+class Monitor(logging.Handler):
+    """Turns the server's events into metrics. ready: clients enough are connected, and rounds are being run."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        super().__init__(logging.DEBUG)
+        self.registry = CollectorRegistry()
+        self.ready = False
+        self._last = time.monotonic()
+
+        def gauge(name: str, about: str) -> Any:
+            return Gauge(f"fedflat_{name}", about, registry=self.registry)
+
+        self._gauges = {
+            "finished": gauge("rounds_finished", "Rounds finished, of the whole run."),
+            "rounds": gauge("rounds_planned", "Rounds planned; a budget may end the run before."),
+            "epsilon": gauge("epsilon", "Proven epsilon spent so far."),
+            "budget": gauge("epsilon_budget", "Epsilon at which the run stops; +Inf without a budget."),
+            "delta": gauge("delta", "Delta of the guarantee."),
+            "connected": gauge("connected_clients", "Clients of the roster that were connected at the last ask."),
+        }
+        self._gauges["epsilon"].set(math.nan)
+        self._gauges["budget"].set(math.inf)
+        since = gauge("seconds_since_round", "Seconds since the last round ended, or since the start.")
+        since.set_function(lambda: time.monotonic() - self._last)
+        gauge("ready", "1 while rounds are being run.").set_function(lambda: float(self.ready))
+        self._aborted = Counter("fedflat_aborted_rounds", "Rounds that released nothing.", registry=self.registry)
+        about = "Replies that no honest client causes, by kind, since this server started."
+        self._refused = Counter("fedflat_refused_replies", about, ["kind"], registry=self.registry)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take the facts of one event."""
+        event, facts = getattr(record, "event", ""), getattr(record, "facts", {})
+        for name in self._gauges.keys() & facts.keys():
+            if facts[name] is not None:
+                self._gauges[name].set(facts[name])
+        if event == "round":
+            self._last = time.monotonic()
+            self._aborted.inc(bool(facts.get("aborted")))
+        if event == "refused":
+            for kind, count in facts["counts"].items():
+                self._refused.labels(kind).inc(count)
+        if event in ("ready", "complete"):
+            self.ready = event == "ready"
+
+    def page(self, path: str) -> tuple[int, str, bytes]:
+        """Return status, content type and content of one path."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        if path == "/metrics":
+            return 200, CONTENT_TYPE_LATEST, generate_latest(self.registry)
+        if path == "/ready":
+            return (200, TEXT, b"ready\n") if self.ready else (503, TEXT, b"waiting for clients, or ended\n")
+        return (200, TEXT, b"alive\n") if path == "/live" else (404, TEXT, b"/metrics, /ready or /live\n")
+
+
+@contextmanager
+def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> Iterator[None]:
+    """While the block runs, a page about the server at ``address`` (``HOST:PORT``); nothing for an empty one.
+
+    beyond: whether an address that other machines reach is meant. name: the logger whose events are counted.
+
+    An address that is taken is said, and the run goes on without its page.
+
+    Raises:
+        InputError: the address is none, or not on this machine and not meant to be elsewhere.
+    """
+    if not address:
+        yield
+        return
+    host, port = _place(address, beyond)
+    monitor, logger = _monitor(), logging.getLogger(name)
+    try:
+        server = ThreadingHTTPServer((host, port), _handler(monitor.page))
+    except OSError as error:
+        logger.warning("metrics: %s cannot be served (%s); the run goes on without", address, error.strerror)
+        yield
+        return
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    before = logger.level
+    logger.addHandler(monitor)
+    logger.setLevel(logging.DEBUG)
+    thread.start()
+    try:
+        yield
+    finally:
+        logger.removeHandler(monitor)
+        logger.setLevel(before)
+        server.shutdown()
+        server.server_close()
+
+
+def _monitor() -> Monitor:
+    try:
+        return Monitor()
+    except ImportError as error:
+        raise missing("metrics", "prometheus-client", "federation") from error
+
+
+def _place(address: str, beyond: bool) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    try:
+        number, local = int(port), host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        raise wrong("metrics", address, "ADDRESS:PORT, for example 127.0.0.1:9464") from None
+    if not 0 < number < 65536:
+        raise wrong("metrics", address, "a port from 1 to 65535")
+    if not local and not beyond:
+        raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
+    return host, number
+
+
+def _handler(page: Callable[[str], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # a client that says nothing holds no thread for longer
+
+        def do_GET(self) -> None:
+            status, kind, content = page(self.path.partition("?")[0])
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: who asks for metrics is no event of the run."""
+
+    return Handler

@@ -13,30 +13,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation.client.store import Store
-from fedflat.federation.exits import status_of
-from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, must_be_free, private
-from fedflat.federation.launch.project import (
-    ADDRESSES_FILE,
+from fedflat.federation.doors import raise_descriptor_limit
+from fedflat.federation.lock import ADDRESSES_FILE, Addresses, address_text
+from fedflat.federation.processes import dies_with, end, end_with_an_exit, must_be_free, private, program
+from fedflat.federation.project import (
     CONTROL_CERTIFICATE,
     HERE,
     PACKAGE,
-    client_folder,
     environment,
     node_port,
     superlink_command,
     supernode_command,
 )
-from fedflat.federation.rejoin import sign_off
 from fedflat.federation.task import Task
+from fedflat.records.folder import METRICS, read_lines
+from fedflat.report import Progress
 
 PATIENCE, GRACE = 120.0, 8.0
 """Seconds that programs may take to start (they import torch and flwr, on a loaded machine all at once), and to end
@@ -52,16 +51,15 @@ class Federation:
     project: Path
     patience: float = PATIENCE
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _deaf: bool = False
 
     def __post_init__(self) -> None:
         if not (self.project / ADDRESSES_FILE).is_file():
             raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
-        from fedflat.federation.superlink import Addresses, shown
-
         addresses = Addresses.read(self.project)
         self.addresses = (addresses.listen, addresses.control)
         self.host, self.port = addresses.listen
-        self.control = shown(addresses.control)
+        self.control = address_text(addresses.control)
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
 
@@ -69,9 +67,7 @@ class Federation:
         self.logs.mkdir(mode=0o700, exist_ok=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self, clients: Sequence[int] | None = None) -> None:
@@ -95,7 +91,7 @@ class Federation:
         raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
 
     def check_alive(self) -> None:
-        """RunError, with the last line of its log, if a process that was started here has ended by itself."""
+        """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 log = self.logs / f"{name}.log"
@@ -107,20 +103,6 @@ class Federation:
         """Start (again) the SuperNode of one client."""
         command = supernode_command(self.project, client, self.host, self.port, self.task.pin)
         self._spawn(f"client-{client}", command)
-
-    def restart_node(self, client: int) -> None:
-        """Start the SuperNode of a client that was killed, after signing off for the dead one."""
-        own = client_folder(self.project, client)
-        node = Store(own / "state").node()
-        if node is not None:
-            certificates = self.project / "certificates" / "ca.crt"
-            with suppress(RunError):  # a SuperLink that was started again knows nothing to sign off
-                sign_off(f"{self.host}:{self.port}", certificates, own / "auth.key", node)
-        self.start_node(client)
-
-    def kill(self, name: str) -> None:
-        """SIGKILL a process and everything it started."""
-        end([self.processes.pop(name).pid], 0)
 
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""
@@ -134,15 +116,6 @@ class Federation:
             pass
         raise RunError(f"flwr run failed: {(found.stdout + found.stderr).strip()[-500:]}")
 
-    def end(self, run: int) -> None:
-        """``flwr stop``: end a run that still counts as running, say because its ServerApp was killed a moment ago.
-
-        Until then SuperNodes may wait for the rest of a message that the dead ServerApp did not finish sending.
-        """
-        found = self._flwr(["flwr", "stop", str(run), "fedflat"])
-        if found.returncode:
-            raise RunError(f"flwr stop failed: {(found.stdout + found.stderr).strip()[-500:]}")
-
     def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [_program(command[0]), *command[1:]],
@@ -150,15 +123,31 @@ class Federation:
         )  # fmt: skip
 
     def status(self, run: int) -> str:
-        """Flower's status of a run, like ``finished:completed``."""
+        """Return Flower's status of a run, like ``finished:completed``; "unknown" if it could not be asked just now."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        with redirect_stdout(io.StringIO()), self._control() as client:
-            found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
+        try:
+            with redirect_stdout(io.StringIO()), self._control() as client:
+                found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
+        except (Exception, SystemExit) as error:  # whatever Flower's client makes of a door that is full
+            if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+                raise  # a signal that asks this launcher to end
+            if not self._deaf:
+                print(f"the SuperLink does not answer ({type(error).__name__}); asking again", file=sys.stderr)
+            self._deaf = True
+            return "unknown"
+        self._deaf = False
         return f"{found.status}:{found.sub_status}" if found.sub_status else str(found.status)
 
+    def connected(self) -> int:
+        """Return how many SuperNodes are online."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        with redirect_stdout(io.StringIO()), self._control() as client:
+            return sum(node.status == "online" for node in client.ListNodes(ListNodesRequest()).nodes_info)
+
     def _control(self) -> Any:
-        """Flower's client of the Control interface, with this project's address and token (not with FLWR_HOME's)."""
+        """Return Flower's client of the Control interface, with the project's address and token (not FLWR_HOME's)."""
         from flwr.cli.auth_plugin import OidcCliPlugin
         from flwr.cli.typing import SuperLinkConnection
         from flwr.cli.utils import init_http_client_from_connection
@@ -169,11 +158,12 @@ class Federation:
         sender.store = FileCredentialStore(self.project / "flower" / "credentials.yaml")
         return init_http_client_from_connection(connection, sender)
 
-    def wait(self, run: int, seconds: float) -> str:
-        """Wait until a run is finished; returns its last status. RunError as soon as a process has ended."""
+    def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
+        """Wait until a run is finished; return its last status. RunError as soon as a process has ended."""
         until, status = time.monotonic() + seconds, ""
         while time.monotonic() < until:
             status = self.status(run)
+            meanwhile()
             if status.startswith("finished"):
                 break
             self.check_alive()
@@ -189,6 +179,7 @@ class Federation:
         here = str(Path(__file__).resolve().parents[2])
         paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         programs = str(Path(sys.executable).parent)
+        # Python of this process first: a SuperNode must not run another installation's fedflat.
         return {
             **os.environ,
             **environment(self.project),
@@ -213,19 +204,32 @@ class Federation:
 
 
 def _program(name: str) -> str:
-    """A Flower program beside this Python, or on the path."""
+    """Return a Flower program beside this Python, or on the path."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
 
 
+class Rounds:
+    """The released records of a project's run, as they come."""
+
+    def __init__(self, project: Path) -> None:
+        settings = tomllib.loads((project / "app" / "pyproject.toml").read_text(encoding="utf-8"))
+        self.path = Path(settings["tool"]["flwr"]["app"]["config"]["out"]).expanduser() / METRICS
+        self._seen = len(read_lines(self.path))
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the records since the last call."""
+        rows = read_lines(self.path)
+        found, self._seen = rows[self._seen :], len(rows)
+        return found
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a project on this machine; exit status 0 if the run completed."""
-    if len(arguments) != 1:
-        print("usage: python -m fedflat.federation.local PROJECT", file=sys.stderr)
-        return 2
     private()
+    raise_descriptor_limit()
     end_with_an_exit()
-    return status_of(lambda: _whole_run(Path(arguments[0])))
+    return program("local PROJECT", arguments, lambda: _whole_run(Path(arguments[0])))
 
 
 def _whole_run(project: Path) -> int:
@@ -233,7 +237,14 @@ def _whole_run(project: Path) -> int:
         federation.start()
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
-        status = federation.wait(run, float("inf"))
+        follow = Rounds(project)
+        with Progress(federation.task.recipe, what="clients connect", stderr=True) as shown:
+
+            def tell() -> None:
+                for row in follow.new():
+                    shown.round(row, {})
+
+            status = federation.wait(run, float("inf"), tell)
         print(status)
     return 0 if status == "finished:completed" else 1
 

@@ -1,9 +1,9 @@
-"""The lock on the SuperLink: who may give orders, and which of its addresses the network sees.
+"""The lock on the SuperLink: who may give orders, and at which addresses it listens.
 
 Flower 1.41 serves three interfaces on one port: Fleet (SuperNodes, each with its registered key), Control (``flwr
 run`` and all other orders) and Runtime (the ServerApp). Control is open to everybody there unless an authentication
-plugin is given, and whoever gives orders chooses the code that runs. So here the network gets Fleet alone, and orders
-need the operator's token, a random number that ``flwr`` sends from its own credentials file.
+plugin is given, and whoever gives orders chooses the code that runs. So here the network gets Fleet alone (``doors``),
+and orders need the operator's token, a random number that ``flwr`` sends from its own credentials file.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, wrong
-from fedflat.federation.exits import status_of
+from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"
-FLEET = "/v1/fleet/"
+ADDRESSES_FILE = "server/superlink.toml"
 
 
 def write_lock(lock: Path, credentials: Path, address: str) -> None:
-    """A new operator's token: its hash for the SuperLink, itself for ``flwr`` (in FLWR_HOME); both 0600."""
+    """Write a new operator's token: its hash for the SuperLink, itself for ``flwr`` (in FLWR_HOME); both 0600."""
     token = secrets.token_urlsafe(32)
     entry = f"flower.account-auth.{address}."
     kept = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
@@ -44,7 +46,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def read_lock(path: Path) -> bytes:
-    """The hash of the operator's token; InputError if there is none, or if others could change or read it."""
+    """Return the hash of the operator's token; InputError if there is none, or if others could change or read it."""
     try:
         found, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -57,7 +59,7 @@ def read_lock(path: Path) -> bytes:
 
 
 def address_of(where: str, text: Any) -> tuple[str, int]:
-    """Host and port of ``host:port`` (an IPv6 address in brackets); InputError if it is none."""
+    """Return host and port of ``host:port`` (an IPv6 address in brackets); InputError if it is none."""
     host, _, port = str(text).rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise wrong(where, str(text), "HOST:PORT")
@@ -65,7 +67,7 @@ def address_of(where: str, text: Any) -> tuple[str, int]:
 
 
 def loopback_of(where: str, text: Any) -> tuple[str, int]:
-    """The same for an address that only this machine reaches; InputError for any other, or for a name."""
+    """Return the same for an address that only this machine reaches; InputError for any other, or for a name."""
     host, port = address_of(where, text)
     try:
         inside = ipaddress.ip_address(host).is_loopback
@@ -83,15 +85,18 @@ class OperatorOnly:
         self.lock = lock
 
     def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, Any]:
-        """Whether the request carries the token, and the account if so."""
+        """Return whether the request carries the token, and the account if so."""
         from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_FLWR_AID
         from flwr.supercore.auth.typing import AccountInfo
 
         given = dict(metadata).get(ACCESS_TOKEN_KEY, "")
-        token = given if isinstance(given, bytes) else given.encode()
-        if not hmac.compare_digest(hashlib.sha256(token).digest(), self.lock):
+        if not self.is_token(given.decode("latin-1") if isinstance(given, bytes) else given):
             return False, None
         return True, AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name="operator")
+
+    def is_token(self, given: str) -> bool:
+        """Return whether this is the operator's token."""
+        return hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self.lock)
 
     def get_login_details(self) -> None:
         """Nobody logs in: the token is a file."""
@@ -100,63 +105,49 @@ class OperatorOnly:
         """No token is given to anybody."""
 
     def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
-        """None is renewed either."""
+        """No token is renewed either."""
         return None, None
 
 
-def fleet_only(app: Any, known: Collection[bytes]) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """The SuperLink's ASGI application as the network sees it: nothing but the SuperNodes' own interface, and of a
-    request without the signature of a ``known`` key (PEM) nothing is read. Flower itself takes the whole body in first.
-    """
+@dataclass(frozen=True)
+class Addresses:
+    """Addresses (host, port) that the SuperLink listens at."""
 
-    async def door(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        inside = scope["path"].startswith(FLEET)
-        if inside and _is_signed(dict(scope["headers"]), known):
-            await app(scope, receive, send)
-            return
-        status, headers = 401 if inside else 404, [(b"content-length", b"0"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+    listen: tuple[str, int]
+    control: tuple[str, int]
 
-    return door
+    @classmethod
+    def read(cls, project: Path) -> Addresses:
+        """Return what ``server/superlink.toml`` of a project says; InputError unless orders come from this machine."""
+        path = project / ADDRESSES_FILE
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{path}: found no addresses ({error}); allowed: what fedflat deploy wrote.") from error
+        listen = address_of(f"{path}: listen", found.get("listen"))
+        addresses = cls(listen, loopback_of(f"{path}: control", found.get("control")))
+        if addresses.listen[1] == addresses.control[1]:
+            raise wrong(f"{path}: control", f"port {addresses.control[1]}, as in listen", "another port")
+        return addresses
 
 
-def _is_signed(headers: Mapping[bytes, bytes], known: Collection[bytes]) -> bool:
-    """Whether a known key signed the request's time. Flower asks how old that is, and whose node the request is of."""
-    from flwr.common.constant import TIMESTAMP_HEADER
-    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
-
-    def given(name: str) -> bytes:
-        return headers.get(name.lower().encode(), b"")
-
-    try:
-        key, signature = (
-            base64.b64decode(given(name), validate=True)
-            for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
-        )
-    except ValueError:
-        return False
-    return key in known and verify_signature(bytes_to_public_key(key), given(TIMESTAMP_HEADER), signature)
+def address_text(address: tuple[str, int]) -> str:
+    """Return an address as Flower takes it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A new token for a project; the old one is good until the SuperLink is started again."""
-    if len(arguments) != 1:
-        print("usage: python -m fedflat.federation.lock PROJECT", file=sys.stderr)
-        return 2
-    from fedflat.federation.superlink import Addresses, shown
+    """Write a new token for a project; the old one is good until the SuperLink is started again."""
 
     def work() -> int:
         project = Path(arguments[0])
         credentials = project / "flower" / "credentials.yaml"
-        write_lock(project / "server" / LOCK, credentials, shown(Addresses.read(project).control))
+        write_lock(project / "server" / LOCK, credentials, address_text(Addresses.read(project).control))
         print(f"{credentials}: a new operator's token; start the SuperLink again")
         return 0
 
-    return status_of(work)
+    return program("lock PROJECT", arguments, work)
 
 
 if __name__ == "__main__":

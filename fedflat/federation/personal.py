@@ -16,59 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fedflat.core.checks import wrong
-from fedflat.core.personal import PersonalState
-from fedflat.core.threads import using_threads
-from fedflat.core.types import RoundState
-from fedflat.engine.evaluate import scores
-from fedflat.engine.train import finetuned
-from fedflat.federation.client.session import Client
-from fedflat.federation.client.store import Store, read_examples
-from fedflat.federation.exits import status_of
+from fedflat.federation.client import Client, evaluate
+from fedflat.federation.processes import status_of
+from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 from fedflat.records import checkpoint
 
 
-def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
-    """The record of one model on the client's held-back examples.
-
-    shared: ``(d,)``, released after ``round`` rounds. The record: round, personal_accuracy (own head or fine-tuned),
-    shared_accuracy (w^0's head, not fine-tuned), examples.
-
-    Raises:
-        InputError: no held-back file, examples of another form, or a model of another size.
-    """
-    job, number = client.job, client.number
-    if client.held is None:
-        raise wrong("node config: held", "nothing", "a file of examples that are never trained on")
-    inputs, targets = read_examples(client.held)
-    client.task.form.check(str(client.held), inputs, targets)
-    size = job.parts.layout.dimension
-    if shared.shape != (size,):
-        raise wrong("--model", f"{shared.numel()} shared parameters", f"{size}, as the recipe's model has")
-    first = job.first[size:]
-    heads = PersonalState(first, {number: client.store.head(first, round)})
-    with using_threads(1):
-        plain = scores(job.problem, torch.cat([shared, first]), inputs, targets).mean()[1]
-        own = heads.whole(shared, number)
-        tune = job.parts.algorithm.finetune
-        if tune is not None:
-            own = finetuned(job, RoundState(round, shared, job.threshold), own, number, tune)
-        found = scores(job.problem, own, inputs, targets).mean()[1]
-    return {"round": round, "personal_accuracy": found, "shared_accuracy": plain, "examples": len(inputs)}
-
-
-def model_of(path: Path) -> tuple[Tensor, int]:
-    """The shared part of a released checkpoint, and after how many rounds it was released."""
-    state = checkpoint.load_released(path)
-    return state.released, state.round
-
-
-def shown(records: Sequence[dict[str, Any]]) -> str:
-    """The records as a small table."""
+def table_of(records: Sequence[dict[str, Any]]) -> str:
+    """Return the records as a small table."""
     lines = [f"{'round':>6} {'personal %':>11} {'shared %':>9} {'examples':>9}"]
     for row in records:
         personal, plain = (100 * row[name] for name in ("personal_accuracy", "shared_accuracy"))
@@ -93,8 +50,9 @@ def main(arguments: Sequence[str]) -> int:
             if given.data is None or given.held is None:
                 raise wrong("--model", "no --data or no --held", "both files of the client")
             client = Client(Task.read(given.app), given.client, given.data, store, held=given.held)
-            store.note_accuracy(evaluate(client, *model_of(given.model)))
-        print(shown(store.accuracies()))
+            released = checkpoint.load_released(given.model)
+            store.note_accuracy(evaluate(client, released.released, released.round))
+        print(table_of(store.accuracies()))
         return 0
 
     return status_of(work)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation.client.store import Store
-from fedflat.federation.exits import status_of
+from fedflat.federation.processes import status_of
+from fedflat.federation.store import Store
 
 
 def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.federation.exits import status_of
-from fedflat.federation.launch.certificates import write_authority_and_server
-from fedflat.federation.launch.flower import check_flower
-from fedflat.federation.launch.processes import hang_up_is_an_end, must_be_free, private
-from fedflat.federation.launch.project import HERE, QUIET
+from fedflat.federation import processes
+from fedflat.federation.certificates import write_authority_and_server
+from fedflat.federation.doors import raise_descriptor_limit, this_machine_only, worker_or_task
+from fedflat.federation.project import HERE, QUIET
 from fedflat.federation.task import Task
 from fedflat.federation.worker import Runtime, client_work, start_worker
 
@@ -35,16 +35,17 @@ def serve(given: argparse.Namespace) -> int:
         InputError: files that are missing or open to others, a taken port. RunError: the SuperLink lost the node.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
-    check_flower()
-    Task.read(app)
+    processes.check_flower()
+    task = Task.read(app)
     if not authority.is_file():
         raise wrong("--root-certificates", str(authority), "the authority's certificate (ca.crt)")
-    if not key.is_file() or key.stat().st_mode & 0o077:
-        found = "no such file" if not key.is_file() else f"mode {key.stat().st_mode & 0o777:04o}"
-        raise wrong(f"--auth-supernode-private-key {key}", found, "the client's own key, 0600")
-    must_be_free("--port", HERE, given.port)
-    private()
-    hang_up_is_an_end()
+    processes.check_private(key, "--auth-supernode-private-key ")
+    processes.must_be_free("--port", HERE, given.port)
+    processes.private()
+    processes.hang_up_is_an_end()
+    raise_descriptor_limit()
+    processes.uncoloured()
+    processes.limit_messages(task.limits.ask)
     os.environ.update(QUIET)
     own = key.parent / "port"
     shutil.rmtree(own, ignore_errors=True)
@@ -61,8 +62,17 @@ def serve(given: argparse.Namespace) -> int:
 
 
 def _be_the_supernode(given: argparse.Namespace, key: Path, own: Path, secret: bytes) -> None:
+    from flwr.supernode import main as served
     from flwr.supernode.cli import flower_supernode
 
+    # Flower has no hook for its local port, so the function that makes its application is replaced by one with a door.
+    create_app = served.create_app
+
+    def guarded(state_factory: Any, superexec_auth_secret: Any) -> Any:
+        allowed = worker_or_task(secret, state_factory.state)
+        return this_machine_only(create_app(state_factory, superexec_auth_secret), allowed)
+
+    served.create_app = guarded
     reader, writer = os.pipe()  # Flower wants a file
     os.write(writer, secret)
     os.close(writer)
@@ -77,7 +87,7 @@ def _be_the_supernode(given: argparse.Namespace, key: Path, own: Path, secret: b
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 2 with one line for what is missing."""
+    """Run a SuperNode; exit status 2 with one line for what is missing."""
     parser = argparse.ArgumentParser(prog="python -m fedflat.federation.supernode", description=__doc__.split("\n")[0])
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--superlink", required=True, help="host:port")
@@ -86,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
     parser.add_argument("--port", type=int, default=9094, help="a free port of this machine, on 127.0.0.1 alone")
     given = parser.parse_args(arguments)
-    return status_of(lambda: serve(given))
+    return processes.status_of(lambda: serve(given))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""What all parties of a deployment hold alike: the recipe, the public form of the data, and a hash over both (the
-pin).
+"""What all parties of a deployment hold alike: recipe, public form of the data, roster, and a hash of them, the pin.
+
+The population M is the roster, fixed before round 0: each client's number, and the public key with which its SuperNode
+authenticates. The server draws cohorts from it, whether a client is connected or not, so who happens to be online
+changes neither q nor the denominator.
 """
 
 from __future__ import annotations
@@ -7,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
-from fedflat.federation.roster import Roster
+from fedflat.federation.bounds import Limits
+from fedflat.federation.processes import program
 from fedflat.federation.wire import PROTOCOL
 
 RECIPE, TASK, ROSTER = "recipe.yaml", "task.json", "roster.json"
@@ -40,23 +44,19 @@ class DataSpec:
 
     @classmethod
     def of(cls, data: FederatedData) -> DataSpec:
-        """The form of a federation's data."""
+        """Return the form of a federation's data."""
         kind = str(data.inputs.dtype).removeprefix("torch.")
         return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
 
     def empty(self) -> Tensor:
-        """Inputs ``(0, …)`` of this form: a client without an example."""
+        """Return inputs ``(0, …)`` of this form: a client without an example."""
         return torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
 
     def federation(
-        self,
-        client: int | None = None,
-        own: tuple[Tensor, Tensor] | None = None,
+        self, client: int | None = None, own: tuple[Tensor, Tensor] | None = None,
         test: tuple[Tensor, Tensor] | None = None,
-    ) -> FederatedData:
-        """What one party sees of the federation: its own examples if it is a client, the public test set if it has
-        one.
-        """
+    ) -> FederatedData:  # fmt: skip
+        """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
         inputs, targets = own if own is not None else (self.empty(), torch.zeros(0, dtype=torch.int64))
         nothing = np.empty(0, dtype=np.int64)
         parts = [nothing] * self.clients
@@ -65,28 +65,113 @@ class DataSpec:
         held = (nothing,) * self.clients
         shown, answers = test if test is not None else (None, None)
         return FederatedData(
-            inputs, targets, tuple(parts), held, shown, answers, self.classes, self.name, self.vocabulary, self.padding
-        )
+            inputs, targets, tuple(parts), held, shown, answers, self.classes, self.name, self.vocabulary, self.padding,
+            stated=True,
+        )  # fmt: skip
 
     def check(self, where: str, inputs: Tensor, targets: Tensor) -> None:
         """Raise InputError unless a party's examples have this form."""
         if tuple(inputs.shape[1:]) != tuple(self.input_shape):
-            raise wrong(
-                f"{where}: inputs", f"shape {tuple(inputs.shape[1:])} per example", str(tuple(self.input_shape))
-            )
+            shape = f"shape {tuple(inputs.shape[1:])} per example"
+            raise wrong(f"{where}: inputs", shape, str(tuple(self.input_shape)))
         if str(inputs.dtype) != f"torch.{self.input_dtype}":
             raise wrong(f"{where}: inputs", str(inputs.dtype), self.input_dtype)
         if targets.dtype != torch.int64 or len(targets) != len(inputs):
             raise wrong(f"{where}: targets", f"{len(targets)} of {targets.dtype}", f"{len(inputs)} of torch.int64")
         if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < self.classes:
-            raise wrong(
-                f"{where}: targets", f"{int(targets.min())} to {int(targets.max())}", f"0 to {self.classes - 1}"
-            )
+            span = f"{int(targets.min())} to {int(targets.max())}"
+            raise wrong(f"{where}: targets", span, f"0 to {self.classes - 1}")
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Public keys in client order, in OpenSSH form without a comment (``ecdsa-sha2-nistp384 AAAA…``)."""
+
+    keys: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            raise wrong("roster.json", "the same public key for two clients", "one key for each client")
+
+    @property
+    def clients(self) -> int:
+        """M, the number of clients in the roster."""
+        return len(self.keys)
+
+    def connected(self, nodes: Iterable[Any]) -> dict[int, int]:
+        """Return client number -> Flower node id, for the nodes whose authenticated key is in the roster.
+
+        A node with an unknown key is left out. Of two nodes with one key (which Flower refuses to register) none
+        counts.
+        """
+        number = {canonical(key): client for client, key in enumerate(self.keys)}
+        found: dict[int, int] = {}
+        twice: set[int] = set()
+        for node in nodes:
+            key = _from_node(node)
+            client = None if key is None else number.get(key)
+            if client is None:
+                continue
+            if client in found:
+                twice.add(client)
+            found[client] = node.node_id
+        return {client: node for client, node in found.items() if client not in twice}
+
+    @classmethod
+    def read(cls, path: Path) -> Roster:
+        """Return the roster in a JSON file; InputError if it is none."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            keys = tuple(str(entry["public_key"]) for entry in value["clients"])
+            numbers = [entry["client"] for entry in value["clients"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            allowed = "the file that fedflat deploy wrote"
+            raise InputError(f"{path}: found no roster ({error}); allowed: {allowed}.") from error
+        if numbers != list(range(len(keys))):
+            raise wrong(str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
+        for key in keys:
+            canonical(key)
+        return cls(keys)
+
+    def dump(self) -> Mapping[str, Any]:
+        """Return the roster as values for JSON."""
+        return {"clients": [{"client": i, "public_key": key} for i, key in enumerate(self.keys)]}
+
+
+def canonical(key: str) -> bytes:
+    """Return one byte form of a public key in OpenSSH form; InputError if it is no elliptic-curve key."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    try:
+        loaded = load_ssh_public_key(key.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        loaded = None
+    if not isinstance(loaded, EllipticCurvePublicKey):
+        raise wrong("roster.json: public_key", key[:24], "an elliptic-curve public key in OpenSSH form")
+    return _bytes(loaded)
+
+
+def _from_node(node: Any) -> bytes | None:
+    """Return the canonical form of the key that a node authenticated with (PEM, as Flower keeps it)."""
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        return _bytes(load_pem_public_key(bytes(node.public_key)))
+    except ValueError:
+        return None
+
+
+def _bytes(key: Any) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 @dataclass(frozen=True)
 class Task:
-    """One deployment's recipe, data form and roster.
+    """One deployment's recipe, data form and roster. limits: how large its messages may be.
 
     pin: the same hash over all three at every party. identity: over recipe and form only, so that a run goes on when a
     client's key was rotated.
@@ -95,43 +180,38 @@ class Task:
     recipe: Recipe
     form: DataSpec
     roster: Roster
-    pin: str
+    limits: Limits
+    pin: str = ""
     identity: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Task:
-        """The task in an app's folder; InputError if a file is missing or damaged."""
+        """Return the task in an app's folder; InputError if a file is missing or damaged."""
         roster = Roster.read(folder / ROSTER)
         try:
             found = json.loads((folder / TASK).read_text(encoding="utf-8"))
             form = DataSpec(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
+            limits = Limits.read(found["bytes"])
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{folder}: found no task ({error}); allowed: the folder that fedflat deploy wrote."
-            ) from error
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            allowed = "the folder that fedflat deploy of this version wrote"
+            raise InputError(f"{folder}: found no task ({error}); allowed: {allowed}.") from error
         if found.get("protocol") != PROTOCOL:
-            raise wrong(
-                f"{folder / TASK}: protocol", found.get("protocol"), f"{PROTOCOL}, as this version of fedflat speaks"
-            )
+            allowed = f"{PROTOCOL}, as this version of fedflat speaks"
+            raise wrong(f"{folder / TASK}: protocol", found.get("protocol"), allowed)
         if roster.clients != form.clients:
             raise wrong(str(folder / ROSTER), f"{roster.clients} clients", f"{form.clients}, as in {TASK}")
-        return cls(Recipe.load(folder / RECIPE), form, roster, pin_of(texts), pin_of(texts[:2]))
+        return cls(Recipe.load(folder / RECIPE), form, roster, limits, pin_of(texts), pin_of(texts[:2]))
 
     def write(self, folder: Path) -> None:
         """Write task.json and roster.json beside the recipe."""
-        write_form(folder, self.form)
+        value = {"protocol": PROTOCOL, "form": asdict(self.form), "bytes": self.limits.dump()}
+        (folder / TASK).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         (folder / ROSTER).write_text(json.dumps(self.roster.dump(), indent=1) + "\n", encoding="utf-8")
 
 
-def write_form(folder: Path, form: DataSpec) -> None:
-    """Write the public form of the data to ``task.json`` in the folder."""
-    value: Mapping[str, Any] = {"protocol": PROTOCOL, "form": asdict(form)}
-    (folder / TASK).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
 def pin_of(texts: list[bytes]) -> str:
-    """SHA-256 (hex) of files, unambiguously joined."""
+    """Return the SHA-256 (hex) of files, unambiguously joined."""
     return hashlib.sha256(b"".join(len(text).to_bytes(8, "big") + text for text in texts)).hexdigest()
 
 
@@ -141,26 +221,60 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
     if privacy.protocol == "published":
         hint = "A published procedure without a proof is for reproducing tables, not for people's data."
         raise wrong("privacy.protocol", "published", "sound", hint=hint)
+    if privacy.randomness == "seeded":
+        raise wrong("privacy.randomness", "seeded", "secret in a deployment")
     if recipe.after is not None:
         raise wrong("after", recipe.after, "nothing in a deployment", hint="Simulate it: fedflat run.")
     if recipe.task not in ("classification", "next-token") or recipe.loss is not None:
         found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
         raise wrong("task", found, "classification or next-token", hint="Simulate it: fedflat run.")
+    if recipe.evaluation.private:
+        raise wrong("evaluation.private", True, "false in a deployment", hint="Simulate it: fedflat run.")
     if privacy.noise_cohort is not None:
-        raise wrong(
-            "privacy.noise_cohort", privacy.noise_cohort, "nothing", hint="A deployment has the clients it has."
-        )
+        hint = "A deployment has the clients it has."
+        raise wrong("privacy.noise_cohort", privacy.noise_cohort, "nothing", hint=hint)
     if recipe.start is not None and (method.vectors > 1 or method.client_state):
         hint = "Its messages, or what clients keep, are others in round 0. Simulate it: fedflat run."
         raise wrong("start", f"{recipe.start.kind} with {method.name}", "nothing in a deployment", hint=hint)
     if method.kind == "votes":
-        raise wrong(
-            "algorithm.name", method.name, "a method whose message is an update", hint="Simulate it: fedflat run."
-        )
+        allowed = "a method whose message is an update"
+        raise wrong("algorithm.name", method.name, allowed, hint="Simulate it: fedflat run.")
     if trust == "distributed" and method.kind != "ddgauss":
         hint = "Only whole-number messages can be added under masks."
         raise wrong("algorithm.name", f"{method.name} with trust: distributed", "ddgauss, or trust: central", hint=hint)
 
 
-if __name__ == "__main__":  # python -m fedflat.federation.task APP: the pin of an app, for a client's node config
-    print(Task.read(Path(sys.argv[1])).pin)
+def replace_key(app: Path, client: str, key: Path) -> str:
+    """Put a public key (OpenSSH form) in the place of a client's in the roster; return the app's new pin.
+
+    Raises:
+        InputError: no such client, no elliptic-curve key, or a key that the roster has already.
+    """
+    task = Task.read(app)
+    if not client.isdecimal() or int(client) >= task.roster.clients:
+        raise wrong("CLIENT", client, f"0 to {task.roster.clients - 1}")
+    try:
+        words = key.read_text(encoding="ascii").split()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{key}: found no key ({error}); allowed: the client's auth.pub.") from error
+    text = " ".join(words[:2])
+    canonical(text)
+    keys = list(task.roster.keys)
+    keys[int(client)] = text
+    replace(task, roster=Roster(tuple(keys))).write(app)
+    return Task.read(app).pin
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the pin of an app, for the clients' node config; with a client's number and auth.pub, after a new key."""
+
+    def work() -> int:
+        app, *given = arguments
+        print(replace_key(Path(app), given[0], Path(given[1])) if given else Task.read(Path(app)).pin)
+        return 0
+
+    return program("task APP [CLIENT AUTH.PUB]", arguments, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
 
 PROTOCOL = 3
@@ -33,6 +33,10 @@ class Malformed(ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Refused(RunError):
+    """The client does not answer this ask."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,14 @@ class Answer:
 
 @lru_cache(maxsize=32)
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The bytes before the data in a ``.npy`` of this type and shape."""
+    """Return the bytes before the data in a ``.npy`` of this type and shape."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape})
     return buffer.getvalue()
 
 
 def pack(array: np.ndarray) -> Any:
-    """A Flower ``Array`` of a numpy array."""
+    """Return a Flower ``Array`` of a numpy array."""
     from flwr.app import Array
 
     held = np.ascontiguousarray(array)
@@ -72,7 +76,7 @@ def pack(array: np.ndarray) -> Any:
 
 
 def unpack(array: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The numpy array in a Flower ``Array``, if it is exactly of this type and shape; otherwise ``Malformed``."""
+    """Return the array in a Flower ``Array``, if it is exactly of this type and shape; otherwise ``Malformed``."""
     header = npy_header(dtype, shape)
     if array.stype != NPY or array.dtype != dtype:
         raise Malformed("dtype")
@@ -91,7 +95,7 @@ def _records(arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> Any:
 
 
 def parts_of(content: Any) -> tuple[Any, Any]:
-    """The arrays and the facts of a message's content, or ``Malformed``."""
+    """Return the arrays and the facts of a message's content, or ``Malformed``."""
     from flwr.app import ArrayRecord, ConfigRecord
 
     arrays, facts = content.get(ARRAYS), content.get(FACTS)
@@ -103,7 +107,7 @@ def parts_of(content: Any) -> tuple[Any, Any]:
 
 
 def write_request(ask: Request, shared: Any = None) -> Any:
-    """The content of a server's message. shared: ``write_broadcast``'s result, packed once for the whole cohort."""
+    """Return a server's message. shared: ``write_broadcast``'s result, packed once for the whole cohort."""
     from flwr.app import ConfigRecord, RecordDict
 
     common = write_broadcast(ask.broadcast) if shared is None else shared
@@ -112,7 +116,7 @@ def write_request(ask: Request, shared: Any = None) -> Any:
 
 
 def write_broadcast(broadcast: Broadcast) -> Any:
-    """Everything in an ask that is the same for all clients of the round."""
+    """Return everything in an ask that is the same for all clients of the round."""
     arrays = {"shared": broadcast.shared.detach().cpu().numpy()}
     arrays |= {VECTOR + name: vector.detach().cpu().numpy() for name, vector in broadcast.vectors.items()}
     if broadcast.mask is not None:
@@ -122,7 +126,7 @@ def write_broadcast(broadcast: Broadcast) -> Any:
 
 
 def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Request:
-    """A checked ask for a model with d = ``dimension`` shared parameters, or ``Malformed``.
+    """Return a checked ask for a model with d = ``dimension`` shared parameters, or ``Malformed``.
 
     vectors: the names of the vectors ``(d,)`` that the method broadcasts; all of them must be there, and no other.
     """
@@ -151,13 +155,13 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
 
 
 def write_answer(answer: Answer) -> Any:
-    """The content of a client's reply."""
+    """Return the content of a client's reply."""
     facts = {"round": answer.round, "nonce": answer.nonce, "examples": answer.examples}
     return _records({"update": answer.update}, facts)
 
 
 def read_answer(content: Any, dimension: int) -> Answer:
-    """A checked reply: type, shape and finite values, or ``Malformed``."""
+    """Return a checked reply: type, shape and finite values, or ``Malformed``."""
     arrays, facts = parts_of(content)
     if set(arrays) != {"update"}:
         raise Malformed("form")
@@ -169,7 +173,7 @@ def read_answer(content: Any, dimension: int) -> Answer:
 
 
 def number(facts: Any, name: str) -> int:
-    """A whole number ≥ 0 among the facts, or ``Malformed``."""
+    """Return a whole number ≥ 0 among the facts, or ``Malformed``."""
     value = facts.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise Malformed("form")
@@ -177,7 +181,7 @@ def number(facts: Any, name: str) -> int:
 
 
 def nonce_of(facts: Any) -> bytes:
-    """The nonce among the facts, or ``Malformed``."""
+    """Return the nonce among the facts, or ``Malformed``."""
     value = facts.get("nonce")
     if not isinstance(value, bytes) or len(value) != NONCE_BYTES:
         raise Malformed("form")
@@ -192,8 +196,3 @@ def _hex(facts: Any, name: str) -> float:
     if math.isnan(value) or value <= 0:
         raise Malformed("form")
     return value
-
-
-def tensor_of(answer: Answer) -> Tensor:
-    """The update as a tensor ``(d,)``."""
-    return torch.from_numpy(answer.update)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.federation.launch.processes import dies_with, end, end_with_an_exit, gone, named
+from fedflat.federation.processes import dies_with, end, end_with_an_exit, gone, named
 
 log = logging.getLogger("fedflat.worker")
 
@@ -42,7 +42,7 @@ class Runtime:
     secret: bytes
 
     def client(self, interceptor: Any, *, tries: int | None = None) -> Any:
-        """Flower's client of it. tries: how often a call is made where nobody listens; None: until somebody does."""
+        """Return Flower's client of it. tries: calls made where nobody listens; None: until somebody does."""
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
         from flwr.supercore.retry import make_simple_http_retry_invoker
         from flwr.supercore.runtime import RuntimeHttpClient
@@ -56,7 +56,7 @@ class Runtime:
         )  # fmt: skip
 
     def task_client(self, token: str) -> Any:
-        """The same for one task."""
+        """Return the same for one task."""
         from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 
         return self.client(RuntimeTokenHttpInterceptor(token))
@@ -69,6 +69,7 @@ def start_worker(runtime: Runtime, kind: str, made: Callable[[], Work]) -> None:
     made: gives the work. It loads what tasks need, in the worker, while this program starts.
     """
     parent = os.getpid()
+    # A fork and not a thread: what an app does to its process (signals, memory, a crash) stays there.
     child = os.fork()
     if child:
         threading.Thread(target=_end_after, args=(child,), daemon=True).start()
@@ -124,7 +125,9 @@ def _fork(runtime: Runtime, task: Any, token: str, work: Work) -> int:
     try:
         with suppress(OSError):
             os.setpgid(0, 0)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # a task has nothing to tidy up, and must not run the worker's end
         dies_with(parent)
         named(str(task.type))
         work(runtime, task, token)
@@ -141,7 +144,7 @@ def server_work(app: Path) -> Work:
     """Run the ServerApp of a run, if the run is of the app in this folder."""
     from flwr.superlink.runtime import run_serverapp
 
-    import fedflat.federation.server.session
+    import fedflat.federation.server
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
     def work(runtime: Runtime, task: Any, token: str) -> None:
@@ -175,10 +178,10 @@ def client_work(app: Path) -> Work:
     from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
     from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
-    import fedflat.federation.client.session
+    import fedflat.federation.client
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
     from fedflat.assembly.plans import algorithm_of, plan_of
-    from fedflat.federation.apps import client_app
+    from fedflat.federation import client_app
     from fedflat.federation.task import Task
 
     task = Task.read(app)
@@ -203,11 +206,12 @@ def client_work(app: Path) -> Work:
 
 
 def difference(bundle: bytes, app: Path) -> str:
-    """Where the package in a Flower app bundle (FAB) is not the one in the folder ``app``; nothing of it is run."""
+    """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
     own = {f"{app.name}/{path.name}": path for path in app.iterdir() if path.is_file()}
     try:
         with zipfile.ZipFile(io.BytesIO(bundle)) as files:
             came = {entry.filename: entry for entry in files.infolist() if "/" in entry.filename}
+            # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
             came = {name: entry for name, entry in came.items() if not name.startswith(".info/")}
             for name in sorted(own.keys() | came.keys()):
                 if name not in own or name not in came:

@@ -1,21 +1,110 @@
-"""Where a recipe's noise comes from: default trust model, the round's mechanism, and its account in the plan."""
+"""Choose where a recipe's noise comes from: trust model, the round's mechanism, and its account in the plan.
+
+Correlated noise is here too: later rounds partly take it back. Round t adds std·(row t of C⁻¹)·Z, one Z for the whole
+run. Row i of Z comes from the named stream of round i, and every round draws again the rows that it needs: t + 1 draws
+of d numbers in round t, while clients train, and nothing to keep, so that a run that was killed goes on with the same
+bits.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ClipSection
 from fedflat.core.checks import wrong
-from fedflat.core.types import Algorithm, Mechanism
-from fedflat.methods.correlated import CorrelatedGridNoise, CorrelatedNoise
-from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
-from fedflat.methods.ddgauss.plan import DDGaussPlan
-from fedflat.pieces.mechanisms import GaussianNoise
-from fedflat.pieces.secure import GridNoise
+from fedflat.core.discrete import SecureBits, rounded_gaussian
+from fedflat.core.factors import PLACES, Factor, identity
+from fedflat.core.rng import stream
+from fedflat.core.types import Algorithm, Broadcast, Mechanism
+from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
+from fedflat.methods.plans import DDGaussPlan
+from fedflat.pieces.mechanisms import GaussianNoise, GridGaussian, GridNoise
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
+
+PIECE = 1 << 16
+"""Numbers drawn at a time."""
+CHUNK = 1 << 12
+"""Coordinates whose exact rows are made together; part of the streams' names, so it never changes."""
+MOST_BITS = 40 - PLACES
+"""Of the grid: Z is drawn 2^16 times finer, and the exact sampler goes to 2^40."""
+
+
+@dataclass(frozen=True)
+class CorrelatedNoise(GaussianNoise):
+    """Rows of C⁻¹Z on the rounds' sums, for a server that adds the noise. std: of Z on the sum, C_clip ↦ σ·s."""
+
+    factor: Factor = field(default_factory=lambda: identity(1))
+
+    def row_norm(self, round: int) -> float:
+        """‖row t of C⁻¹‖₂."""
+        return float(self.factor.row_norms[round])
+
+    def unit(self, key: bytes, round: int, size: int) -> Tensor:
+        """Return row t of C⁻¹Z, float32 ``(size,)``, for Z of std 1."""
+        total = np.zeros(size)
+        for i, weight in enumerate(self.factor.inverse[round, : round + 1]):
+            generator = stream(key, "noise", i)
+            for start in range(0, size if weight else 0, PIECE):
+                part = total[start : start + PIECE]
+                part += weight * generator.standard_normal(len(part), dtype=np.float32)
+        return torch.from_numpy(total.astype(np.float32))
+
+    noisy_count = Mechanism.noisy_count  # the plan allows no adaptive clip with correlated noise
+
+
+@dataclass(frozen=True)
+class CorrelatedGridNoise(GridNoise):
+    """The same for ``privacy.secure_rng``: whole-number sums X, and exact samples on a grid that hide no low bits.
+
+    Released is R_t = X_t + y_t in grid steps, y_t = ⌊(Ẑ_t − Σ_j 2¹⁶C[t, t−j]·y_{t−j}) / 2¹⁶C[t, t]⌉ in whole numbers,
+    with Ẑ_t = ⌊2¹⁶Z_t⌉ an exact rounded Gaussian and 2¹⁶C whole. Since 2¹⁶C·X is whole, Ẑ + 2¹⁶C·X = ⌊2¹⁶(Z + CX)⌉, and
+    by induction R_t = ⌊(⌊2¹⁶(Z + CX)_t⌉ − Σ_j 2¹⁶C[t, t−j]·R_{t−j}) / 2¹⁶C[t, t]⌉: a function of CX + Z alone. So the
+    release is post-processing of the continuous mechanism, at its ε.
+    """
+
+    factor: Factor = field(default_factory=lambda: identity(1))
+
+    def row_norm(self, round: int) -> float:
+        """‖row t of C⁻¹‖₂, but for rounding."""
+        return float(self.factor.row_norms[round])
+
+    def grid(self, bound: float, dimension: int) -> GridGaussian:
+        """Return the public grid of a round, on which Z has std 2^bits with at most ``MOST_BITS`` bits."""
+        made = super().grid(bound, dimension)
+        return GridGaussian(bound, made.std, dimension, min(made.log2_std, MOST_BITS))
+
+    def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> NDArray[np.int64]:
+        sizes = [min(CHUNK, grid.dimension - start) for start in range(0, grid.dimension, CHUNK)]
+        rows = functools.partial(self._rows, key, broadcast.round, grid.log2_std)
+        drawn = np.concatenate([rows(number, size) for number, size in enumerate(sizes)])
+        if broadcast.mask is not None:
+            drawn[~broadcast.mask.cpu().numpy()] = 0
+        return drawn
+
+    def _rows(self, key: bytes, round: int, log2_std: int, number: int, size: int) -> NDArray[np.int64]:
+        """y_round of one chunk of coordinates: rows 0 to ``round`` one after the other, as many kept as C has bands."""
+        entries = np.rint(self.factor.columns * 2.0**PLACES).astype(np.int64)
+        bands, kept = self.factor.bands, np.zeros((self.factor.bands, size), dtype=np.int64)
+        for t in range(round + 1):
+            source = SecureBits(key, "correlated noise", t, number)
+            # Drawn 2^16 times finer, as fine as the entries of C: only so is every product whole.
+            left = rounded_gaussian(log2_std + PLACES, size, source)
+            for j in range(1, min(bands, t + 1)):
+                left -= entries[t - j, j] * kept[(t - j) % bands]
+            # Rounded half up in whole numbers, as the proof above has it.
+            kept[t % bands] = (2 * left + entries[t, 0]) // (2 * entries[t, 0])
+        found: NDArray[np.int64] = kept[round % bands]
+        return found.copy()
+
 
 DISCRETE = (
     "Distributed discrete Gaussian: clipped, rotated, rounded updates with integer noise shares, added modulo 2^bits."
@@ -25,7 +114,8 @@ GRID = "Exact rounded Gaussian noise on the whole-number sum of clipped updates,
 
 
 def trust_of(recipe: Recipe, method: Algorithm) -> str:
-    """The recipe's trust model; where it names none, distributed for ddgauss and central for every other method."""
+    """Return the recipe's trust model; where it names none, distributed for ddgauss and central for every other
+    method."""
     return recipe.privacy.trust or ("distributed" if method.kind == "ddgauss" else "central")
 
 
@@ -49,7 +139,7 @@ def check(recipe: Recipe, method: Algorithm) -> None:
 
 
 def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
-    """What clients keep between rounds: amplification then needs coins that are independent of one another.
+    """Refuse cohorts that clients' memories do not go with: amplification then needs independent coins.
 
     Given the others' coins and randomness, a release is (1 − q)·P₀ + q·E[P₁], however a client's state was made. Where
     the others' places in a cohort depend on its own, that is not so. Local trust and public schedules claim no
@@ -69,7 +159,7 @@ def _check_what_is_kept(recipe: Recipe, method: Algorithm) -> None:
 
 
 def _check_message(recipe: Recipe, method: Algorithm) -> None:
-    """What a message of several vectors, a factor or a state of the method's own does not go with."""
+    """Refuse what messages of several vectors, a factor or a state of the method's own do not go with."""
     several = method.vectors > 1 or method.scale is not None or bool(method.client_state)
     if several and method.private and recipe.privacy.protocol == "published":
         raise wrong("privacy.protocol", "published", f"sound for {method.name}")
@@ -99,16 +189,16 @@ def constant_clip(recipe: Recipe) -> float:
 
 
 def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGaussPlan | None:
-    """The plan's own account for ddgauss, None for the Gaussian sum. dimension: d, None while it is not known."""
+    """Return the plan's own account for ddgauss, None for the Gaussian sum. dimension: d, None while it is not
+    known."""
     if method.kind != "ddgauss":
         return None
-    return DDGaussPlan(
-        1 if dimension is None else method.vectors * dimension, constant_clip(recipe), **_options(method)
-    )
+    size = 1 if dimension is None else method.vectors * dimension
+    return DDGaussPlan(size, constant_clip(recipe), **_options(method))
 
 
-def settle(plan: Plan) -> Plan:
-    """The plan with n_max and γ as numbers."""
+def with_fixed_numbers(plan: Plan) -> Plan:
+    """Return the plan with n_max and γ as numbers."""
     return replace(plan, mechanism=plan.mechanism.settled(plan)) if isinstance(plan.mechanism, DDGaussPlan) else plan
 
 
@@ -117,22 +207,23 @@ def _options(method: Algorithm) -> dict[str, Any]:
 
 
 def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
-    """The noise of a run's rounds, with the law that its plan accounts."""
+    """Return the noise of a run's rounds, with the law that its plan accounts."""
     if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
         return _discrete(plan, plan.mechanism, recipe)
     if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
         factor = plan.mechanism.factor
+        # Without noise there is no grid to take it from.
         if recipe.privacy.secure_rng and plan.event_multiplier > 0:
             return CorrelatedGridNoise(plan.std, factor=factor)
-        return CorrelatedNoise(plan.std, factor)
-    count = plan.count_noise or 0.0
+        return CorrelatedNoise(plan.std, factor=factor)
+    count = plan.count_std or 0.0
     if recipe.privacy.secure_rng and plan.effective_multiplier > 0:
         return GridNoise(plan.std, plan.trust, count)
     return GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), count)
 
 
 def mixed_by(plan: Plan) -> str:
-    """Digest of the C that mixes the rounds' noise, "" where nothing does.
+    """Return the digest of the C that mixes the rounds' noise, "" where nothing does.
 
     An optimiser makes C, so the same recipe may have another one elsewhere. One Z behind both would be no noise: the
     difference of the releases gives it away.
@@ -143,21 +234,13 @@ def mixed_by(plan: Plan) -> str:
 
 def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
     numbers = account.account(plan)
-    mechanism = DistributedDiscreteGaussian(
-        numbers.dimension,
-        numbers.clip,
-        numbers.noise_multiplier,
-        numbers.min_cohort,
-        account.n_max(plan),
-        numbers.bits,
-        numbers.granularity,
-        numbers.beta,
-    )
+    sizes = (numbers.dimension, numbers.clip, numbers.noise_multiplier, numbers.min_cohort, account.n_max(plan))
+    mechanism = DistributedDiscreteGaussian(*sizes, numbers.bits, numbers.granularity, numbers.beta)
     return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
 
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """What the privacy statement says of a mechanism that is not float Gaussian noise."""
+    """Return what the privacy statement says of a mechanism that is not float Gaussian noise."""
     if isinstance(plan.mechanism, DDGaussPlan):
         return {"mechanism": DISCRETE}
     if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":

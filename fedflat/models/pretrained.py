@@ -1,4 +1,4 @@
-"""ViT-Base and RoBERTa-Base (Liu et al. 2025) through transformers, as modules of one tensor.
+"""Load ViT-Base and RoBERTa-Base (Liu et al. 2025) through transformers, as modules of one tensor.
 
 Dropout is set to 0 in the configuration: a client's update is then a function of its data and batches alone.
 Needs the extra ``fedflat[language]``; the first use of the published weights downloads them.
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError, one_of, whole, wrong
-from fedflat.core.extras import missing
-from fedflat.core.hub import hub
-from fedflat.models.headed import Headed
+from fedflat.core.imports import hub, missing
+from fedflat.models.representation import Headed
 from fedflat.models.text import text_length
 from fedflat.models.vision import image_shape
 
@@ -27,7 +26,7 @@ VIT = "google/vit-base-patch16-224-in21k"
 ROBERTA = "FacebookAI/roberta-base"
 PUBLISHED = (VIT, ROBERTA)
 ROBERTA_BASE_SIZES = {"max_position_embeddings": 514, "type_vocab_size": 1}
-TRAIN = ("all", "head", "lora")
+TRAIN = ("all", "head", "lora", "norms")
 NATURAL = "public natural data"
 """The prior of published weights."""
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value")
@@ -92,7 +91,7 @@ def extra(package: str, name: str) -> Any:
 
 
 def _configuration(kind: Any, source: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
-    """The published configuration, or one of ``config`` over ``defaults``."""
+    """Return the published configuration, or one of ``config`` over ``defaults``."""
     pretrained, config = options["pretrained"], options["config"]
     if pretrained and config is not None:
         raise wrong("model.config", "a configuration for published weights", "none, or pretrained: false")
@@ -145,7 +144,7 @@ def readable(name: str, source: str) -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         allowed = (
             "weights that the hub's client can download or has in its cache (HF_HOME), "
-            "or model.path: a folder written by save_pretrained"
+            "or a folder written by save_pretrained (model.path)"
         )
         raise wrong(f"model {name}", f"no readable weights at {source}", allowed, hint=f"({reason})") from error
 
@@ -177,7 +176,7 @@ def folder(path: str) -> str:
 
 
 def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
-    """Choose what is trained: everything, the classifier only, or the classifier and low-rank adapters."""
+    """Choose what is trained: everything, or the classifier with nothing else, low-rank adapters, or the norms."""
     one_of("model.train", train, TRAIN)
     body = cast(nn.Module, module.body)
     if train == "lora":
@@ -187,13 +186,22 @@ def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
             r=whole("model.rank", rank, 1),
             lora_alpha=2 * rank,
             lora_dropout=0.0,
-            target_modules=[target for target in LORA_TARGETS if target in ends],
+            target_modules=[target for target in LORA_TARGETS if target in ends] or _dense(body),
         )
         module.body = peft.inject_adapter_in_model(config, body)
+    norms = {id(p) for part in module.modules() if type(part).__name__.endswith("Norm") for p in part.parameters()}
     for key, parameter in module.named_parameters():
-        chosen = train == "all" or key.startswith(module.trained)
+        chosen = train == "all" or key.startswith(module.trained) or (train == "norms" and id(parameter) in norms)
         parameter.requires_grad_(chosen or (train == "lora" and "lora_" in key))
     return module
+
+
+def _dense(body: nn.Module) -> list[str]:
+    """Return the names of the layers that take adapters in a network without attention."""
+    return [
+        name for name, part in body.named_modules()
+        if isinstance(part, nn.Linear) or (isinstance(part, nn.Conv2d) and part.groups == 1)
+    ]  # fmt: skip
 
 
 def vit_base(

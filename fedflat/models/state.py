@@ -1,4 +1,4 @@
-"""State that would leave a client unclipped and without noise: refuse it, or freeze it.
+"""Refuse or freeze state that would leave a client unclipped and without noise.
 
 The guarantee covers the flat vector of trainable parameters. Anything else that training changes and that is
 averaged or sent, first of all batch norm's running statistics, would be a release of data nobody accounts for.
@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from fedflat.core.checks import InputError, whole, wrong
 from fedflat.core.held import difference, global_generators, snapshot
+from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch
-from fedflat.core.threads import using_threads
 
 
 class FixedNorm(nn.Module):
@@ -51,7 +51,8 @@ def _path(name: str) -> str:
 
 
 def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """A deep copy in which ``make(path, submodule)`` replaces submodules (None: keep); shared ones stay shared."""
+    """Return a deep copy in which ``make(path, submodule)`` replaces submodules (None: keep); shared ones stay
+    shared."""
     _refuse_lazy(module)
     result = copy.deepcopy(module)
     new: dict[int, nn.Module] = {}
@@ -69,7 +70,7 @@ def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | No
 
 
 def freeze_batch_norm(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` whose batch norms use their present running statistics as constants.
+    """Return a copy of ``module`` whose batch norms use their present running statistics as constants.
 
     Weight and bias stay trainable, so nothing moves outside the clipped update. The statistics must be public
     (a published checkpoint, a public data set): they are released as they are. Raises InputError for lazy norms.
@@ -84,7 +85,7 @@ def freeze_batch_norm(module: nn.Module) -> nn.Module:
 
 
 def group_norm_instead(module: nn.Module, groups: int = 32) -> nn.Module:
-    """A copy of ``module`` with group norm (``groups`` groups) for every batch norm; weight and bias are kept.
+    """Return a copy of ``module`` with group norm (``groups`` groups) for every batch norm; weight and bias are kept.
 
     Raises InputError when a norm's channels are not a multiple of ``groups``.
     """
@@ -139,7 +140,7 @@ def _batches(example: Tensor) -> list[Tensor]:
 
 
 def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
-    """The output of a forward pass and, where there is a graph, the gradients of its squared sum."""
+    """Return the output of a forward pass and, where there is a graph, the gradients of its squared sum."""
     trained = [p for p in module.parameters() if p.requires_grad]
     try:
         out = module(batch)
@@ -210,6 +211,8 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = 
         before = snapshot(probe)
         with torch.no_grad():
             _pass(probe.eval(), batches[1])
+        if not known and len(batches[0]):
+            _pass(probe.train(), batches[0][:1])  # the last batch of an epoch may be one row
         forgets, draws = _trained_between(probe.train(), *batches[: 1 if known else None])
         moved = difference(before, snapshot(probe))
     if moved is not None:

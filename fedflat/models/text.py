@@ -1,4 +1,4 @@
-"""Small text models on ids (b, T) int64.
+"""Build small text models on ids (b, T) int64.
 
 The recurrent models are written out cell by cell: torch's own LSTM and GRU have no batching rule and fail under
 ``torch.func.vmap``, with which the vectorised engine trains several clients at once.
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import whole, wrong
-from fedflat.models.headed import Headed
+from fedflat.models.representation import Headed
 
 
 def text_length(name: str, input_shape: Sequence[int]) -> int:
-    """The number of ids per example; raises InputError unless ``input_shape`` is (T,)."""
+    """Return the number of ids per example; raises InputError unless ``input_shape`` is (T,)."""
     if len(input_shape) != 1 or not isinstance(input_shape[0], int) or input_shape[0] < 1:
         raise wrong(f"model {name}: input shape", tuple(input_shape), "sequences of ids (length,)")
     return input_shape[0]
@@ -111,7 +111,7 @@ def _character(
 def char_lstm(
     input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2
 ) -> nn.Module:
-    """The Shakespeare model of McMahan et al. 2017 and Reddi et al. 2021: 820,522 parameters with 90 characters.
+    """Return the Shakespeare model of McMahan et al. 2017 and Reddi et al. 2021: 820,522 parameters with 90 characters.
 
     ``classes`` is the vocabulary, for the inputs and for the logits.
     """
@@ -121,7 +121,7 @@ def char_lstm(
 def char_gru(
     input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 128, layers: int = 1
 ) -> nn.Module:
-    """A small GRU for next-character prediction; ``classes`` is the vocabulary."""
+    """Return a small GRU for next-character prediction; ``classes`` is the vocabulary."""
     return _character(GRU, "char-gru", input_shape, classes, (embedding, hidden, layers))
 
 
@@ -226,7 +226,7 @@ class WordOverlap(Headed):
 def bow(
     input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0, embedding: int = 64
 ) -> nn.Module:
-    """A text classifier on a bag of embeddings; ``vocabulary`` (required) counts the ids, ``padding`` included.
+    """Return a text classifier on a bag of embeddings; ``vocabulary`` (required) counts the ids, ``padding`` included.
 
     In a recipe both come from the data (hashing, or the tokenizer's own) unless they are given.
     """

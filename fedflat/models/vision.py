@@ -1,4 +1,4 @@
-"""Image classifiers: images (b, c, h, w) float -> logits (b, classes). No dropout, no running statistics.
+"""Build image classifiers: images (b, c, h, w) float -> logits (b, classes), no dropout, no running statistics.
 
 Every model is a plain function of its inputs and parameters (no in-place operation, no branch on data), so it runs
 under ``torch.func.functional_call`` and ``torch.func.vmap``; it gives the same logits for contiguous and
@@ -45,7 +45,7 @@ class Dense(nn.Module):
         return cast(Tensor, self.layers[-1](x))
 
     def linear_layers(self) -> list[nn.Module]:
-        """The same function as a list of plain layers, for back ends that write the arithmetic out."""
+        """Return the same function as a list of plain layers, for back ends that write the arithmetic out."""
         listed: list[nn.Module] = [nn.Flatten()]
         for layer in self.layers:
             listed += [layer, nn.ReLU()]
@@ -58,7 +58,7 @@ def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int] = 64) -> nn.Module:
-    """A multilayer perceptron; ``hidden`` is one width or a list of widths."""
+    """Return a multilayer perceptron; ``hidden`` is one width or a list of widths."""
     given = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
     widths = [whole("model.hidden", width, 1) for width in given]
     return Dense([_elements(input_shape), *widths, classes])
@@ -123,14 +123,15 @@ def _left_over(side: int, pools: Sequence[bool], kernel: int, padding: int) -> i
 
 
 def _needed(left: int, pools: Sequence[bool], kernel: int) -> int:
-    """The side of the input that ``left`` rows at the end depend on, without padding."""
+    """Return the side of the input that ``left`` rows at the end depend on, without padding."""
     for pool in reversed(pools):
         left = (2 * left if pool else left) + kernel - 1
     return left
 
 
 def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding: int = 0) -> nn.Module:
-    """The EMNIST network of Shi et al. 2023a and b: 5 × 5 convolutions (32, 64), pooling after each, 512 units. L = 8.
+    """Return the EMNIST network of Shi et al. 2023a and b: 5 × 5 convolutions (32, 64), pooling after each, 512 units.
+    L = 8.
 
     Shi et al. 2023b name the layers and not the padding. Unpadded by default, as in the code of Shi et al. 2023a;
     ``padding=2`` is the network of McMahan et al. 2017. 608,702 parameters at 1 × 28 × 28 with 62 classes.
@@ -152,7 +153,8 @@ def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128,
 
 
 def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.Module:
-    """The CIFAR-10 network of Zhang et al. 2024: 3 × 3 convolutions (64, 128, 256), pooling after each, 256, 128 units.
+    """Return the CIFAR-10 network of Zhang et al. 2024: 3 × 3 convolutions (64, 128, 256), pooling after each, 256, 128
+    units.
 
     The stated 667,402 parameters at 3 × 32 × 32 with 10 classes mean convolutions without padding.
     """
@@ -172,15 +174,15 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = nn.GroupNorm(groups, outputs)
         self.shortcut: nn.Module = nn.Identity()
+        self.stride = stride
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(groups, outputs)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(groups, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
-        return F.relu(out + self.shortcut(x))
+        # The pixels first: oneDNN's strided 1 × 1 convolution may write beyond its memory (core/params.py).
+        return F.relu(out + self.shortcut(x[..., :: self.stride, :: self.stride]))
 
 
 class ResNet(nn.Module):

@@ -1,4 +1,4 @@
-"""Clips. A clip bounds every message and reports the L2 bound it earns; the plan turns that into a sensitivity.
+"""Clip every message, and report the L2 bound that the clip earns; the plan turns it into a sensitivity.
 
 ``clip.factors(messages, threshold, tensors)`` takes messages ``(n, d)`` and gives their norms ``(n,)`` and the factors
 that multiply them, ``(n,)``, or ``(n, L)`` where each of L tensors has its own.
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedflat.core import wide
+from fedflat.core import rounding
 from fedflat.core.checks import in_range, wrong
 from fedflat.core.held import StateWatch, global_generators
+from fedflat.core.types import Clip
 
 
 def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
@@ -42,14 +43,13 @@ def norms_of(messages: Tensor) -> Tensor:
     tensor([5., inf], dtype=torch.float64)
     """
     by_pieces = isinstance(messages, Tensor) and messages.dim() == 2 and messages.device.type == "cpu"
-    if by_pieces and messages.shape[1] > wide.CACHED:
-        norms = torch.stack([wide.norm(m) for m in messages]) if len(messages) else messages.new_zeros(0).double()
+    if by_pieces and messages.shape[1] > rounding.CACHED:
+        norms = torch.stack([rounding.norm(m) for m in messages]) if len(messages) else messages.new_zeros(0).double()
     elif by_pieces and len(messages) > 1:
         # A float64 copy of the whole block would not fit a cache.
-        rows = max(1, wide.CACHED // max(1, messages.shape[1]))
-        norms = torch.cat(
-            [torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in torch.split(messages, rows)]
-        )
+        rows = max(1, rounding.CACHED // max(1, messages.shape[1]))
+        pieces = torch.split(messages, rows)
+        norms = torch.cat([torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in pieces])
     else:
         norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
     return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, math.inf))
@@ -64,23 +64,10 @@ def tensor_norms(messages: Tensor, tensors: tuple[slice, ...]) -> Tensor:
     return torch.stack([norms_of(messages[:, where]) for where in tensors], dim=1)
 
 
-@dataclass(frozen=True)
-class WholeVector:
-    """Clip the whole message: Δ ← Δ·min(1, C/‖Δ‖₂).
+class NormClip(Clip):
+    """A clip whose factor follows from a message's norm."""
 
-    | message | becomes |
-    |---|---|
-    | norm ≤ C | itself |
-    | norm > C | norm C, up to rounding (``core.rounding``) |
-    | any NaN or inf | zero |
-    | C = inf | itself |
-    """
-
-    threshold: float
-
-    def bound(self, threshold: float) -> float:
-        """C: no clipped message is longer, but for the rounding that the plan's sensitivity counts."""
-        return threshold
+    by_norm = True
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` -> factors ``(n,)``."""
@@ -93,7 +80,22 @@ class WholeVector:
 
 
 @dataclass(frozen=True)
-class PerTensor:
+class WholeVector(NormClip):
+    """Clip the whole message: Δ ← Δ·min(1, C/‖Δ‖₂).
+
+    | message | becomes |
+    |---|---|
+    | norm ≤ C | itself |
+    | norm > C | norm C, up to rounding (``core.rounding``) |
+    | any NaN or inf | zero |
+    | C = inf | itself |
+    """
+
+    threshold: float
+
+
+@dataclass(frozen=True)
+class PerTensor(Clip):
     """Clip tensor j to C_j; the message's bound, and C in std = σ·C, is √ΣC_j².
 
     values: one C_j for each tensor. tensors: L, their number.
@@ -101,10 +103,6 @@ class PerTensor:
 
     values: tuple[float, ...]
     tensors: int
-
-    def bound(self, threshold: float) -> float:
-        """√ΣC_j², scaled as the threshold is."""
-        return threshold
 
     @property
     def threshold(self) -> float:
@@ -119,8 +117,21 @@ class PerTensor:
         return norms, factors * torch.isfinite(norms)[:, None]
 
 
+class _PublishedClip(Clip):
+    """Every tensor clipped by itself to the message's own threshold, which is what its noise is made for."""
+
+    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+        """Return the threshold ``(n,)`` of each message: C."""
+        return torch.full((len(messages),), threshold, dtype=torch.float64)
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
+        norms, own = norms_of(messages), self.client_thresholds(messages, threshold, tensors)[:, None]
+        return norms, _factor(tensor_norms(messages, tensors), own) * torch.isfinite(norms)[:, None]
+
+
 @dataclass(frozen=True)
-class PublishedPerTensor:
+class PublishedPerTensor(_PublishedClip):
     """Published item 1: every one of L tensors clipped to C on its own, so that a message's norm is up to C·√L.
 
     The noise of that procedure is σC all the same, so the clip is for ``privacy.protocol: published`` only.
@@ -132,18 +143,9 @@ class PublishedPerTensor:
         """C·√L, which is true, whatever the noise was made for."""
         return threshold * math.sqrt(self.tensors)
 
-    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
-        """C for every message ``(n,)``: what its noise is made for."""
-        return torch.full((len(messages),), threshold, dtype=torch.float64)
-
-    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
-        norms = norms_of(messages)
-        return norms, _factor(tensor_norms(messages, tensors), threshold) * torch.isfinite(norms)[:, None]
-
 
 @dataclass(frozen=True)
-class PublishedMedian:
+class PublishedMedian(_PublishedClip):
     """Published item 2: each tensor clipped to the median of the client's own tensor norms ("median clipping").
 
     The threshold follows the client's data, so nothing bounds a message: the bound is infinite, and no ε is proven.
@@ -154,20 +156,14 @@ class PublishedMedian:
         return math.inf
 
     def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
-        """Each message's own median ``(n,)``, the mean of the middle two where L is even; 0 for a broken message."""
+        """Return each message's own median ``(n,)``, the mean of the middle two if L is even; 0 if broken."""
         pieces = tensor_norms(messages, tensors)
         median = torch.quantile(torch.nan_to_num(pieces, posinf=0.0), 0.5, dim=1)
         return torch.where(torch.isfinite(pieces).all(1), median, torch.zeros_like(median))
 
-    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
-        norms = norms_of(messages)
-        own = self.client_thresholds(messages, threshold, tensors)[:, None]
-        return norms, _factor(tensor_norms(messages, tensors), own) * torch.isfinite(norms)[:, None]
-
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(NormClip):
     """Private quantile clip (Andrew et al. 2021): C follows the ``quantile`` γ of the norms, its count noise paid for.
 
     C_{t+1} = C_t·exp(−rate·(b̃ − γ)), b̃ = ½ + (Σ(b_i − ½) + N(0, σ_b²))/m, b_i = 1[‖Δ_i‖ ≤ C_t].
@@ -176,19 +172,7 @@ class Adaptive:
     threshold: float
     quantile: float
     rate: float = 0.2
-
-    def bound(self, threshold: float) -> float:
-        """C_t, the round's threshold."""
-        return threshold
-
-    def scale(self, norms: Tensor, threshold: float) -> Tensor:
-        """Norms ``(n,)`` -> factors ``(n,)``."""
-        return _factor(norms, threshold)
-
-    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """As the whole-vector clip at the round's threshold."""
-        norms = norms_of(messages)
-        return norms, self.scale(norms, threshold)
+    moves = True
 
     def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
         """C_{t+1} from the noisy centred count Σ(b_i − ½) + N(0, σ_b²) and the constant divisor m."""
@@ -197,7 +181,7 @@ class Adaptive:
 
 
 @dataclass(frozen=True)
-class MethodScale:
+class MethodScale(NormClip):
     """A method's own factor of a message's norm (``Algorithm.scale``), and the clip at C behind it.
 
     rule: (norms ``(n,)``, C) -> factors ``(n,)``. What it says beyond C/‖Δ‖ is cut, so the bound is C whatever it says;
@@ -211,10 +195,6 @@ class MethodScale:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_watched", StateWatch(self.rule))
 
-    def bound(self, threshold: float) -> float:
-        """C, whatever the method's factor says."""
-        return threshold
-
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` -> factors ``(n,)``."""
         tiny = torch.finfo(norms.dtype).tiny
@@ -224,7 +204,7 @@ class MethodScale:
         return torch.where(sound, found, torch.zeros_like(norms))
 
     def _asked(self, norms: Tensor, threshold: float) -> Tensor:
-        """What the rule says of each norm ``(n,)``; raises InputError for another shape, a draw, and for a memory."""
+        """Return the rule's factor for each norm ``(n,)``; raises InputError for another shape, a draw or a memory."""
         before, said = global_generators(), torch.zeros_like(norms)
         for place in range(len(norms)):
             found = self.rule(norms[place : place + 1].clone(), threshold)
@@ -238,11 +218,6 @@ class MethodScale:
         if changed is not None:
             raise wrong("algorithm.scale", f"{changed or 'itself'}, which a call changed", "one that keeps nothing")
         return said
-
-    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Messages ``(n, d)`` -> norms ``(n,)``, factors ``(n,)``, both float64."""
-        norms = norms_of(messages)
-        return norms, self.scale(norms, threshold)
 
 
 @dataclass(frozen=True)
@@ -281,14 +256,13 @@ def per_tensor(values: float | list[float], tensors: int) -> PerTensor:
     """
     numbers = [values] * tensors if isinstance(values, (int, float)) else list(values)
     if len(numbers) != tensors:
-        raise wrong(
-            "privacy.clip.values", f"{len(numbers)} numbers", f"one number, or {tensors} (one for each shared tensor)"
-        )
+        allowed = f"one number, or {tensors} (one for each shared tensor)"
+        raise wrong("privacy.clip.values", f"{len(numbers)} numbers", allowed)
     return PerTensor(tuple(float(in_range("privacy.clip.values", v, 0, open_low=True)) for v in numbers), tensors)
 
 
 def adaptive(initial: float, quantile: float = 0.5) -> Adaptive:
-    """Adaptive clip from ``initial`` > 0 towards the ``quantile`` in (0, 1) of update norms; raises InputError.
+    """Return the clip that follows the ``quantile`` in (0, 1) of update norms from ``initial`` > 0; raises InputError.
 
     >>> adaptive(1.0, quantile=0.5).next(1.0, noisy_bits=-10.0, divisor=20.0)  # most norms are above C: it grows
     1.1051709180756477

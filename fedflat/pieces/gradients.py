@@ -1,23 +1,29 @@
-"""Gradient rules: functions from a gradient function to a gradient function, on the last axis of ``(…, n)``.
+"""Change the gradient that local SGD follows: rules from a gradient function to a gradient function.
 
 A rule is called as ``rule(gradient, view)`` and returns the gradient function that local SGD follows. Rules compose:
 ``compose(sam(0.5), blur(0.4))`` is SAM over BLUR, both passes seeing the penalty at the point evaluated. The equations
 are in docs/specification.md, "Local steps".
 
->>> view = LocalView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
+>>> view = ClientView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
 >>> compose(sam(0.5), blur(0.4))(lambda w: 2 * w, view)(torch.tensor([3.0, 4.0]))
 tensor([ 7.9200, 10.5600])
+
+Under label skew most of a client's update says which labels it has. Over all clients that cancels; in each client's
+clip it takes the place of the rest. With τ·log π_i added to the logits, π_i the shares of the classes in the client's
+own data, a client's optimum no longer follows π_i (Menon et al. 2021; between clients, Zhang et al. 2022).
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedflat.core.checks import in_range
-from fedflat.core.types import GradientFn, GradientRule, LocalView, l2
+from fedflat.core.checks import in_range, wrong
+from fedflat.core.params import Layout
+from fedflat.core.types import Algorithm, ClientView, GradientFn, GradientRule, ServerView, l2
 
 
 def _direction(vector: Tensor, radius: float) -> Tensor:
@@ -37,7 +43,7 @@ class Sam:
 
     rho: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         def at_the_worst_nearby(w: Tensor) -> Tensor:
             return gradient(w + _direction(gradient(w), self.rho))
 
@@ -54,7 +60,7 @@ class AdaptiveSam:
 
     rho: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         def at_the_worst_nearby(w: Tensor) -> Tensor:
             size = w.abs()
             return gradient(w + size * _direction(size * gradient(w), self.rho))
@@ -73,7 +79,7 @@ class Pgn:
     rho: float
     beta: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         direction = view.broadcast.get("direction")
         if direction is None:
             return lambda w: self.beta * gradient(w)
@@ -95,7 +101,7 @@ class Blur:
 
     lam: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         def penalised(w: Tensor) -> Tensor:
             moved = w - view.start
             outside = l2(moved) > view.clip
@@ -113,7 +119,7 @@ class Proximal:
 
     mu: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         return lambda w: gradient(w) + self.mu * (w - view.start)
 
 
@@ -123,7 +129,7 @@ class LookAhead:
 
     gamma: float
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         momentum = view.broadcast.get("nesterov")
         if momentum is None:
             return gradient
@@ -138,7 +144,7 @@ class Composed:
     outer: GradientRule
     inner: GradientRule
 
-    def __call__(self, gradient: GradientFn, view: LocalView) -> GradientFn:
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         return self.outer(self.inner(gradient, view), view)
 
 
@@ -147,7 +153,7 @@ def sam(rho: float = 0.5, adaptive: bool = False) -> Sam | AdaptiveSam:
 
     adaptive: ``rho`` is a share of each weight's own size instead (Kwon et al. 2021).
 
-    >>> view = LocalView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
+    >>> view = ClientView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
     >>> sam(0.5)(lambda w: 2 * w, view)(torch.tensor([3.0, 4.0]))  # 2·(w + 0.5·w/‖w‖)
     tensor([6.6000, 8.8000])
     """
@@ -160,7 +166,7 @@ def pgn(rho: float = 0.2, beta: float = 0.3) -> Pgn:
     The global direction g̃ is the broadcast vector ``direction`` (Liu et al. 2025, Alg. 1).
 
     >>> direction = {"direction": torch.tensor([0.0, 1.0])}
-    >>> view = LocalView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1, broadcast=direction)
+    >>> view = ClientView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1, broadcast=direction)
     >>> pgn(rho=0.5, beta=0.5)(lambda w: 2 * w, view)(torch.tensor([1.0, 1.0]))
     tensor([1., 2.])
     """
@@ -170,7 +176,7 @@ def pgn(rho: float = 0.2, beta: float = 0.3) -> Pgn:
 def blur(lam: float = 0.4) -> Blur:
     """BLUR with weight ``lam`` ≥ 0 (Cheng et al. 2022, Eq. 5); raises InputError. Its threshold is the round's clip.
 
-    >>> view = LocalView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
+    >>> view = ClientView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1)
     >>> blur(0.5)(lambda w: 2 * w, view)(torch.tensor([[0.6, 0.0], [3.0, 4.0]]))  # two clients
     tensor([[ 1.2000,  0.0000],
             [ 7.5000, 10.0000]])
@@ -181,7 +187,7 @@ def blur(lam: float = 0.4) -> Blur:
 def proximal(mu: float = 0.1) -> Proximal:
     """FedProx's term with weight ``mu`` ≥ 0 (Li et al. 2020); raises InputError.
 
-    >>> view = LocalView(start=torch.ones(2), clip=1.0, steps=1, lr=0.1)
+    >>> view = ClientView(start=torch.ones(2), clip=1.0, steps=1, lr=0.1)
     >>> proximal(0.5)(lambda w: 2 * w, view)(torch.tensor([3.0, 1.0]))
     tensor([7., 2.])
     """
@@ -189,10 +195,10 @@ def proximal(mu: float = 0.1) -> Proximal:
 
 
 def look_ahead(gamma: float = 0.5) -> LookAhead:
-    """The gradient at w + γ·v with ``gamma`` in [0, 1), v the broadcast vector ``nesterov``; raises InputError.
+    """Return the gradient at w + γ·v with ``gamma`` in [0, 1), v the broadcast vector ``nesterov``; raises InputError.
 
     >>> v = {"nesterov": torch.tensor([1.0, 0.0])}
-    >>> view = LocalView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1, broadcast=v)
+    >>> view = ClientView(start=torch.zeros(2), clip=1.0, steps=1, lr=0.1, broadcast=v)
     >>> look_ahead(0.5)(lambda w: 2 * w, view)(torch.tensor([1.0, 1.0]))
     tensor([3., 2.])
     """
@@ -200,9 +206,95 @@ def look_ahead(gamma: float = 0.5) -> LookAhead:
 
 
 def compose(outer: GradientRule, inner: GradientRule) -> Composed:
-    """The rule ``outer`` over the rule ``inner``: ``outer`` sees the gradients that ``inner`` makes.
+    """Return the rule ``outer`` over the rule ``inner``: ``outer`` sees the gradients that ``inner`` makes.
 
     >>> compose(sam(0.5), proximal(0.1))
     Composed(outer=Sam(rho=0.5), inner=Proximal(mu=0.1))
     """
     return Composed(outer, inner)
+
+
+@dataclass(frozen=True)
+class LabelPrior:
+    """The gradient with the last layer's bias moved by τ·log((π_i + s)/(1 + K·s)), and none along that bias.
+
+    strength: τ ≥ 0; 0 only leaves the bias alone. absent: s > 0, what a class counts that a client does not have.
+    The last of the shared tensors is taken to be the bias, of length K.
+
+    >>> tensors, halves = (slice(0, 1), slice(1, 3)), lambda classes: torch.full((classes,), 1 / classes)
+    >>> view = ClientView(start=torch.zeros(3), steps=1, lr=0.1, tensors=tensors, shares=halves)
+    >>> LabelPrior(strength=1.0, absent=0.01)(lambda w: 2 * w, view)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([2., 0., 0.])
+    """
+
+    strength: float
+    absent: float
+
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
+        # ``check_bias`` has made sure that the last shared tensor is the bias of the outputs.
+        bias = view.tensors[-1]
+        classes = bias.stop - bias.start
+        shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
+        around = (bias.start, view.start.shape[-1] - bias.stop)
+        shift = torch.nn.functional.pad(self.strength * torch.log(shares), around)
+        kept = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
+
+        def adjusted(w: Tensor) -> Tensor:
+            return gradient(w + shift) * kept
+
+        return adjusted
+
+
+@dataclass(frozen=True)
+class HoldBias:
+    """The server step that drops what the noisy mean has for the last layer's bias: noise alone, if clients leave it.
+
+    >>> view = ServerView(0, 1, 0.1, (slice(0, 1), slice(1, 3)), {}, cohort=5.0, clients=50)
+    >>> HoldBias()(torch.tensor([1.0, 2.0, 3.0]), view)
+    (tensor([1., 0., 0.]), {})
+    """
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        held = mean.clone()
+        held[view.tensors[-1]] = 0
+        return held, {}
+
+
+def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: Tensor) -> None:
+    """Raise InputError for a method that holds the last bias on a module whose last shared tensor is another: what is
+    added to it must come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``.
+
+    >>> from fedflat.core.params import layout_of
+    >>> model = nn.Linear(2, 3)
+    >>> check_bias(Algorithm("held", server=(HoldBias(),)), model, layout_of(model), torch.zeros(1, 2))
+    """
+    if not any(isinstance(step, HoldBias) for step in algorithm.server):
+        return
+    name = layout.names[layout.shared - 1]
+    tried = copy.deepcopy(module).eval()
+    bias = dict(tried.named_parameters())[name]
+    with torch.no_grad():
+        before = tried(inputs).double()
+        added = torch.arange(1.0, bias.numel() + 1).to(bias)
+        moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
+        if moved:
+            bias.add_(added)
+            # A constant in each row changes no softmax.
+            rest = tried(inputs).double() - before - added
+            moved = bool((rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
+    if not moved:
+        found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
+        raise wrong("algorithm", found, "a model that ends in a linear layer with a bias")
+
+
+def label_prior(strength: float = 1.0, absent: float = 0.01) -> LabelPrior:
+    """Logit adjustment with ``strength`` τ ≥ 0 and ``absent`` s in (0, 1] (Menon et al. 2021); raises InputError.
+
+    >>> label_prior(0.5)
+    LabelPrior(strength=0.5, absent=0.01)
+    """
+    in_range("algorithm.strength", strength, 0)
+    return LabelPrior(strength, in_range("algorithm.absent", absent, 0, 1, open_low=True))

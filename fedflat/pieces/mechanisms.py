@@ -1,17 +1,32 @@
-"""Where the noise of a round comes from. std is always that of the noise on the *sum*; the plan computes it."""
+"""Draw a round's noise, plainly or on a grid that withstands floating-point attacks.
+
+Floating-point noise leaves holes and uneven gaps that give the noiseless sum away (Mironov 2012; Haney et al. 2022
+"Precision-based attacks and interval refining"; Holohan and Braghin 2021). Here clients' vectors are whole multiples
+of a grid step g, their norm is bounded in whole-number arithmetic, their sum is exact, and the noise is an exact
+sample of the *rounded* Gaussian ⌊N(0, (std/g)²)⌉. Since ⌊s + Z⌉ = s + ⌊Z⌉ for whole s, the released number is
+post-processing of the continuous Gaussian mechanism with sensitivity ≤ C and the same std: the plain Gaussian's
+accounting (tight privacy-loss distribution, Poisson amplification included) holds without change, in any dimension.
+
+Covered: `central` (one noise on the sum) and `local` (each message by itself). Not `distributed`: a sum of rounded
+shares is no function of the sum of continuous shares; use the distributed discrete Gaussian there.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fedflat.core.checks import in_range, whole
+from fedflat.core.discrete import SecureBits, Source, exact_square, rounded_gaussian
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast
+from fedflat.core.types import Aggregate, Broadcast, Mechanism
 
 
 def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
@@ -26,7 +41,7 @@ def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GaussianNoise:
+class GaussianNoise(Mechanism):
     """Gaussian noise on the sum, drawn once from the noise key's stream of the round.
 
     std: the plan's function from the clip's bound C to the std of the noise. trust: in law the same total as the
@@ -39,9 +54,10 @@ class GaussianNoise:
     trust: str = "central"
     min_cohort: float = 1.0
     count_std: float = 0.0
+    ahead = True
 
     def total_std(self, bound: float, participants: float) -> float:
-        """Std of everything that is added to the sum when ``participants`` clients take part."""
+        """Return the std of everything that is added to the sum when ``participants`` clients take part."""
         shares = {"central": 1.0, "distributed": participants / self.min_cohort, "local": participants}[self.trust]
         return self.std(bound) * math.sqrt(shares)
 
@@ -50,13 +66,15 @@ class GaussianNoise:
         return gaussian(size, 1.0, stream(key, "noise", round))
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Noise ``(d,)`` float32; confined to the common mask if the round has one."""
+        """Return the noise ``(d,)`` float32; confined to the common mask if the round has one."""
         size, std = aggregate.total.numel(), self.total_std(bound, aggregate.count)
         unit = torch.zeros(size) if std == 0 else self.unit(key, round, size)
         return self.scaled(unit, broadcast, aggregate, bound)
 
     def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """The noise of a round from its ``unit``, which is overwritten: times the std, confined to the common mask."""
+        """Return the noise of a round from its ``unit``, which is overwritten: times the std, confined to the common
+        mask.
+        """
         drawn = unit.mul_(self.total_std(bound, aggregate.count))
         # Sound: a common mask is drawn before, and without, the round's private data.
         return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
@@ -66,6 +84,200 @@ class GaussianNoise:
         return float(stream(key, "count noise", round).standard_normal() * self.count_std)
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """The adaptive clip's centred count with its noise; distributed: n/min_cohort·σ_b² of it, as for the sum."""
+        """Return the adaptive clip's centred count with its noise; distributed: n/min_cohort·σ_b² of it, as for the
+        sum.
+        """
         shares = aggregate.count / self.min_cohort if self.trust == "distributed" else 1.0
         return aggregate.bits + self.count_noise(key, round) * math.sqrt(shares)
+
+
+Integers = NDArray[np.int64]
+
+MIN_BITS, MAX_BITS = 12, 30
+ATTEMPTS = 16
+
+
+@dataclass(frozen=True)
+class GridGaussian:
+    """The grid of one round: pitch g = std/2^bits, so that the noise has std 2^bits exactly, in grid steps.
+
+    clip: C > 0 in L2 units. std: of the noise on the sum, σ·C > 0. dimension: d.
+    bits: default the smallest in [12, 30] with √d·g/√12 ≤ C/16, so that rounding lengthens no vector at the clip by
+    more than 0.2 % (what it lengthens is scaled back). Privacy holds for every choice. Raises InputError.
+    """
+
+    clip: float
+    std: float
+    dimension: int
+    bits: int | None = None
+
+    def __post_init__(self) -> None:
+        in_range("clip", self.clip, 0, open_low=True)
+        in_range("std of the noise", self.std, 0, open_low=True)
+        whole("dimension", self.dimension, 1)
+        if self.bits is not None:
+            whole("bits of the noise grid", self.bits, 0, MAX_BITS)
+        in_range("std/clip on the noise grid", self.std / self.clip, 2.0**-20, 2.0**20)
+
+    @property
+    def log2_std(self) -> int:
+        """std in grid steps is 2^log2_std."""
+        if self.bits is not None:
+            return self.bits
+        wanted = math.log2(16 * math.sqrt(self.dimension / 12) * self.std / self.clip)
+        return min(MAX_BITS, max(MIN_BITS, math.ceil(wanted)))
+
+    @property
+    def pitch(self) -> float:
+        """g in the update's units; exact, because 2^bits only shifts the exponent of std."""
+        return math.ldexp(self.std, -self.log2_std)
+
+    @property
+    def norm_limit(self) -> int:
+        """⌊(C/g)²⌋, the largest squared norm of a quantised vector; computed in rational arithmetic."""
+        return math.floor((Fraction(self.clip) / Fraction(self.pitch)) ** 2)
+
+    def quantize(self, updates: Tensor) -> Integers:
+        """Clipped updates `(…, d)` -> whole numbers `(…, d)` of grid steps, each with squared norm ≤ `norm_limit`.
+
+        Rounds to nearest; a vector beyond the limit is scaled inwards. Non-finite -> zero vector. Clipping first is the
+        caller's business, but the limit holds whatever is passed in.
+        """
+        flat = updates.detach().cpu().to(torch.float64).numpy()
+        rows = flat.reshape(-1, flat.shape[-1])
+        out = np.stack([self._quantize_one(row) for row in rows]) if len(rows) else np.zeros(rows.shape, np.int64)
+        return out.reshape(flat.shape)
+
+    def _quantize_one(self, row: NDArray[np.float64]) -> Integers:
+        if not np.isfinite(row).all():
+            return np.zeros(row.shape, dtype=np.int64)
+        # No entry of a vector within the limit exceeds C/g < 2^51: larger ones are cut before they overflow.
+        reach = self.clip / self.pitch
+        largest = float(np.abs(row).max(initial=0.0))
+        if largest > self.clip:
+            row = row / largest * self.clip
+        scaled = row / self.pitch
+        norm = float(np.linalg.norm(scaled))
+        if norm > reach:
+            scaled = scaled * (reach / norm)
+        limit = self.norm_limit
+        for attempt in range(ATTEMPTS):
+            steps: Integers = np.rint(scaled).astype(np.int64)
+            size = exact_square(steps)
+            if size <= limit:
+                return steps
+            # Rounding again after a scaling is nearly unbiased; cutting towards zero would lose half a step each.
+            scaled = scaled * (math.sqrt(limit / size) * (1 - 4.0 ** (attempt - ATTEMPTS)))
+        cut: Integers = np.trunc(scaled * 0.5).astype(np.int64)
+        return cut if exact_square(cut) <= limit else np.zeros_like(cut)
+
+    def perturb(self, total: Integers, source: Source) -> Integers:
+        """Sum of quantised vectors `(d,)` int64 -> the same plus exact rounded Gaussian noise of std 2^log2_std."""
+        return total + rounded_gaussian(self.log2_std, total.size, source).reshape(total.shape)
+
+    def to_float(self, released: Integers) -> Tensor:
+        """Released whole numbers -> float32 in the update's units (post-processing)."""
+        return torch.from_numpy((released.astype(np.float64) * self.pitch).astype(np.float32))
+
+
+@dataclass
+class GridSum:
+    """The exact sum of quantised messages of one round. ``total`` int64 ``(d,)`` in grid steps.
+
+    >>> total = GridSum(GridGaussian(clip=1.0, std=0.5, dimension=2))
+    >>> total.add(torch.tensor([[0.5, 0.0], [0.25, 0.25]]))
+    >>> total.value()
+    tensor([0.7500, 0.2500], dtype=torch.float64)
+    """
+
+    grid: GridGaussian
+    total: Integers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = np.zeros(self.grid.dimension, dtype=np.int64)
+
+    def add(self, clipped: Tensor) -> None:
+        """Clipped messages `(n, d)`, each rounded to the grid and kept within the norm limit, are added."""
+        self.total += self.grid.quantize(clipped).sum(0)
+
+    def value(self) -> Tensor:
+        """Return the sum in the update's units, float64 `(d,)`: what noise is added to."""
+        return torch.from_numpy(self.total * self.grid.pitch)
+
+
+@dataclass(frozen=True)
+class GridNoise(Mechanism):
+    """`privacy.secure_rng: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
+
+    std, trust and count_std as in `GaussianNoise`: the plan's std function, and σ_b of the adaptive clip's count. Under
+    local trust every one of the n messages carries its own noise, so that n independent draws are added.
+    """
+
+    std: Callable[[float], float]
+    trust: str = "central"
+    count_std: float = 0.0
+    exact = True
+
+    def total_std(self, bound: float, participants: float) -> float:
+        """Return the std of everything that is added to the sum when ``participants`` clients take part, but for its
+        rounding.
+        """
+        return self.std(bound) * (math.sqrt(participants) if self.trust == "local" else 1.0)
+
+    def grid(self, bound: float, dimension: int) -> GridGaussian:
+        """Return the public grid of a round whose messages have norm ≤ ``bound``."""
+        return GridGaussian(bound, self.std(bound), dimension)
+
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> GridSum:
+        """Return what adds up a round's clipped messages."""
+        return GridSum(self.grid(bound, size))
+
+    def release(
+        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
+    ) -> Tensor:
+        """Return the noisy sum, float32 `(d,)`; every value is a whole number of grid steps."""
+        grid = self.grid(bound, aggregate.total.numel())
+        exact = np.zeros(grid.dimension, dtype=np.int64) if aggregate.exact is None else aggregate.exact
+        return grid.to_float(exact + self._steps(key, broadcast, aggregate.count, grid))
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return the noise alone, as `release` draws it, float32 `(d,)`."""
+        grid = self.grid(bound, aggregate.total.numel())
+        return grid.to_float(self._steps(key, broadcast, aggregate.count, grid))
+
+    def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> Integers:
+        """Return the noise in grid steps, confined to the common mask if there is one (it never depends on the round's
+        data).
+        """
+        mask = None if broadcast.mask is None else broadcast.mask.cpu().numpy()
+        # Noise is drawn only where the mask lets it out: the exact sampler is slow.
+        size = grid.dimension if mask is None else int(mask.sum())
+        drawn = np.zeros(size, dtype=np.int64)
+        for number in [()] if self.trust == "central" else [(client,) for client in range(count)]:
+            drawn = grid.perturb(drawn, SecureBits(key, "noise", broadcast.round, *number))
+        if mask is None:
+            return drawn
+        spread = np.zeros(grid.dimension, dtype=np.int64)
+        spread[mask] = drawn
+        return spread
+
+    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
+        """Return the adaptive clip's count: each centred bit ±½ on a grid of its own, so that no low bits tell the
+        count.
+        """
+        signed = np.array([round_half(aggregate.bits)], dtype=np.int64)
+        if self.count_std == 0:
+            return 0.5 * int(signed[0])
+        grid = GridGaussian(0.5, self.count_std, 1)
+        # Each bit is ±½ on the grid, so the sum of bits is on it as well.
+        half = grid.quantize(torch.tensor([0.5]))
+        return float(grid.perturb(signed * half, SecureBits(key, "count noise", round))[0] * grid.pitch)
+
+
+def round_half(bits: float) -> int:
+    """Σ(b_i − ½) in halves: how many are inside less how many are outside, a whole number.
+
+    >>> round_half(-1.5)
+    -3
+    """
+    return int(np.rint(2 * bits))

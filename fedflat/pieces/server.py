@@ -1,10 +1,13 @@
-"""Server post-processing of the noisy mean, and server optimisers: no private data, so nothing is spent.
+"""Process the noisy mean on the server and average released models; all of it is free post-processing.
 
 A server step is called as ``step(mean, view)``: noisy mean ``(d,)`` -> processed mean ``(d,)`` and the slots it
 changes. An optimiser is called as ``optimizer(w, mean, slots)``: -> new weights ``(d,)`` and the slots it changes.
 
 >>> optimizer("sgd", lr=0.5)(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0]), {})
 (tensor([3., 2.]), {})
+
+Training goes on from the last iterate; only what is released, and evaluated, is the average. Which one is fixed before
+the run: by the planned rounds or a stated decay, never by how the rounds went.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range, one_of
+from fedflat.core.checks import in_range, one_of, whole
 from fedflat.core.types import MeanView, Optimizer, ServerView
 
 
@@ -38,7 +41,7 @@ class LaplacianSmoothing:
         return {}
 
     def smooth(self, vector: Tensor, tensors: tuple[slice, ...]) -> Tensor:
-        """The smoothed vector ``(d,)``. tensors: where each shared tensor is in it."""
+        """Return the smoothed vector ``(d,)``. tensors: where each shared tensor is in it."""
         spans = tensors if self.scope == "tensor" else (slice(0, vector.shape[-1]),)
         return torch.cat([self._solve(vector[span]) for span in spans])
 
@@ -181,6 +184,7 @@ class CorrectedAdam:
     def _step(
         self, lr: float, noise: float, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        # A slot, not the round's number: an aborted round is no update.
         count = slots.get("updates", torch.zeros((), dtype=torch.float64, device=w.device)) + 1
         first = self.beta1 * slots.get("first", torch.zeros_like(w)) + (1 - self.beta1) * mean
         second = self.beta2 * slots.get("second", torch.zeros_like(w)) + (1 - self.beta2) * (mean * mean - noise)
@@ -194,7 +198,7 @@ OPTIMIZERS = ("sgd", "adam", "yogi")
 
 
 def optimizer(name: str = "sgd", lr: float = 1.0, momentum: float = 0.0, **options: float) -> Optimizer:
-    """The server optimiser of the recipe's ``server`` section: sgd, adam or yogi; ``lr`` > 0. Raises InputError.
+    """Return the server optimiser of the recipe's ``server`` section: sgd, adam or yogi; ``lr`` > 0. Raises InputError.
 
     >>> w, slots = optimizer("adam", lr=0.1)(torch.tensor([1.0]), torch.tensor([0.5]), {})
     >>> sorted(slots)
@@ -224,7 +228,7 @@ def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None 
 
 
 def velocity(gamma: float = 0.5) -> Velocity:
-    """The broadcast server momentum with ``gamma`` in [0, 1); raises InputError.
+    """Return the broadcast server momentum with ``gamma`` in [0, 1); raises InputError.
 
     >>> view = ServerView(1, 10, 0.1, (slice(0, 1),), {"nesterov": torch.tensor([4.0])}, cohort=5.0, clients=50)
     >>> velocity(0.5)(torch.tensor([2.0]), view)
@@ -239,6 +243,48 @@ def laplacian_smoothing(smoothing: float = 0.01, scope: str = "tensor") -> Lapla
     >>> laplacian_smoothing(0.5).smooth(torch.tensor([1.0, -1.0, 1.0, -1.0]), (slice(0, 4),))  # the highest frequency
     tensor([ 0.3333, -0.3333,  0.3333, -0.3333])
     """
-    return LaplacianSmoothing(
-        in_range("algorithm.smoothing", smoothing, 0), one_of("algorithm.scope", scope, ("tensor", "vector"))
-    )
+    one_of("algorithm.scope", scope, ("tensor", "vector"))
+    return LaplacianSmoothing(in_range("algorithm.smoothing", smoothing, 0), scope)
+
+
+@dataclass(frozen=True)
+class TailAverage:
+    """The mean of the iterates after the first ⌊T/2⌋ of T planned rounds; the last iterate until then.
+
+    Under SGD without momentum the mean of k iterates whose steps have independent noise keeps about a third of the
+    noise that those k steps add to the last one.
+
+    >>> tail, first = TailAverage(rounds=4), torch.tensor([1.0])
+    >>> tail(2, first, None) is None, tail(4, torch.tensor([3.0]), tail(3, first, None))
+    (True, tensor([2.]))
+    """
+
+    rounds: int
+
+    def __post_init__(self) -> None:
+        whole("server.average: rounds", self.rounds, 1)
+
+    def __call__(self, round: int, shared: Tensor, average: Tensor | None) -> Tensor | None:
+        """After ``round`` ≥ 1 rounds: w^t ``(d,)`` and the average so far -> the average now, None before it begins."""
+        counted = round - self.rounds // 2
+        if counted < 1:
+            return None
+        return shared.clone() if average is None else torch.lerp(average, shared, 1 / counted)
+
+
+@dataclass(frozen=True)
+class MovingAverage:
+    """a ← decay·a + (1 − decay)·w^t; the plain mean while fewer than 1/(1 − decay) rounds are done.
+
+    >>> MovingAverage(decay=0.9)(2, torch.tensor([3.0]), torch.tensor([1.0]))
+    tensor([2.])
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        in_range("server.decay", self.decay, 0, 1, open_high=True)
+
+    def __call__(self, round: int, shared: Tensor, average: Tensor | None) -> Tensor | None:
+        """As ``TailAverage``."""
+        return shared.clone() if average is None else torch.lerp(average, shared, max(1 - self.decay, 1 / round))

@@ -1,23 +1,30 @@
-"""Transforms of a client's update before the clip: own sparsification, rescaling, PGN's direction added back.
+"""Change a client's update before the clip: common and own masks, rescaling, smoothing, PGN's direction.
 
 A transform is called as ``transform(update, view)``: update ``(…, d)`` -> message ``(…, d)``.
 
->>> view = UpdateView(tensors=(slice(0, 2), slice(2, 5)), gradient=lambda: torch.ones(5), steps=10, lr=0.1)
+>>> view = ClientView(tensors=(slice(0, 2), slice(2, 5)), gradient=lambda: torch.ones(5), steps=10, lr=0.1)
 >>> top_k(0.5)(torch.tensor([1.0, -3.0, 0.5, 2.0, -4.0]), view)  # one of two entries, then two of three
 tensor([ 0., -3.,  0.,  2., -4.])
+
+A mask is called as ``mask(view)`` and returns a boolean tensor ``(d,)``; update, clip and noise live where it is true.
+
+>>> view = MaskView(torch.zeros(8), torch.zeros(8), np.random.default_rng(0))
+>>> int(random_mask(0.25)(view).sum())
+2
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range
-from fedflat.core.share import count_of
-from fedflat.core.types import UpdateView
+from fedflat.core.types import ClientView, MaskView
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
@@ -42,12 +49,12 @@ class ClassSums:
     φ are the layer's inputs and p the model's probabilities. Where the layer is zero, p = 1/K: class sums.
     """
 
-    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+    def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         return view.gradient() * -view.examples()
 
 
 def _keep_per_tensor(scores: Tensor, share: float, tensors: tuple[slice, ...]) -> Tensor:
-    """Mask of exactly ⌈share·d_j⌉ largest scores in each tensor j."""
+    """Return the mask of exactly ⌈share·d_j⌉ largest scores in each tensor j."""
     mask = torch.zeros_like(scores, dtype=torch.bool)
     for where in tensors:
         mask[..., where] = largest(scores[..., where], count_of(share, where.stop - where.start))
@@ -63,7 +70,7 @@ class TopK:
 
     keep: float
 
-    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+    def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         return update * _keep_per_tensor(update.abs(), self.keep, view.tensors)
 
 
@@ -77,7 +84,7 @@ class Lus:
 
     sparsity: float
 
-    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+    def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         scores = (view.gradient() * update).abs()
         return update * _keep_per_tensor(scores, 1 - self.sparsity, view.tensors)
 
@@ -88,7 +95,7 @@ class Rescale:
 
     factor: float
 
-    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+    def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         return update * self.factor
 
 
@@ -102,15 +109,15 @@ class AddBackDirection:
 
     beta: float
 
-    def __call__(self, update: Tensor, view: UpdateView) -> Tensor:
+    def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         direction = view.broadcast.get("direction")
         return update if direction is None else update + (1 - self.beta) * view.steps * view.lr * direction
 
 
 def top_k(keep: float = 0.4) -> TopK:
-    """Own top-k sparsification with share ``keep`` in (0, 1] (Shi et al. 2023b, Def. 5); raises InputError.
+    """Return the own top-k sparsification with share ``keep`` in (0, 1] (Shi et al. 2023b, Def. 5); raises InputError.
 
-    >>> view = UpdateView(tensors=(slice(0, 4),), gradient=lambda: torch.ones(4), steps=10, lr=0.1)
+    >>> view = ClientView(tensors=(slice(0, 4),), gradient=lambda: torch.ones(4), steps=10, lr=0.1)
     >>> top_k(0.25)(torch.tensor([1.0, -3.0, 0.5, 2.0]), view)
     tensor([ 0., -3.,  0.,  0.])
     """
@@ -120,7 +127,7 @@ def top_k(keep: float = 0.4) -> TopK:
 def lus(sparsity: float = 0.7) -> Lus:
     """LUS zeroing the share ``sparsity`` in [0, 1) of each tensor (Cheng et al. 2022, Eq. 11–13); raises InputError.
 
-    >>> view = UpdateView(tensors=(slice(0, 2),), gradient=lambda: torch.tensor([0.1, 5.0]), steps=10, lr=0.1)
+    >>> view = ClientView(tensors=(slice(0, 2),), gradient=lambda: torch.tensor([0.1, 5.0]), steps=10, lr=0.1)
     >>> lus(0.5)(torch.tensor([3.0, 1.0]), view)  # the smaller entry matters more to the loss
     tensor([0., 1.])
     """
@@ -130,7 +137,7 @@ def lus(sparsity: float = 0.7) -> Lus:
 def rescale(factor: float) -> Rescale:
     """Multiply by the positive public constant ``factor``; raises InputError.
 
-    >>> view = UpdateView(tensors=(slice(0, 2),), gradient=lambda: torch.ones(2), steps=10, lr=0.1)
+    >>> view = ClientView(tensors=(slice(0, 2),), gradient=lambda: torch.ones(2), steps=10, lr=0.1)
     >>> rescale(2.5)(torch.tensor([2.0, 4.0]), view)
     tensor([ 5., 10.])
     """
@@ -141,8 +148,94 @@ def add_back_direction(beta: float = 0.3) -> AddBackDirection:
     """DP-FedPGN's added-back direction for the weight ``beta`` in (0, 1] of fresh gradients; raises InputError.
 
     >>> direction = {"direction": torch.tensor([1.0, 0.0])}
-    >>> view = UpdateView((slice(0, 2),), lambda: torch.ones(2), steps=10, lr=0.1, broadcast=direction)
+    >>> view = ClientView(tensors=(slice(0, 2),), gradient=lambda: torch.ones(2), steps=10, lr=0.1, broadcast=direction)
     >>> add_back_direction(0.5)(torch.tensor([-0.5, 2.0]), view)  # adds 0.5·10·0.1 along the direction
     tensor([0., 2.])
     """
     return AddBackDirection(in_range("algorithm.beta", beta, 0, 1, open_low=True))
+
+
+def _random_mask(size: int, count: int, generator: np.random.Generator) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[torch.from_numpy(generator.choice(size, count, replace=False, shuffle=False))] = True
+    return mask
+
+
+@dataclass(frozen=True)
+class RandomMask:
+    """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, from public randomness. keep: p in (0, 1]."""
+
+    keep: float
+
+    def __call__(self, view: MaskView) -> Tensor:
+        size = view.shared.numel()
+        return _random_mask(size, count_of(self.keep, size), view.generator)
+
+
+@dataclass(frozen=True)
+class TopMask:
+    """top_k: the ⌈p·d⌉ largest coordinates of an update trained on public data. keep: p in (0, 1].
+
+    Without public data a share ``explore`` of the kept coordinates is uniform at random and the rest are the largest of
+    |w^t − w^0|, which is already private and therefore free; without exploring, the first mask would stay for ever.
+    """
+
+    keep: float
+    explore: float
+
+    def __call__(self, view: MaskView) -> Tensor:
+        size = view.shared.numel()
+        count = count_of(self.keep, size)
+        if view.public_update is not None:
+            return _top(view.public_update().abs(), count)
+        scores = (view.shared - view.initial).abs()
+        top = _top(scores, count - count_of(self.explore, count))
+        # Exploring only among the others, so the mask has exactly ``count`` ones.
+        free = torch.nonzero(~top).squeeze(-1)
+        chosen = view.generator.choice(free.numel(), count - int(top.sum()), replace=False, shuffle=False)
+        mask = top.clone()
+        mask[free[torch.from_numpy(chosen)]] = True
+        return mask
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Return the mask of the ``count`` largest scores, ties to the lowest index."""
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
+    mask[torch.sort(scores, descending=True, stable=True).indices[:count]] = True
+    return mask
+
+
+def random_mask(keep: float = 0.4) -> RandomMask:
+    """Return the common random mask keeping the share ``keep`` in (0, 1] of the whole vector; raises InputError.
+
+    >>> view = MaskView(torch.zeros(8), torch.zeros(8), np.random.default_rng(0))
+    >>> random_mask(0.5)(view).shape, int(random_mask(0.5)(view).sum())
+    (torch.Size([8]), 4)
+    """
+    return RandomMask(in_range("algorithm.keep", keep, 0, 1, open_low=True))
+
+
+def top_mask(keep: float = 0.4, explore: float = 0.5) -> TopMask:
+    """Return the common top mask of the share ``keep`` in (0, 1]; ``explore`` in [0, 1] of it random without public
+    data.
+
+    Raises InputError.
+
+    >>> moved = torch.tensor([0.0, 5.0, 0.0, -7.0])  # w^t − w^0
+    >>> top_mask(0.5, explore=0.0)(MaskView(moved, torch.zeros(4), np.random.default_rng(0)))
+    tensor([False,  True, False,  True])
+    """
+    return TopMask(in_range("algorithm.keep", keep, 0, 1, open_low=True), in_range("algorithm.explore", explore, 0, 1))
+
+
+def count_of(share: float, size: int) -> int:
+    """Return how many of ``size`` entries a share is, rounded up; a positive share keeps at least one entry.
+
+    share: in [0, 1], read as the nearest fraction with a denominator up to 10⁹, because 1 − 0.7 is not 0.3.
+
+    >>> count_of(1 - 0.7, 10)
+    3
+    """
+    if share <= 0 or size <= 0:
+        return 0
+    return min(size, max(1, math.ceil(Fraction(share).limit_denominator(10**9) * size)))

@@ -55,6 +55,7 @@ def attacker_of(
     in_range("false positives", false_positives, 0, 1)
     if epsilon is None or not math.isfinite(epsilon):
         return None
+    # Lists have no hash, so the lines are kept as text.
     kept = tuple((run.name, run.epsilon, run.delta, json.dumps(list(run.entries)), run.folder) for run in runs)
     return _found(kept, epsilon, delta, false_positives)
 
@@ -63,6 +64,7 @@ def attacker_of(
 def _found(kept: tuple[tuple[Any, ...], ...], epsilon: float, delta: float, false_positives: float) -> Attacker:
     """Kept: a page, its card and an export ask for the same."""
     found = curve([Published(n, known, at, json.loads(lines), where) for n, known, at, lines, where in kept])
+    # Nothing is known of the law but one pair (ε, δ), which still bounds every attacker.
     if found is None:
         return Attacker(positives_at(epsilon, delta, false_positives), false_positives, None, 0.0, STATED)
     if found.mu is not None:

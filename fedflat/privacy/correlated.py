@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedflat.core.checks import wrong
+from fedflat.core.cohorts import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.factors import Factor
-from fedflat.core.schedules import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.accounting.gaussian import schedule_epsilon
-from fedflat.privacy.trust import Guarantee
-
-if TYPE_CHECKING:
-    from fedflat.privacy.plan import Plan
+from fedflat.privacy.trust import Accounted, Guarantee, Planned
 
 Span = tuple[int, int]
 PUBLIC = (
@@ -36,8 +33,8 @@ COINS = (
 
 
 @dataclass(frozen=True)
-class ScheduledPlan:
-    """`fedflat.privacy.plan.Accounted` of rounds whose participants follow a schedule.
+class ScheduledPlan(Accounted):
+    """The account of rounds whose participants follow a schedule.
 
     factor: C of all T rounds. kind: of the noise. separation: b, between rounds of one client. chance: p with which a
     client joins a round of its group, None where the schedule is public. relation: zero-out (the client's slots stay,
@@ -84,21 +81,23 @@ class ScheduledPlan:
 
     def multiplier(self, sigma: float, rounds: int) -> float:
         """std / sensitivity of the one Gaussian that all spans are together after ``rounds``; a public schedule's."""
+        # Spans were drawn with keys of their own: independent Gaussians, whose squares add up.
         moved = sum(self.factor.sensitivity(self.separation, *span) ** 2 for span in self._spans(rounds))
         return sigma * self.scale / math.sqrt(moved) if moved else math.inf
 
-    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+    def guarantees(self, plan: Planned, rounds: int) -> tuple[Guarantee, ...]:
         """Towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
         found = self.epsilon(plan, rounds)
         return (Guarantee("recipients", how, self.relation, found, plan.delta, plan.accountant),)
 
-    def known_epsilon(self, plan: Plan, rounds: int) -> float:
+    def known_epsilon(self, plan: Planned, rounds: int) -> float:
         """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
+        # A client has one turn in each span of `separation` rounds, and a new key begins a new span.
         turns = sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
         return schedule_epsilon(turns, self.chance or 1.0, plan.event_multiplier, plan.delta) if turns else 0.0
 
-    def epsilon(self, plan: Plan, rounds: int, *, moved: float = 1.0) -> float:
+    def epsilon(self, plan: Planned, rounds: int, *, moved: float = 1.0) -> float:
         """ε at the plan's δ after ``rounds``. moved: 2 for replace-one neighbours of a public schedule."""
         import dp_accounting
 
@@ -113,11 +112,11 @@ class ScheduledPlan:
         event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
         return EpsilonCurve(event, plan.delta, plan.accountant).at(1)
 
-    def event(self, plan: Plan) -> Any:
+    def event(self, plan: Planned) -> Any:
         """None: the run is one mechanism, not its rounds."""
         return None
 
-    def record(self, plan: Plan) -> dict[str, Any]:
+    def record(self, plan: Planned) -> dict[str, Any]:
         """What the ledger needs beside the plan's fields: C's description, b, k and p."""
         found = {
             "noise": self.kind, "bands": self.factor.bands, "factor": self.factor.digest, "rounds": self.factor.rounds,
@@ -125,7 +124,7 @@ class ScheduledPlan:
         }  # fmt: skip
         return found if self.chance is None else {**found, "chance": self.chance}
 
-    def by_round(self, plan: Plan, round: int) -> dict[str, Any]:
+    def by_round(self, plan: Planned, round: int) -> dict[str, Any]:
         """The column of C of a round, from which its sensitivity follows, and the norm of its row of C⁻¹."""
         if self.kind == "independent" or round >= self.factor.rounds:
             return {}
@@ -143,6 +142,7 @@ class ScheduledPlan:
             name, round = entry.get("key_id"), int(entry["round"])
             first, last = spans.get(name, (round, round + 1))
             spans[name] = (min(first, round), max(last, round + 1))
+        # The present key's rounds are not over yet, so its span ends with the run.
         current = spans.pop(name if key is None else key, (start, start))
         return replace(self, spans=tuple(spans.values()), start=current[0])
 

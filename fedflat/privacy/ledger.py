@@ -6,7 +6,7 @@ header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other 
 from which something changed that may change bits, also says whose events these are, under ``run``: format, run id,
 attempt, the recipe's digest, keyed digests of data, model and method, and the software (``records.opening``). The chain
 finds accidents and careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its
-end, goes unseen here (``records.resume`` and ``verify.verify_run`` compare with what else a run left).
+end, goes unseen here (``engine.resume`` and ``verify.verify_run`` compare with what else a run left).
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
     """
     lines, attempts = Counter[tuple[Any, Any]](), Counter[tuple[Any, Any]]()
     for entry in entries:
+        # Rounds of votes have several draws, each with a line of its own.
         draw = (entry["round"], entry.get("draw"))
         lines[draw] += 1
         attempts[draw] += "attempt" in entry
@@ -149,6 +150,7 @@ def scan(path: str | Path, data: bytes) -> Scan:
     waits for the write. Anything else that does not match raises ``LedgerError`` naming the line.
     """
     path = Path(path)
+    # A complete file ends with a newline, so what follows the last one was torn.
     *lines, last = data.split(b"\n")
     if not last and lines and b"\0" in lines[-1]:
         last = lines.pop() + b"\n"
@@ -194,6 +196,7 @@ def _lock(path: Path) -> int:
 
     descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        # The system frees such a lock when its holder dies, which a lock file would not.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         _write_all(descriptor, f"{os.getpid()}\n".encode())
@@ -263,6 +266,7 @@ class Ledger:
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # The lock comes before the first look: two writers must not read the same end.
                 lock = _lock(path)
                 undo.callback(os.close, lock)
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -279,6 +283,7 @@ class Ledger:
 
     def _heal(self, data: bytes, found: Scan) -> None:
         """Set a torn last line aside (kept in ``ledger.torn``), or finish a whole one that lacks its newline."""
+        # Refused before anything is written, so that a closed ledger never looks like a charged round.
         file = self._writable()
         if found.torn:
             aside = self.path.with_suffix(".torn")
@@ -334,31 +339,41 @@ class Ledger:
         plain = self._normal(payload)
         for index, entry in enumerate(self._replay):
             # What a line charged again says of ε so far is from before the key changed.
+            # Each recorded event may be matched once: equal events of one round are separate releases.
             changed = {"epsilon": plain["epsilon"]} if "attempt" in entry and "epsilon" in plain else {}
             if {**event(entry), **changed} == plain:
                 return self._replay.pop(index)
         return self._write(plain)
 
-    def charge_again(self, reason: str, *, from_round: int | None = None) -> list[Entry]:
-        """Charge the open round's events a second time: it will be drawn again with other noise (the key is gone).
+    def charge_again(self, reason: str, *, round: int | None = None) -> list[Entry]:
+        """Charge a round's events once more: it is about to be drawn again with other noise.
 
-        Events of every round from ``from_round`` (default: the last recorded round) are charged; each repeated line
-        carries ``attempt`` and ``reason``. The round's own ``append`` that follows finds them and writes nothing more.
+        round: default, the last recorded one. Each repeated line carries ``attempt`` and ``reason``. The round's own
+        ``append`` that follows finds them and writes nothing more.
         """
-        start = max(self.rounds_recorded(), default=0) if from_round is None else from_round
+        drawn = max(self.rounds_recorded(), default=0) if round is None else round
+        # All lines are written before the round is drawn, so a kill in between charges too much, never too little.
         spent: list[Entry] = []
         before = list(self.entries)
-        for entry in [entry for entry in before if entry["round"] >= start and "attempt" not in entry]:
+        for entry in [entry for entry in before if entry["round"] == drawn and "attempt" not in entry]:
             payload = {**event(entry), **self._key}
             tries = max(_attempt(other) for other in before if _same_draw(other, entry))
             spent.append(self._write({**payload, "attempt": tries + 1, "reason": reason}))
-        self._replay = [entry for entry in self._replay if entry["round"] < start] + spent
+        self._replay = [entry for entry in self._replay if entry["round"] != drawn] + spent
         return spent
 
+    def drawn_before(self, round: int) -> list[Entry]:
+        """Return a round's first events if they were drawn with another key than this ledger's: drawn again, they are
+        released again."""
+        found = [entry for entry in self.entries if entry["round"] == round]
+        if not found or found[-1].get("key_id") == self.key_id:
+            return []
+        return [entry for entry in found if "attempt" not in entry]
+
     def charge_lost(self, entry: Mapping[str, Any], reason: str) -> Entry:
-        """Charge an event whose own line is gone from this file: it was released, and will be drawn once more."""
-        tries = max((_attempt(other) for other in self.entries if _same_draw(other, entry)), default=1)
-        return self._write({**event(entry), "attempt": tries + 1, "reason": reason})
+        """Charge an event whose own line is gone from this file: it may have been released."""
+        tries = max((_attempt(other) for other in self.entries if _same_draw(other, entry)), default=0)
+        return self._write({**event(entry), **({"attempt": tries + 1} if tries else {}), "reason": reason})
 
     def charge_open(self, payload: Mapping[str, Any], reason: str) -> Entry:
         """Charge an event of a round that is never finished, because what went into it may have been seen already."""
@@ -371,6 +386,7 @@ class Ledger:
         entry = seal(payload, len(self.entries), self._tip)
         raw = _dump(entry)
         try:
+            # Another program may have replaced the file since; appending to the old one would lose the event.
             on_disk = os.stat(self.path)
             if not os.path.samestat(on_disk, os.fstat(file)) or on_disk.st_size != self._size:
                 raise OSError(0, "another program changed or replaced it")

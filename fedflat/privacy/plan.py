@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
-from fedflat.core.offered import Offered
-from fedflat.core.rounding import MOST, ROUNDING
+from fedflat.core.rounding import MOST
 from fedflat.core.types import Sampler
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.epsilon import (
@@ -29,80 +28,11 @@ from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.start import begun, ratio, spent
 from fedflat.privacy.start import check as check_start
-from fedflat.privacy.trust import AccountingParams, Guarantee, guarantees, guarantees_of
+from fedflat.privacy.trust import GAUSSIAN, Accounted, AccountingParams, Guarantee, guarantees_of
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
 
 PROTOCOLS = ("sound", "published")
-
-
-class Accounted(Protocol):
-    """A mechanism other than the Gaussian sum (ddgauss, ae-dpfl), which brings its own account into a plan."""
-
-    @property
-    def name(self) -> str:
-        """As the ledger shows it."""
-
-    @property
-    def relation(self) -> str:
-        """The neighbouring relation: add-remove or replace-one."""
-
-    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""
-
-    def event(self, plan: Plan) -> Any:
-        """One round's dp-accounting event, or None where the library has none."""
-
-    def record(self, plan: Plan) -> dict[str, Any]:
-        """What the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
-
-
-@runtime_checkable
-class Drawn(Protocol, metaclass=Offered):
-    """A mechanism whose rounds are made of several cohort draws, each an event of its own (ae-dpfl)."""
-
-    def draws(self, plan: Plan, round: int) -> range:
-        """The cohort draws of a round, numbered through the run."""
-
-    def sensitivity(self, plan: Plan) -> float:
-        """Of the sum of one draw's messages."""
-
-    def std(self, plan: Plan) -> float:
-        """Of the noise on one draw's sum."""
-
-
-@runtime_checkable
-class Rounded(Protocol, metaclass=Offered):
-    """A mechanism whose sums round otherwise than a float64 sum does."""
-
-    @property
-    def rounding(self) -> float:
-        """s: 0 for whole numbers, and for published procedures, whose own claim is kept."""
-
-
-@runtime_checkable
-class Claiming(Protocol, metaclass=Offered):
-    """A published procedure, whose paper's ε is shown beside the proven one."""
-
-    def claimed(self, plan: Plan, rounds: int) -> float:
-        """The paper's formula."""
-
-
-@runtime_checkable
-class Unsampled(Protocol, metaclass=Offered):
-    """A mechanism whose account of sampled rounds says nothing at q = 1."""
-
-    def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
-        """For a client drawn in every round."""
-
-
-@runtime_checkable
-class ToppedUp(Protocol, metaclass=Offered):
-    """A mechanism whose sums are filled up with noise shares."""
-
-    @property
-    def most(self) -> int | None:
-        """The shares that a sum has room for; None: any number."""
 
 
 KNOWN = 16
@@ -123,6 +53,7 @@ class Plan:
         min_cohort: the minimum cohort of trust distributed. max_participations: cap of trust local. colluders: f.
         noise_cohort: cohort of the larger system whose noise is simulated, if any.
         count_noise: σ_b of the adaptive clip's count, if the clip is adaptive.
+        evaluation: share of 1/σ² that each round's private evaluation takes, if there is one.
         private: False for methods that neither clip nor add noise.
         mechanism: a mechanism with its own account; None for the Gaussian sum.
         warnings: one sentence each, for the user.
@@ -149,6 +80,7 @@ class Plan:
     selection: tuning.Selection | None = None
     first: float = 1.0
     begun: int = 1
+    evaluation: float | None = None
     _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Some that were asked for: a round asks twice, for its ledger line and for what it shows."""
 
@@ -166,6 +98,11 @@ class Plan:
         )  # fmt: skip
 
     @property
+    def account(self) -> Accounted:
+        """What answers for the rounds' noise: the mechanism's own account, or that of the Gaussian sum."""
+        return self.mechanism or GAUSSIAN
+
+    @property
     def relation(self) -> str:
         """The neighbouring relation: add-remove or replace-one."""
         return self.mechanism.relation if self.mechanism else self.params.relation
@@ -173,21 +110,14 @@ class Plan:
     @property
     def rounding(self) -> float:
         """s: what the rounding of a float64 sum may add to the clip, as a share of it (``core.rounding``)."""
-        return self.mechanism.rounding if isinstance(self.mechanism, Rounded) else ROUNDING
+        return self.account.rounding
 
     def sensitivity(self, bound: float) -> float:
         """Sensitivity of the computed sum when messages are clipped to ``bound``: C·(1 + s) under add-remove.
 
         Twice that under replace-one.
         """
-        if isinstance(self.mechanism, Drawn):
-            return self.mechanism.sensitivity(self)
-        return bound * (1 + self.rounding) * (2 if self.relation == "replace-one" else 1) * self.scale
-
-    @property
-    def scale(self) -> float:
-        """By how much more than C·(1 + s) one client moves what the noise is made for: s of correlated noise, or 1."""
-        return self.mechanism.scale if isinstance(self.mechanism, ScheduledPlan) else 1.0
+        return self.account.sensitivity(self, bound)
 
     @property
     def event_multiplier(self) -> float:
@@ -197,11 +127,19 @@ class Plan:
         return self.noise_multiplier * (self.sampler.size / self.noise_cohort if self.noise_cohort else 1.0)
 
     @property
+    def count_std(self) -> float | None:
+        """σ_b: std of the noise on what a round releases beside the update, scaled to a norm of at most ½ a client.
+
+        That is the adaptive clip's count, or the private evaluation's two sums; None where there is neither.
+        """
+        return self.count_noise if self.evaluation is None else self.event_multiplier / (2 * self.evaluation**0.5)
+
+    @property
     def effective_multiplier(self) -> float:
-        """std / (C·(1 + s)) of the updates' noise: the event's, or σ_Δ if the adaptive clip's count takes its share."""
-        if self.count_noise is None or self.event_multiplier == 0:
+        """std / (C·(1 + s)) of the updates' noise: the event's, or σ_Δ if something beside it takes its share."""
+        if self.count_std is None or self.event_multiplier == 0:
             return self.event_multiplier
-        return split_noise(self.event_multiplier, self.count_noise)
+        return split_noise(self.event_multiplier, self.count_std)
 
     def std(self, bound: float) -> float:
         """Noise std σ·C·(1 + s) on the sum of messages clipped to ``bound``; the only place where it is computed.
@@ -209,22 +147,13 @@ class Plan:
         distributed: of the minimum cohort's shares together, each of variance std²/min_cohort; local: of each client.
         Correlated: of Z, which C⁻¹ mixes; the noise of round t has ‖row t of C⁻¹‖ times as much.
         """
-        if isinstance(self.mechanism, Drawn):
-            return self.mechanism.std(self)
-        return (
-            self.effective_multiplier * bound * (1 + self.rounding) * self.scale if self.effective_multiplier else 0.0
-        )
+        return self.account.std(self, bound)
 
     def event(self) -> Any:
         """One round as a dp-accounting event; its multiplier is std / sensitivity under ``relation``."""
         import dp_accounting
 
-        if self.mechanism:
-            return self.mechanism.event(self)
-        if not self.private:
-            return dp_accounting.NonPrivateDpEvent()
-        multiplier = self.event_multiplier / self.params.factor
-        return dp_accounting.GaussianDpEvent(multiplier) if self.trust == "local" else self.sampler.event(multiplier)
+        return self.account.event(self) if self.private else dp_accounting.NonPrivateDpEvent()
 
     def guarantees(self, rounds: int | None = None) -> tuple[Guarantee, ...]:
         """The guarantee towards each adversary after ``rounds`` rounds (default: all of them).
@@ -232,6 +161,7 @@ class Plan:
         Raises:
             InputError: trust distributed, and the chance of an aborted round uses up δ.
         """
+        # A plan is asked once for the ledger's line and once for what is shown of each round.
         count = self.rounds if rounds is None else whole("rounds", rounds)
         if not self.private:
             text = "no clip, no noise: nothing is proven towards anyone"
@@ -240,15 +170,12 @@ class Plan:
         if found is None and self.selection is not None:
             found = (tuning.guarantee(self, count),)
             self._known[count] = found
+        # Round 0 has another noise, so rounds are not alike and are composed one by one.
         if found is None and self.first != 1 and count:
             found = guarantees_of(self.params, spent(self, count))
             self._known[count] = found
         if found is None:
-            found = (
-                self.mechanism.guarantees(self, count)
-                if self.mechanism
-                else guarantees(replace(self.params, rounds=count))
-            )
+            found = self.account.guarantees(self, count)
             if len(self._known) >= KNOWN:
                 self._known.clear()
             self._known[count] = found
@@ -265,6 +192,7 @@ class Plan:
             return guarantees_of(self.params, multipliers)
         if set(multipliers) <= {self.event_multiplier} or not self.private:
             return self.guarantees(rounds)
+        # These have an account for equal rounds only: the least noise of all bounds them.
         if self.mechanism or self.selection or len(multipliers) == 1:
             return self.at(least).guarantees(rounds)
         return guarantees_of(self.params, multipliers)
@@ -299,6 +227,7 @@ class Plan:
         """The plan of the larger system that ``noise_cohort`` simulates: M' = M·noise_cohort/size, the same q and δ."""
         if self.noise_cohort is None or not self.private:
             return None
+        # Population, cohort and least cohort grow alike, so that q and the rounds stay what they are.
         factor = self.noise_cohort / self.sampler.size
         minimum = None if self.min_cohort is None else max(1, round(self.min_cohort * factor))
         count = None if self.count_noise is None else self.count_noise * factor
@@ -329,19 +258,18 @@ class Plan:
         """
         if self.min_cohort is None:
             return True
-        most = self.mechanism.most if isinstance(self.mechanism, ToppedUp) else None
+        # More shares than were planned would make the noise's energy tell the cohort's size.
+        most = self.account.most
         return shares - self.colluders >= self.min_cohort and (most is None or shares <= most)
 
     def draws(self, round: int) -> range:
         """The cohort draws of a round, numbered through the run: one per round, but for votes."""
-        return self.mechanism.draws(self, round) if isinstance(self.mechanism, Drawn) else range(round, round + 1)
+        return self.account.draws(self, round)
 
     def records(self, round: int, clip: float) -> list[dict[str, Any]]:
         """The ledger's lines for a round: one for each cohort draw."""
         line = self.record(round, clip)
-        if not isinstance(self.mechanism, Drawn):
-            return [line]
-        return [{**line, "draw": draw} for draw in self.draws(round)]
+        return [{**line, "draw": draw} for draw in self.draws(round)] if self.account.several else [line]
 
     def record(self, round: int, clip: float) -> dict[str, Any]:
         """The ledger's line for one round, JSON-able (inf as None): enough to recompute ε with another library.
@@ -353,7 +281,7 @@ class Plan:
             return self.at_round(round).record(round, clip)
         found: dict[str, Any] = {
             "round": whole("round", round),
-            "mechanism": self.mechanism.name if self.mechanism else "gaussian",
+            "mechanism": self.account.name,
             "sampling": self.sampler.name,
             "relation": self.relation,
             "trust": self.trust,
@@ -375,13 +303,13 @@ class Plan:
             "colluders": self.colluders or None,
             "noise_cohort": self.noise_cohort,
             "rounding": self.rounding or None,
-            "count_std": self.count_noise,
-            "update_multiplier": None if self.count_noise is None else self.effective_multiplier,
+            "count_std": self.count_std,
+            "evaluation": self.evaluation,
+            "update_multiplier": None if self.count_std is None else self.effective_multiplier,
             "selection": self.selection.record() if self.selection else None,
         }
         found |= {name: value for name, value in optional.items() if value is not None}
-        found |= self.mechanism.record(self) if self.mechanism else {}
-        return found | (self.mechanism.by_round(self, round) if isinstance(self.mechanism, ScheduledPlan) else {})
+        return found | self.account.record(self) | self.account.by_round(self, round)
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> Plan:
         """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger), and
@@ -426,6 +354,7 @@ def build_plan(
     momentum: float = 0.0,
     selection: tuning.Selection | None = None,
     share: float | None = None,
+    evaluation: float | None = None,
     **accounting: Any,
 ) -> Plan:
     """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
@@ -434,7 +363,7 @@ def build_plan(
     default. A target ε with ``noise_cohort`` is that of the simulated system. noise, bands: kind and bands of
     ``privacy.noise``; momentum: the server's, for which correlated noise is made. selection: as in :class:`Plan`; a
     target ε is then the selection's. share: of the budget for round 0, as in :mod:`fedflat.privacy.start`; None: all
-    rounds are alike.
+    rounds are alike. evaluation: as in :class:`Plan`.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
@@ -442,6 +371,7 @@ def build_plan(
     """
     one_of("privacy.protocol", protocol, PROTOCOLS)
     chosen = 1.0 if noise_multiplier is None else noise_multiplier
+    # Checked first and without privacy too: a wrong cohort is wrong for every method.
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
         if selection is not None or share is not None:
@@ -462,7 +392,7 @@ def build_plan(
     plan = Plan(
         params.sampler, rounds, chosen, params.delta, params.accountant, params.trust, protocol, epsilon,
         params.min_cohort, params.max_participations, params.colluders, noise_cohort, mechanism=mechanism,
-        selection=selection, first=1.0 if share is None else ratio(share, rounds),
+        selection=selection, first=1.0 if share is None else ratio(share, rounds), evaluation=evaluation,
     )  # fmt: skip
     if share is not None:
         check_start(plan, adaptive)
@@ -470,6 +400,7 @@ def build_plan(
         tuning.check(plan)
     if plan.rounding:
         _summable(plan.sampler)
+    # An abort that uses up δ is refused here, before any data is read.
     plan.params.remaining_delta()  # refuses what cannot be accounted before any work
     if epsilon is not None:
         plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
@@ -509,6 +440,7 @@ def _summable(sampler: Sampler) -> None:
 
     A Poisson cohort of expected size m ≤ n/2 exceeds n = ``MOST`` with a chance below e^(−2·10⁵) (Chernoff).
     """
+    # Only laws with a public largest cohort can be bounded without a chance.
     exact = sampler.name in ("fixed", "full", "min-separation")
     largest = sampler.maximum or (sampler.size if exact else min(sampler.clients, 2 * sampler.size))
     if largest > MOST:
@@ -533,6 +465,7 @@ def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> 
                     hint="The server would see each client's own bit.")  # fmt: skip
     if plan.noise_multiplier == 0:
         return replace(plan, count_noise=0.0)
+    # A twentieth of the cohort costs next to nothing (Andrew et al. 2021).
     chosen = plan.sampler.size / 20 if count_noise is None else count_noise
     split_noise(plan.event_multiplier, chosen)  # refuses σ ≥ 2σ_b
     return replace(plan, count_noise=float(chosen))
@@ -552,6 +485,4 @@ def _warnings(plan: Plan) -> list[str]:
             f"noise_cohort: the noise is that of a cohort of {plan.noise_cohort:g}; simulated_epsilon is a projection, "
             "proven_epsilon holds for the run that happened."
         )
-        if plan.budget is not None:
-            found.append("privacy.epsilon is the target of the simulated larger system, not of the run that happens.")
     return found

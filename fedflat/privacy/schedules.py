@@ -108,12 +108,14 @@ def moved_squares(entries: Entries, spans: Sequence[tuple[int, int]]) -> float:
 
 
 def _moved(columns: Mapping[int, list[float]], apart: int) -> float:
+    # Columns that share no row are orthogonal, so only their own lengths count.
     if all(len(column) <= apart for column in columns.values()):
         return _spaced({t: math.fsum(c * c for c in column) for t, column in columns.items()}, apart)
     dense = _dense(columns)
     products = np.abs(dense.T @ dense)
     rounds = sorted(columns)
     if _falling(list(columns.values())):
+        # Falling entries overlap most where turns begin as early as they may.
         worst = [n for n, t in enumerate(rounds) if (t - rounds[0]) % apart == 0]
         return float(products[np.ix_(worst, worst)].sum())
     rows = {
@@ -127,6 +129,7 @@ def _moved(columns: Mapping[int, list[float]], apart: int) -> float:
 
 def _spaced(values: Mapping[int, float], apart: int) -> float:
     """The largest sum of values whose rounds are at least ``apart`` apart: from the last round, with it or without."""
+    # Dynamic programme over rounds, backwards: take a round and skip `apart`, or leave it out.
     best: dict[int, float] = {}
     later = sorted(values, reverse=True)
     for place, t in enumerate(later):

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
-
-if TYPE_CHECKING:
-    from fedflat.privacy.plan import Plan
+from fedflat.privacy.trust import Planned
 
 
 def ratio(share: float, rounds: int) -> float:
@@ -25,7 +23,7 @@ def ratio(share: float, rounds: int) -> float:
     return math.sqrt((1 - share) / (share * (rounds - 1)))
 
 
-def check(plan: Plan, adaptive: bool) -> None:
+def check(plan: Planned, adaptive: bool) -> None:
     """Refuse what round 0's own noise has no proven account for.
 
     Raises:
@@ -42,7 +40,7 @@ def check(plan: Plan, adaptive: bool) -> None:
         raise wrong("privacy.clip", "adaptive", "one constant clip with start")
 
 
-def spent(plan: Plan, count: int) -> dict[float, int]:
+def spent(plan: Planned, count: int) -> dict[float, int]:
     """Event multiplier -> how many of ``count`` ≥ 1 charged rounds: round 0 as often as it was charged, then others."""
     first = min(plan.begun, count)
     return Counter({plan.at_round(0).event_multiplier: first}) + Counter({plan.event_multiplier: count - first})

@@ -1,6 +1,6 @@
 """The privacy statement: what is promised, to whom, on what grounds, and what is not promised.
 
-One dictionary (``privacy.json``) rendered as text and Markdown. It follows the reporting items of Ponomareva et al.
+One dictionary (``privacy.json``). It follows the reporting items of Ponomareva et al.
 2023, "How to DP-fy ML", Section 5.3 (setting, instantiation of the definition, accounting, verifiability); each item
 has a stable key under ``checklist``. A claimed figure is never shown without the proven one (:func:`headline`).
 """
@@ -12,22 +12,20 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import secrets
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, one_of, whole
-from fedflat.core.durable import flush
 from fedflat.privacy import tuning
+from fedflat.privacy.compare import SEEDED
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import extra_rounds, plain_json
+from fedflat.privacy.plan import Plan
 
 SECOND_DELTA = 1e-5
-ROUNDED = "the accounted sensitivity is C·(1 + {:.3g}), which allows for the rounding of sums"
 
 # Where the papers' released procedures leave their formula (docs/specification.md), for protocol "published".
 PAPER_ITEMS: dict[int, str] = {
@@ -71,6 +69,10 @@ START = (
     " Round 0 is one release of class sums with a clip of its own, {clip:g}; its share of the budget, the sum of 1/σ² "
     "over the planned rounds, was fixed at {share:g}."
 )
+SCORED = (
+    " Each round also releases the sums of its clients' accuracies and of their number, with Gaussian noise that is "
+    "joined with the update's in σ: {share:g} of 1/σ² is theirs."
+)
 KEEPS = (
     "; clients keep heads or states between rounds, and amplification still holds because one client's coin tells "
     "nothing about another's"
@@ -89,52 +91,21 @@ SAMPLING: dict[str, str] = {
 UNTUNED = "The choice of hyper-parameters on these clients (clip, rates, method): each further run spends its own ε."
 
 
-class PlanLike(Protocol):
-    """What a statement needs to know of a privacy plan (``privacy.plan.Plan``)."""
-
-    @property
-    def private(self) -> bool: ...
-    @property
-    def event_multiplier(self) -> float: ...
-    @property
-    def rounding(self) -> float: ...
-    @property
-    def mechanism(self) -> Any: ...
-    @property
-    def delta(self) -> float: ...
-    @property
-    def accountant(self) -> str: ...
-    @property
-    def trust(self) -> str: ...
-    @property
-    def protocol(self) -> str: ...
-    @property
-    def sampler(self) -> Any: ...
-    @property
-    def noise_cohort(self) -> Any: ...
-    @property
-    def selection(self) -> Any: ...
-    @property
-    def warnings(self) -> Sequence[str]: ...
-    def at(self, multiplier: float) -> PlanLike: ...
-    def at_round(self, round: int) -> PlanLike: ...
-    def guarantees_of(self, multipliers: Mapping[float, int]) -> Sequence[Any]: ...
-    def simulated_epsilon(self, rounds: int) -> float | None: ...
-
-
 def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int:
     """Rounds to compose: those run, or recorded although never released, and each further event of a round."""
+    # A round with a line but no release still counts: its noise may have been seen.
     recorded = {entry["round"] for entry in entries}
     return max(whole("rounds_run", rounds_run), len(recorded)) + extra_rounds(entries)
 
 
-def multipliers(plan: PlanLike, entries: Sequence[Mapping[str, Any]], charged: int) -> dict[float, int]:
+def multipliers(plan: Plan, entries: Sequence[Mapping[str, Any]], charged: int) -> dict[float, int]:
     """The charged rounds by the multiplier that their ledger lines say; those without a line have the least.
 
     Under a mechanism with its own account all have the least. A run's own lines all have its plan's.
     """
     said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
     least, found = min([plan.event_multiplier, plan.at_round(0).event_multiplier, *said]), Counter(said)
+    # Rounds without a line are taken to have had the least noise that any line names.
     rest = charged - found.total()
     if plan.mechanism or not found or rest < 0:
         return {least: charged}
@@ -142,7 +113,7 @@ def multipliers(plan: PlanLike, entries: Sequence[Mapping[str, Any]], charged: i
 
 
 def statement(
-    plan: PlanLike,
+    plan: Plan,
     *,
     rounds_run: int,
     algorithm: str,
@@ -157,8 +128,9 @@ def statement(
     """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
 
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
-    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``prior`` (a key of
-    :data:`PRIORS`), ``mechanism`` (a sentence) and ``paper_items`` (numbers of :data:`PAPER_ITEMS`).
+    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``left_out``, ``prior`` (a key of
+    :data:`PRIORS`, with which one after a colon), ``mechanism`` (a sentence), ``own_clients`` (false: published data)
+    and ``paper_items`` (numbers of :data:`PAPER_ITEMS`). ``key_source``: where cohorts and noise came from.
     Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
     under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
     """
@@ -170,11 +142,14 @@ def statement(
         plan = plan.standing(entries)  # type: ignore[attr-defined]
         spent = {plan.event_multiplier: max(rounds_run, plan.rounds_within_budget())}  # type: ignore[attr-defined]
         planned = _planned(plan, rounds_run, min(spent.values()))
+    # The claimed figure is the paper's; it never stands for what is proven.
     guarantees, claimed, proven, why = _proof(plan, spent, claimed, proven)
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
     simulated = plan.at(min(spent)).simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
     found = {
         **_promise(plan, algorithm, facts, spent, guarantees),
+        "randomness": "seeded" if key_source == "seed" else "secret",
+        **({"caution": SEEDED} if key_source == "seed" and proven is not None and math.isfinite(proven) else {}),
         "rounds": rounds_run,
         "rounds_charged": charged,
         "epsilon": proven,
@@ -203,7 +178,7 @@ def statement(
 
 
 def _proof(
-    plan: PlanLike, spent: Mapping[float, int], claimed: float | None, proven: float | None
+    plan: Plan, spent: Mapping[float, int], claimed: float | None, proven: float | None
 ) -> tuple[Sequence[Any], float | None, float | None, list[str]]:
     """The guarantees, the claimed and the proven ε, and why there is none."""
     if plan.protocol == "published":
@@ -216,7 +191,7 @@ def _proof(
 
 
 def _promise(
-    plan: PlanLike, algorithm: str, facts: Mapping[str, Any], spent: Mapping[float, int], guarantees: Sequence[Any]
+    plan: Plan, algorithm: str, facts: Mapping[str, Any], spent: Mapping[float, int], guarantees: Sequence[Any]
 ) -> dict[str, Any]:
     """What is promised, to whom, and by what."""
     return {
@@ -229,11 +204,21 @@ def _promise(
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
         "sampling": _sampling(plan, facts),
         "mechanism": _mechanism(plan, facts, spent),
-        **({"prior": PRIORS[facts["prior"]]} if "prior" in facts else {}),
+        **({"prior": prior(facts["prior"])} if "prior" in facts else {}),
     }
 
 
-def _guarantees(plan: PlanLike, spent: Mapping[float, int]) -> tuple[Sequence[Any], list[str]]:
+def prior(fact: str) -> str:
+    """Return the sentence for a key of :data:`PRIORS`, with what a fact says after a colon.
+
+    >>> prior("public natural data: resnet-50").endswith("taken as public (resnet-50)")
+    True
+    """
+    key, _, which = fact.partition(": ")
+    return f"{PRIORS[key]} ({which})" if which else PRIORS[key]
+
+
+def _guarantees(plan: Plan, spent: Mapping[float, int]) -> tuple[Sequence[Any], list[str]]:
     """The plan's guarantees, or none and why: events charged beyond the plan can use up δ (aborted rounds)."""
     if not plan.private:
         return (), []
@@ -243,7 +228,7 @@ def _guarantees(plan: PlanLike, spent: Mapping[float, int]) -> tuple[Sequence[An
         return (), [str(error)]
 
 
-def _reasons(plan: PlanLike, epsilon: float | None, extra: int, least: float) -> list[str]:
+def _reasons(plan: Plan, epsilon: float | None, extra: int, least: float) -> list[str]:
     found = []
     if not plan.private:
         found.append("This method neither clips nor adds noise: it gives no differential privacy.")
@@ -281,14 +266,14 @@ def _adjacency(guarantees: Sequence[Any]) -> str:
     return "; ".join(ADJACENCY.get(kind.lower().replace("-", "_"), kind) for kind in kinds) or "none proven"
 
 
-def _sampling(plan: PlanLike, facts: Mapping[str, Any]) -> str:
+def _sampling(plan: Plan, facts: Mapping[str, Any]) -> str:
     sampler, keeps = plan.sampler, facts.get("personal") or facts.get("client_state")
     more = KEEPS if keeps and plan.protocol == "sound" and sampler.name == "poisson" and plan.trust != "local" else ""
     share = f"q = {sampler.size / sampler.clients:g}"
     return f"{SAMPLING[sampler.name]} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share}){more}"
 
 
-def _mechanism(plan: PlanLike, facts: Mapping[str, Any], spent: Mapping[float, int]) -> str:
+def _mechanism(plan: Plan, facts: Mapping[str, Any], spent: Mapping[float, int]) -> str:
     if not plan.private:
         return "None: updates are averaged as they are."
     name = plan.mechanism.name if plan.mechanism else "gaussian"
@@ -299,6 +284,7 @@ def _mechanism(plan: PlanLike, facts: Mapping[str, Any], spent: Mapping[float, i
     allowed = f"·(1 + {plan.rounding:.3g}), which allows for rounding" if plan.rounding else ""
     sigma = " to ".join(f"{value:g}" for value in dict.fromkeys((min(spent), max(spent))))
     begun = START.format(**facts["start"]) if facts.get("start") else ""
+    begun += SCORED.format(share=plan.evaluation) if plan.evaluation else ""
     return f"{text} (noise multiplier σ = {sigma} = noise std / clip{allowed}{clip}){begun}"
 
 
@@ -314,7 +300,7 @@ def _second(plan: Any, spent: Mapping[float, int]) -> float | None:
 
 def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
     if key_source == "seed":
-        return "simulation: noise reproducible from the seed"
+        return "simulation: noise reproducible from the seed (privacy.randomness: seeded)"
     if facts.get("unidentified"):
         return (
             "256 bits of operating-system entropy at every start, never stored: the method or model given in Python "
@@ -323,7 +309,7 @@ def _noise_source(facts: Mapping[str, Any], key_source: str) -> str:
     if not facts.get("simulation", True):
         half = "256 bits of operating-system entropy at each start of the server, never stored, and 256 more,"
         return f"{half} kept outside the run folder and deleted at its end"
-    return "256 bits of operating-system entropy, kept outside the run folder and deleted at its end"
+    return "256 bits of operating-system entropy, never in the run's folder and deleted at its end"
 
 
 def _floating_point(facts: Mapping[str, Any]) -> str:
@@ -332,27 +318,29 @@ def _floating_point(facts: Mapping[str, Any]) -> str:
     return "float32 Gaussian noise: it does not withstand attacks on floating-point arithmetic."
 
 
-def _rounding(plan: PlanLike, entries: Sequence[Mapping[str, Any]]) -> float | None:
+def _rounding(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float | None:
     """s: the sensitivity that is accounted is C·(1 + s); None where neither the ledger nor the plan names one."""
     named = [float(entry["rounding"]) for entry in entries if entry.get("rounding") is not None]
+    # The ledger is what was drawn; the plan only speaks where there is no line yet.
     share = max(named, default=plan.rounding)
     return share if plan.private and share else None
 
 
-def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> list[str]:
+def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[str]:
     """What the guarantee says nothing about, one sentence each."""
     found = [
         tuning.NOT_COVERED if plan.selection else UNTUNED,
         "Side channels: timing, message sizes, memory, and which clients answer.",
-        "Public by assumption: number of clients, expected cohort, local steps, δ, model size, number of classes and "
-        "of token ids, form of inputs and targets, partition seed, examples per client (the public n̄), and the test "
-        "data used for accuracies.",
+        "Public by assumption: number of clients, expected cohort, local steps and the number of examples that they "
+        "follow from (stated, or of published data), δ, model size, number of classes and of token ids, form of inputs "
+        "and targets, partition seed, and the test data used for accuracies.",
         "Groups of clients: k clients that belong to one person are protected only by group privacy.",
     ]
     if key_source == "seed":
         found.append(
-            "simulation: noise reproducible from the seed, so whoever knows the seed can remove it: this key protects "
-            "only while the seed is secret and hard to guess (of high entropy, as a small number is not)."
+            "Anybody who knows, guesses or finds the seed: the noise is reproducible from the seed, and the released "
+            "weights tell which of many seeds their initial weights came from. It protects only while the seed is of "
+            "high entropy."
         )
         found.append(
             "A rerun with the same recipe, data and seed repeats the noise: it is the same release only if it is the "
@@ -362,12 +350,17 @@ def not_covered(plan: PlanLike, facts: Mapping[str, Any], key_source: str) -> li
         found.append(
             "private/private.jsonl: realised cohorts, update norms, train accuracies; for the simulation's owner only."
         )
-    if facts.get("prior") == "public natural data":
+    if str(facts.get("prior")).startswith("public natural data"):
         found.append("The people in the data that the model was pretrained on: those data are taken to be public.")
     if facts.get("held_out"):
         found.append(
             "Public by assumption: the examples held out for this method. In this simulation they are clients' own, "
             "taken from them before training, and nothing protects them."
+        )
+    if left := facts.get("left_out"):
+        found.append(
+            f"The {left} clients left out of training as public test data: what is measured on them is released "
+            "without noise."
         )
     if facts.get("personal") or facts.get("finetuned"):
         found.append(
@@ -399,6 +392,7 @@ def _neighbours(plan: Any) -> list[str]:
     mechanism = plan.mechanism
     if not isinstance(mechanism, ScheduledPlan) or mechanism.relation != "zero-out":
         return []
+    # Exchanging data moves two columns where emptying a slot moves one.
     replaced = mechanism.epsilon(plan, plan.rounds_within_budget(), moved=2.0)
     return [
         "A client that was never enrolled: the others' turns would be other ones. Covered is a client whose turns stay "
@@ -434,75 +428,12 @@ def headline(found: Mapping[str, Any]) -> str:
     at = f"at δ = {found['delta']:g}"
     if found["protocol"] == "published":
         claimed, proven = _number(found["claimed_epsilon"]), _number(found["proven_epsilon"])
-        return f"claimed ε = {claimed} {at}, proven ε = {proven} (published procedure)"
+        whose = ", of the mechanism" if found.get("caution") else ""
+        return f"claimed ε = {claimed} {at}, proven ε = {proven} (published procedure{whose})"
     simulated = found["simulated_epsilon"]
     tail = "" if simulated is None else f"; ε = {_number(simulated)} for the simulated larger population"
-    return f"proven ε = {_number(found['proven_epsilon'])} {at}{tail}"
-
-
-def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    second = found["epsilon_at_1e-5"]
-    return [
-        ("Guarantee", headline(found)),
-        ("At δ = 1e-05", f"ε = {_number(second)}" if second is not None else "no ε given"),
-        ("Unit", found["unit"]),
-        ("Adjacency", found["adjacency"]),
-        ("Trust", f"{found['trust']}: {found['trust_model']}"),
-        ("Sampling", found["sampling"]),
-        ("Mechanism", found["mechanism"]),
-        ("Accounting", found["checklist"]["accounting_type"]),
-        *([("Prior", found["prior"])] if "prior" in found else []),
-        *([("Tuning", found["checklist"]["tuning"])] if "selection" in found else []),
-        ("Noise", found["noise_source"]),
-        ("Arithmetic", found["floating_point"]),
-        *([("Rounding", ROUNDED.format(found["rounding"]))] if found.get("rounding") else []),
-    ]
-
-
-def _lists(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    protected = [
-        f"{a['adversary']}: ε = {_number(a['epsilon'])} at δ = {a['delta']:g} ({a['relation']}); {a['description']}"
-        for a in found["adversaries"]
-    ]
-    items = [f"{item['item']}. {item['text']}" for item in found["paper_items"]]
-    every = [
-        ("Who is protected from whom", protected),
-        ("Reasons", found["reasons"]),
-        ("Where the published procedure leaves its formula", items),
-        ("Warnings", found["warnings"]),
-        ("Not covered", found["not_covered"]),
-    ]
-    return [(title, lines) for title, lines in every if lines]
-
-
-def render_text(found: Mapping[str, Any], width: int = 80) -> str:
-    """The statement for a terminal of ``width`` columns."""
-    lines = [*textwrap.wrap(f"Privacy statement: {found['algorithm']} ({found['protocol']} protocol)", width), ""]
-    for label, text in _facts(found):
-        lines += textwrap.wrap(f"{label + ':':<13} {text}", width, break_on_hyphens=False, subsequent_indent=" " * 14)
-    for title, sentences in _lists(found):
-        lines += ["", f"{title}:"]
-        for sentence in sentences:
-            lines += textwrap.wrap(sentence, width, break_on_hyphens=False, initial_indent="- ", subsequent_indent="  ")
-    return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-
-
-def render_markdown(found: Mapping[str, Any]) -> str:
-    """The statement as Markdown: one table and one list per heading."""
-    lines = [
-        f"## Privacy statement: {_escape(found['algorithm'])} ({found['protocol']} protocol)",
-        "",
-        "| | |",
-        "|---|---|",
-    ]
-    lines += [f"| {label} | {_escape(text)} |" for label, text in _facts(found)]
-    for title, sentences in _lists(found):
-        lines += ["", f"### {title}", "", *(f"- {_escape(sentence)}" for sentence in sentences)]
-    return "\n".join(lines) + "\n"
+    whose = " of the mechanism" if found.get("caution") else ""
+    return f"proven ε{whose} = {_number(found['proven_epsilon'])} {at}{tail}"
 
 
 def checksum(found: Mapping[str, Any]) -> str:
@@ -520,25 +451,18 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def write(path: str | Path, found: Mapping[str, Any], run: str = "") -> None:
+def write(path: str | Path, found: Mapping[str, Any], run: str = "", weights: str = "") -> None:
     """Write ``privacy.json`` so that a reader sees the old or the new one, never half. Raises ``RunError``.
 
-    It ends with the run's id, so that another run's with the same ε cannot stand for it, and with its own checksum.
+    It ends with the run's id, so that another run's with the same ε cannot stand for it, with the SHA-256 of the
+    released weights that it is about, and with its own checksum.
     """
     path = Path(path)
-    body = plain_json("privacy statement", {**found, "run": run} if run else found)
+    about = {name: value for name, value in (("run", run), ("weights", weights)) if value}
+    body = plain_json("privacy statement", {**found, **about})
     whole = {**body, "checksum": checksum(body)}
     text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    scratch = ""
     try:
-        scratch = f"{path.parent}/.{path.name}.{secrets.token_hex(8)}"
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-        flush(path.parent)
+        durable.replace(path, text, mode=0o644)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
         raise RunError(f"{path}: the privacy statement could not be written ({error.strerror})") from error

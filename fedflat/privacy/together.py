@@ -30,8 +30,8 @@ Entry = Mapping[str, Any]
 FIELDS = {
     *CHAIN, *REASONS, "key_id", "round", "draw", "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q",
     "clip", "sensitivity", "std", "noise_multiplier", "delta", "accountant", "epsilon", "cohort_max", "cohort_min",
-    "max_participations", "colluders", "noise_cohort", "count_std", "update_multiplier", "labels_per_draw", "rounding",
-    "run",
+    "max_participations", "colluders", "noise_cohort", "count_std", "update_multiplier", "evaluation",
+    "labels_per_draw", "rounding", "run",
 }  # fmt: skip
 """What lines of independent Gaussian noise hold. A line with more is of a law that is not composed here, but added."""
 
@@ -81,6 +81,7 @@ class _Spent:
         """
         entries = run.entries
         laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust"), e.get("relation")) for e in entries}
+        # A ledger of several laws is none that this program writes, so nothing is concluded from it.
         if len(laws) != 1:
             return False
         ((mechanism, sampling, trust, _),) = laws
@@ -97,6 +98,7 @@ class _Spent:
         if mechanism not in ("gaussian", "votes") or any(set(e) - FIELDS for e in entries):
             return False
         if trust == "local":
+            # A client takes part in so many rounds at most; those with the least noise are assumed.
             most = min(len(entries), entries[0].get("max_participations") or len(entries))
             self.steps.update(Step("gaussian", 1.0, sigma) for sigma in sorted(map(_sigma, entries))[:most])
             return True
@@ -115,6 +117,7 @@ class _Spent:
             return False
         sigma, turns = gaussians(entries, drawn(entries))
         if first.get("chance") is None:
+            # What was stated counts planned rounds too, so it may say more than the lines do.
             least = 1 / gaussian_distance(run.epsilon or 0.0, run.delta)
             self.steps[Step("gaussian", 1.0, min(sigma, least))] += turns
             return True
@@ -244,6 +247,7 @@ def _composed(spent: _Spent, delta: float, reasons: list[str]) -> float:
         reasons.append(
             "The discrete Gaussian's bounds are added, δ being shared: no loss distribution is known for it."
         )
+    # δ is one number for all parts, so each gets a share of it.
     share = delta / max(1, summed + bool(spent.steps))
     try:
         discrete = math.fsum(recompute(lines, delta=share).epsilon for lines in spent.discrete.values())
@@ -273,6 +277,7 @@ def _without_repeats(runs: Sequence[Published]) -> tuple[list[Published], list[s
     counted: list[Published] = []
     reasons: list[str] = []
     for run in runs:
+        # The same key is the same noise: two sums under it would subtract to a sum without noise.
         twin = next((other for other in counted if _keys(run) & _keys(other)), None)
         if twin is None:
             counted.append(run)

@@ -10,9 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
-from fedflat.core.schedules import CyclicPoisson, Scheduled
+from fedflat.core.cohorts import CyclicPoisson, Scheduled
+from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve, proving, refusal
 from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
@@ -102,6 +104,7 @@ class AccountingParams:
 
     @property
     def _largest_min_cohort(self) -> int:
+        # A Poisson cohort may be everybody, the others have a public maximum.
         largest = self.sampler.clients if self.sampler.name == "poisson" else int(_most(self.sampler))
         return max(largest - self.colluders, 0)
 
@@ -135,6 +138,106 @@ class AccountingParams:
             allowed = f"at most {fitting} ({chance})"
             raise wrong("cohort.min", self.min_cohort, allowed, hint="Choose a smaller cohort.min.")
         return left
+
+
+class Planned(Protocol):
+    """The part of a plan that its own parts read: ``plan.Plan`` is made from them, so they cannot import it."""
+
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def sampler(self) -> Sampler: ...
+    @property
+    def params(self) -> AccountingParams: ...
+    @property
+    def mechanism(self) -> Any: ...
+    @property
+    def trust(self) -> str: ...
+    @property
+    def relation(self) -> str: ...
+    @property
+    def accountant(self) -> str: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def noise_cohort(self) -> float | None: ...
+    @property
+    def selection(self) -> Any: ...
+    @property
+    def first(self) -> float: ...
+    @property
+    def begun(self) -> int: ...
+    @property
+    def event_multiplier(self) -> float: ...
+    def at_round(self, round: int) -> Planned: ...
+
+
+class Accounted:
+    """What answers for a plan's noise. This one is for the Gaussian sum; a mechanism with an account of its own (votes,
+    the discrete Gaussian, schedules, published procedures) says what differs.
+
+    relation: the neighbouring relation; the Gaussian sum has the cohort law's. rounding: s, what the rounding
+    of a sum may add to the clip, as a share of it. most: the noise shares that a sum has room for; None: any number.
+    several: whether a round has several cohort draws, each with its own line.
+    """
+
+    relation: str
+    rounding: float = ROUNDING
+    most: int | None = None
+    several: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the ledger shows it."""
+        return "gaussian"
+
+    @property
+    def scale(self) -> float:
+        """By how much more than C·(1 + s) one client moves what the noise is made for."""
+        return 1.0
+
+    def sensitivity(self, plan: Any, bound: float) -> float:
+        """Of the sum of one draw's messages, each of norm ≤ ``bound``."""
+        return bound * (1 + self.rounding) * (2 if plan.relation == "replace-one" else 1) * self.scale
+
+    def std(self, plan: Any, bound: float) -> float:
+        """Of the noise on that sum."""
+        multiplier: float = plan.effective_multiplier
+        return multiplier * bound * (1 + self.rounding) * self.scale if multiplier else 0.0
+
+    def event(self, plan: Any) -> Any:
+        """One draw as a dp-accounting event, or None where the library has none."""
+        import dp_accounting
+
+        multiplier = plan.event_multiplier / plan.params.factor
+        return dp_accounting.GaussianDpEvent(multiplier) if plan.trust == "local" else plan.sampler.event(multiplier)
+
+    def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
+        """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""
+        return guarantees(replace(plan.params, rounds=rounds))
+
+    def draws(self, plan: Any, round: int) -> range:
+        """The cohort draws of a round, numbered through the run."""
+        return range(round, round + 1)
+
+    def record(self, plan: Any) -> dict[str, Any]:
+        """What the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
+        return {}
+
+    def by_round(self, plan: Any, round: int) -> dict[str, Any]:
+        """What it needs of this round alone."""
+        return {}
+
+    def claimed(self, plan: Any, rounds: int) -> float | None:
+        """The paper's ε of a published procedure, which is shown beside the proven one; None of all others."""
+        return None
+
+    def unsampled(self, plan: Any, rounds: int) -> Guarantee | None:
+        """For a client drawn in every round, where the account of sampled rounds says nothing of it."""
+        return None
+
+
+GAUSSIAN = Accounted()
 
 
 def _most(sampler: Sampler) -> float:
@@ -198,6 +301,7 @@ def guarantees_of(params: AccountingParams, multipliers: Mapping[float, int]) ->
     Raises:
         InputError: the chance of an aborted round uses up δ.
     """
+    # Two proofs hold at once, so the smaller figure may be stated.
     least = min(multipliers)
     every = replace(params, rounds=sum(multipliers.values()), noise_multiplier=least)
     found = guarantees(every)
@@ -237,6 +341,7 @@ def headline(params: AccountingParams) -> float:
 def _amplified(params: AccountingParams) -> float:
     event = params.sampler.event(params.noise_multiplier / params.factor)
     apart = params.sampler.separation if isinstance(params.sampler, Scheduled) else 1
+    # Rounds closer together than that never concern the same client.
     turns = -(-params.rounds // apart)  # rounds that concern one client
     return EpsilonCurve(event, params.delta, params.accountant).at(turns, params.remaining_delta())
 
@@ -257,6 +362,7 @@ def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
     rounds, spent = params.rounds, params.remaining_delta()
     multiplier = params.noise_multiplier / params.factor
     towards_server = schedule_epsilon(rounds, params.sampler.q, multiplier, spent) if rounds else 0.0
+    # With shares of noise, a cohort of random size would show in how large the noise is.
     hidden = params.sampler.name == "fixed"
     towards_all = min(_amplified(params), towards_server) if hidden else towards_server
     how = "the cohort being hidden from them" if hidden else "not amplified: the noise's energy tells the cohort's size"

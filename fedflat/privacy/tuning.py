@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,9 @@ from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import quiet, renyi
 from fedflat.privacy.accounting.selection import Floats, Trials
-from fedflat.privacy.trust import Guarantee
+from fedflat.privacy.trust import Guarantee, Planned
 
-if TYPE_CHECKING:
-    from fedflat.privacy.plan import Plan
+Multiplier = Callable[[Mapping[str, Any]], float]
 
 SAMPLINGS = ("poisson", "fixed", "full")
 """Cohort laws whose rounds have a bound on their Rényi divergence."""
@@ -67,7 +66,7 @@ class Selection:
         return cls(Trials(float(record["mean"]), record["eta"]), beside)
 
 
-def check(plan: Plan) -> None:
+def check(plan: Planned) -> None:
     """Refuse a plan whose selection is not proven.
 
     Raises:
@@ -92,12 +91,13 @@ def check(plan: Plan) -> None:
         raise wrong("privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 
 
-def guarantee(plan: Plan, rounds: int) -> Guarantee:
+def guarantee(plan: Planned, rounds: int) -> Guarantee:
     """Of the selection when a trial is charged for ``rounds``; never for fewer than are planned.
 
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
     selection: Selection = plan.selection  # type: ignore[assignment]
+    # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
     own = Law(max(rounds, plan.rounds), plan.sampler.size, plan.event_multiplier)
     orders, most = _most(plan.sampler.name, plan.sampler.clients, plan.params.factor, (own, *selection.beside))
     found = selection.trials.epsilon(orders, most, plan.delta)
@@ -108,6 +108,7 @@ def _most(sampling: str, clients: int, factor: int, laws: Sequence[Law]) -> tupl
     """Orders, and the largest Rényi divergence of any of the laws at each."""
     found: list[Floats] = []
     orders: tuple[float, ...] = ()
+    # The winner may be a trial with any of these settings: the largest divergence bounds them all.
     for law in dict.fromkeys(laws):
         event = make_sampler(sampling, clients, law.cohort).event(law.noise_multiplier / factor)
         orders, one = renyi(event, law.rounds)
@@ -141,15 +142,13 @@ NOT_COVERED = (
 )
 
 
-def recomputed(entries: Sequence[Mapping[str, Any]], delta: float) -> tuple[float, float]:
+def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: Multiplier) -> tuple[float, float]:
     """(ε by dp-accounting's own account of a selection, ε by ours), both from a ledger's lines alone.
 
     Lines of rounds that were drawn again count as rounds. The library knows η ≥ 0 and means ≥ 1 only; elsewhere both
-    figures are ours.
+    figures are ours. multiplier: std / sensitivity of a line.
     Raises InputError: lines that differ in what selected them, or do not say enough.
     """
-    from fedflat.privacy.verify import multiplier
-
     first = entries[0]
     if any(entry.get("selection") != first.get("selection") for entry in entries):
         raise wrong("ledger", "lines of different selections", "one per run")

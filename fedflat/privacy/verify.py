@@ -86,7 +86,7 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
     ((mechanism, sampling, trust),) = laws
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
     if any(e.get("selection") is not None for e in entries):
-        found, ours = tuning.recomputed(entries, spent)
+        found, ours = tuning.recomputed(entries, spent, multiplier)
         return Recomputed(found, ours * (1 - ROUNDING), "private selection, dp-accounting RDP and our own formula")
     if mechanism == "ddgauss":
         return _ddgauss(entries, spent)
@@ -123,6 +123,7 @@ def _not_shortened(found: Recomputed, events: Sequence[tuple[Any, int]], delta: 
     """
     from fedflat.privacy.accounting.curves import compose_epsilon
 
+    # Composed laws have no single formula to be held against, and rdp states more than is needed.
     if len(events) > 1 or accountant not in ("pld", "fft"):
         return found
     ((event, count),) = events
@@ -166,6 +167,7 @@ def _prv(steps: Steps, delta: float) -> Recomputed | None:
     except ImportError:
         return None
     rounds = list(steps.values())
+    # prv-accountant wants one object for each law and their counts beside it.
     made = [
         variables.PoissonSubsampledGaussianMechanism(sampling_probability=q, noise_multiplier=sigma)
         for q, sigma in steps
@@ -228,6 +230,7 @@ def participations(rounds: Mapping[float, int], q: float, delta: float) -> float
             width = float(square.max()) / TERMS
             weight = np.asarray(np.bincount((square / width).astype(int), weights=weight), dtype=np.float64)
             square = width * np.arange(len(weight), dtype=np.float64)
+    # Without a participation there is no loss, and μ = 0 would divide by zero.
     weight, mu = weight[square > 0], np.sqrt(square[square > 0])
 
     def excess(e: float) -> float:
@@ -369,6 +372,7 @@ def verify(
         found = recompute(entries, delta=delta)
     except InputError as error:
         return Verification(stated, math.inf, "none", len(entries), stated == math.inf, (*notes, str(error)))
+    # A released round without a line is the one thing that a ledger must never show.
     missing = sorted(set(released) - {e["round"] for e in entries})
     if missing and stated < math.inf:
         notes.append(f"released without a ledger line: round {', '.join(map(str, missing[:5]))}")
@@ -414,6 +418,7 @@ def verify_run(folder: str | Path) -> Verification:
     except LedgerError as error:
         return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (str(error),))
     result = verify(entries, stated, delta=delta, released=[line["round"] for line in metrics])
+    # The statement may count more than the metrics (rounds charged again), never less.
     last = metrics[-1].get("epsilon") if metrics else None
     notes = list(result.notes)
     if last is not None and stated is not None and stated < last * (1 - ROUNDING):

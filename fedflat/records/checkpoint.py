@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, wrong
 from fedflat.core.durable import flush
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 
 KEPT = 3
@@ -31,18 +31,24 @@ Facts = dict[str, Any]
 
 
 def private_half(path: Path) -> Path:
-    """Where the private half of a checkpoint lies."""
+    """Return where the private half of a checkpoint lies."""
     return path.parent.parent / "private" / "heads" / path.name
 
 
 def round_of(path: Path) -> int:
-    """The number of finished rounds that a checkpoint's name says; -1 for another name."""
+    """Return the number of finished rounds that a checkpoint's name says; -1 for another name."""
     number = path.name.removeprefix("round-").partition(".")[0]
     return int(number) if number.isdecimal() else -1
 
 
-def save(folder: Path, state: RoundState, heads: PersonalState, facts: Mapping[str, Any]) -> Path:
-    """Write the state after ``state.round`` finished rounds; keep the newest few."""
+def save(
+    folder: Path,
+    state: RoundState,
+    heads: PersonalState,
+    facts: Mapping[str, Any],
+    note: Callable[[str], object] | None = None,
+) -> Path:
+    """Write the state after ``state.round`` finished rounds; keep the newest few. note: told its checksum before."""
     path = folder / f"round-{state.round:06d}.safetensors"
     tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
     hidden = heads.pack()
@@ -55,6 +61,8 @@ def save(folder: Path, state: RoundState, heads: PersonalState, facts: Mapping[s
         other.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         apart = {"round": state.round, "of": public["sha256"]}
         _write(other, hidden, {**apart, "sha256": _seal(hidden, apart)}, mode=0o600)
+    if note is not None:
+        note(public["sha256"])  # in tips.jsonl first: a checkpoint that no line names is refused
     folder.mkdir(parents=True, exist_ok=True)
     _write(path, tensors, public)
     for old in sorted(folder.glob(_PATTERN))[:-KEPT]:
@@ -68,6 +76,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
 
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
+    # save_file makes a file that its owner alone may read: the mode is taken from a file made here under the umask.
     made = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     allowed = os.fstat(made).st_mode & 0o777  # a deployment's umask leaves it to its own account
     os.close(made)
@@ -80,7 +89,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
 
 
 def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
-    """SHA-256 over every tensor's name, type, shape and bytes and over the facts."""
+    """Return the SHA-256 over every tensor's name, type, shape and bytes and over the facts."""
     total = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -90,12 +99,15 @@ def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
 
 
 def newest(
-    folder: Path, damaged: Callable[[Path, str], object] | None = None
+    folder: Path, damaged: Callable[[Path, str], object] | None = None, *, hidden: bool = True
 ) -> tuple[RoundState, PersonalState, Facts] | None:
-    """The newest sound checkpoint of a run, or None if there is none. damaged: told of every other one on the way."""
+    """Return the newest sound checkpoint of a run, or None if there is none.
+
+    damaged: told of every other one on the way. hidden: whether the private halves are read as well.
+    """
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:
-            return load(path)
+            return load(path, hidden=hidden)
         except InputError as error:
             if damaged is not None:
                 damaged(path, str(error))
@@ -103,39 +115,47 @@ def newest(
 
 
 def named(found: tuple[RoundState, PersonalState, Facts]) -> dict[str, Tensor]:
-    """The released weights of a checkpoint by the names of the module's parameters."""
+    """Return the released weights of a checkpoint by the names of the module's parameters."""
     state, heads, facts = found
-    listed = facts["tensors"]
-    pieces = torch.cat([state.released, heads.first]).split([math.prod(shape) for _, shape in listed])
+    return _by_name(torch.cat([state.released, heads.first]), facts["tensors"])
+
+
+def released(state: RoundState, facts: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the shared weights that a round released, by the names of the module's parameters."""
+    return _by_name(state.released, facts["tensors"][: facts["shared_tensors"]])
+
+
+def _by_name(flat: Tensor, listed: list[tuple[str, list[int]]]) -> dict[str, Tensor]:
+    pieces = flat.split([math.prod(shape) for _, shape in listed])
     return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(listed, pieces)}
 
 
-def load(path: Path) -> tuple[RoundState, PersonalState, Facts]:
-    """State, heads and recorded facts of one checkpoint.
+def load(path: Path, *, hidden: bool = True) -> tuple[RoundState, PersonalState, Facts]:
+    """Return state, heads and recorded facts of one checkpoint. hidden: whether to read the private half too.
 
     Raises:
         InputError: either half is missing, damaged, of another round or of another checkpoint.
     """
     tensors, facts = _read(path)
-    hidden: dict[str, Tensor] = {}
-    if facts["private_half"]:
+    secret: dict[str, Tensor] = {}
+    if facts["private_half"] and hidden:
         other = private_half(path)
-        hidden, apart = _read(other)
+        secret, apart = _read(other)
         if apart["of"] != facts["sha256"]:
             raise InputError(f"{other}: found the private half of another checkpoint; allowed: that of {path.name}.")
-    state = _state(tensors | hidden, facts)
+    state = _state(tensors | secret, facts)
     heads = PersonalState(tensors["heads.first"])
-    heads.unpack(hidden)
+    heads.unpack(secret)
     return state, heads, facts
 
 
 def load_released(path: Path) -> RoundState:
-    """The released half of one checkpoint; InputError if it is damaged."""
+    """Return the released half of one checkpoint; InputError if it is damaged."""
     return _state(*_read(path))
 
 
 def unsealed(path: Path) -> bool:
-    """Whether this is a checkpoint of before 0.2, which has no checksum."""
+    """Return whether this is a checkpoint of before 0.2, which has no checksum."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -160,10 +180,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:
         seal = facts["sha256"]
         sound = seal == _seal(tensors, {name: value for name, value in facts.items() if name != "sha256"})
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{path}: found a checkpoint that cannot be read ({' '.join(str(error).split())}); "
-            "allowed: one written by fedflat."
-        ) from error
+        found = f"a checkpoint that cannot be read ({' '.join(str(error).split())})"
+        raise wrong(str(path), found, "one written by fedflat") from error
     if not sound or facts["round"] != round_of(path):
         found = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"
         raise InputError(f"{path}: found {found}; allowed: the file that was written.")

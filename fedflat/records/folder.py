@@ -22,13 +22,8 @@ from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.durable import flush
 
-METRICS, PRIVATE, LEDGER, RECIPE, STATEMENT = (
-    "metrics.jsonl",
-    "private/private.jsonl",
-    "ledger.jsonl",
-    "recipe.yaml",
-    "privacy.json",
-)
+METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
+RECIPE, STATEMENT = "recipe.yaml", "privacy.json"
 SEALED = "SHA256SUMS"
 """The file of checksums of an exported folder."""
 OPENING, LOCK = "private/run.json", "ledger.lock"
@@ -37,7 +32,7 @@ _LOST = "lost"
 
 
 def plain(value: Any) -> Any:
-    """A JSON value: NaN and infinities become null, tuples lists, numpy and torch scalars numbers."""
+    """Return a JSON value: NaN and infinities become null, tuples lists, numpy and torch scalars numbers."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -98,14 +93,14 @@ class RunFolder:
         try:
             (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
             line = json.dumps(plain(record)) + "\n"
+            # The line before its seal: a kill leaves a line without one, whose round runs again, never a seal alone.
             self._add(name, line)
             self._add(seals_of(name), f"{record['round']} {self._seal(name, line)}\n")
         except OSError as error:
-            raise RunError(
-                f"{self.path / name}: cannot be written ({error.strerror}); the run stops, resume it later."
-            ) from error
+            found = f"cannot be written ({error.strerror})"
+            raise RunError(f"{self.path / name}: {found}; the run stops, resume it later.") from error
 
-    def settle(self) -> None:
+    def flush_lines(self) -> None:
         """Make every line written so far durable."""
         for name in (METRICS, PRIVATE):
             for path in (self.path / name, self.path / seals_of(name)):
@@ -114,16 +109,15 @@ class RunFolder:
 
     def _add(self, name: str, text: str) -> None:
         mode = 0o600 if name.startswith("private/") else 0o644
-        with open(
-            os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "w", encoding="utf-8"
-        ) as file:
+        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 
     def _seal(self, name: str, line: str) -> str:
         return hashlib.sha256(f"{self.run}\n{name}\n{line}".encode()).hexdigest()
 
     def sealed_rounds(self, name: str) -> set[int]:
-        """Rounds whose line is there as it was written."""
+        """Return the rounds whose line is there as it was written."""
         lines, sealed = _numbered(self.path / name)[0], _sealed(self.path / seals_of(name))
         return {round for round, text in lines.items() if sealed.get(round) == self._seal(name, text)}
 
@@ -157,8 +151,10 @@ class RunFolder:
 
 
 def _numbered(path: Path) -> tuple[dict[int, str], int]:
-    """Lines by their round, as text with its newline, and how many are no record, come twice or out of order. What
-    stands behind the last newline is left out: a kill leaves that, of a round that was open."""
+    """Return lines by their round, with the newline, and how many are no record, come twice or out of order.
+
+    What stands behind the last newline is left out: a kill leaves that, of a round that was open.
+    """
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     lines: dict[int, str] = {}
     strange, newest = 0, -1
@@ -180,11 +176,10 @@ def _round(raw: bytes) -> int | None:
 
 
 def _sealed(path: Path) -> dict[int, str]:
-    """Round -> its newest seal; a line that is none is passed over."""
-    words = (
-        [line.split() for line in path.read_bytes().decode("ascii", "replace").splitlines()] if path.exists() else []
-    )
-    return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdecimal()}
+    """Return round -> its newest seal; a line that is none is passed over."""
+    text = path.read_bytes().decode("ascii", "replace") if path.exists() else ""
+    pairs = (line.split() for line in text.splitlines())
+    return {int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and pair[0].isdecimal()}
 
 
 def check_unsealed(path: Path) -> None:
@@ -204,6 +199,12 @@ def check_new(path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
+def check_name(name: str) -> None:
+    """Raise InputError for a run's name that cannot be a folder's, or would lead elsewhere."""
+    if name != Path(name).name or name in ("", ".", "..") or not name.isprintable():
+        raise wrong("name", name, "a name that can be a folder's, without slashes")
+
+
 def _unwritable(path: Path, error: OSError) -> InputError:
     return wrong("--out", f"{path}, which cannot be created ({error.strerror})", "a folder you may write to")
 
@@ -213,22 +214,40 @@ def _taken(path: Path) -> InputError:
 
 
 def seals_of(name: str) -> str:
-    """The file of seals beside a file of records."""
+    """Return the file of seals beside a file of records."""
     return name.removesuffix(".jsonl") + ".seals"
 
 
 def check_kinds(folder: Path) -> None:
     """Raise InputError where a run's record is no file (reading a pipe would wait for ever), or a folder is none."""
-    names = (RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE))
+    names = [RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT]
+    names += [] if locked(folder) else [OPENING, PRIVATE, seals_of(PRIVATE)]
+    # A named pipe in the place of a record would make the reader wait for ever.
     for path in (folder / name for name in names):
         if path.exists() and not path.is_file():
             raise wrong(str(path), "a folder" if path.is_dir() else "no file", "the file that was written")
+    for path in (*(folder / name for name in names), *folder.glob("checkpoints/*"), folder / "checkpoints"):
+        if path.exists() and not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+            raise wrong(str(path), "what this account may not read", "a record that it may read")
     for path in (*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise wrong(str(path), "no file", "the file that was written")
     for name in ("private", "checkpoints"):
         if (folder / name).exists() and not (folder / name).is_dir():
             raise wrong(str(folder / name), "no folder", "the folder that was written")
+
+
+def locked(folder: Path) -> bool:
+    """Return whether a run's private/ is there, and this account may not read all of it."""
+    private = folder / "private"
+    if not private.is_dir():
+        return False
+    if not os.access(private, os.R_OK | os.X_OK):
+        return True
+    return not all(os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK) for path in private.rglob("*"))
+
+
+LOCKED = "this account may not read private/"
 
 
 def set_aside(path: Path) -> Path:
@@ -242,13 +261,13 @@ def set_aside(path: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a torn last line is left out."""
+    """Return the records of a JSON-lines file; a torn last line is left out."""
     records: list[dict[str, Any]] = []
     if not path.exists():
         return records
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             break
     return records

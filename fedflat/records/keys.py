@@ -1,5 +1,5 @@
-"""Noise keys of `privacy.secure_rng: true` and, half of them, of deployments: 256 bits of entropy in a file that is
-not part of the run's folder.
+"""Noise keys of runs with `privacy.randomness: secret` and, half of them, of deployments: 256 bits of entropy in a file
+that is not part of the run's folder.
 
 Whoever has the key can draw a run's noise again and subtract it. So it is readable by its owner only, is never logged
 or written into the run's folder, and is deleted when the run is complete. Beside the keys, in ``marks/``, lies what
@@ -19,7 +19,7 @@ from fedflat.privacy.ledger import Entry, LedgerError, scan
 
 
 def folder() -> Path:
-    """Where keys live: ``$XDG_STATE_HOME/fedflat/keys``, or under ``~/.local/state``."""
+    """Return where keys live: ``$XDG_STATE_HOME/fedflat/keys``, or under ``~/.local/state``."""
     state = os.environ.get("XDG_STATE_HOME", "")
     # The base directory specification says to ignore a relative path.
     root = Path(state) if state and Path(state).is_absolute() else Path.home() / ".local" / "state"
@@ -27,7 +27,7 @@ def folder() -> Path:
 
 
 def path_of(run: str) -> Path:
-    """The key file of a run's public name."""
+    """Return the key file of a run's public name."""
     if not run.isalnum():
         raise wrong("versions.run", run, "the name that fedflat wrote into recipe.yaml")
     return folder() / run
@@ -44,7 +44,7 @@ def check_outside(run_folder: Path) -> None:
 
 
 def create(run: str) -> bytes:
-    """A fresh key for a run, durable before this returns; it takes the place of none.
+    """Return a fresh key for a run, durable before this returns; it takes the place of none.
 
     Raises:
         RunError: the file cannot be written.
@@ -59,7 +59,7 @@ def create(run: str) -> bytes:
 
 
 def load(run: str) -> bytes | None:
-    """The key of a run, or None if there is none any more (a torn one is removed: nothing was drawn with it).
+    """Return the key of a run, or None if there is none any more (a torn one is removed: nothing was drawn with it).
 
     Raises:
         InputError: others may read the file, so its noise is no secret.
@@ -97,7 +97,7 @@ class Mark:
         self.path = path_of(run).parent.parent / "marks" / run
 
     def entries(self) -> list[Entry] | None:
-        """The events marked; None if there is no mark, or it was damaged (then it is set aside)."""
+        """Return the events marked; None if there is no mark, or it was damaged (then it is set aside)."""
         try:
             return scan(self.path, self.path.read_bytes()).entries
         except FileNotFoundError:
@@ -111,6 +111,7 @@ class Mark:
 
     def append(self, line: bytes) -> None:
         """Add a ledger line, durably. Raises OSError, for which the ledger refuses the release."""
+        # Without O_CREAT: a mark that has vanished must stop the release, not begin anew with one line.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         with open(descriptor, "ab") as file:
             file.write(line)
@@ -127,6 +128,5 @@ class Mark:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.replace(self.path, lines)
         except OSError as error:
-            raise RunError(
-                f"{self.path}: the mark of the noise key cannot be written ({error.strerror}); nothing was released"
-            ) from error
+            found = f"the mark of the noise key cannot be written ({error.strerror})"
+            raise RunError(f"{self.path}: {found}; nothing was released") from error

@@ -7,47 +7,53 @@ under a secret of the run's own, so no file tells whose data it was, or which se
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
+import os
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.rng import digest
 from fedflat.records.folder import OPENING
 
 FORMAT = 2
 PARTS = ("recipe", "data", "model", "method")
+CHOOSING = ("ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES")
+"""How the names begin of environment variables by which numerical libraries choose their instructions."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others. noise:
-    of what mixes one round's noise into others', "" where nothing does; for the key only, as the ledger names it."""
+    of what mixes one round's noise into others', "" where nothing does; engine: where and how it is computed. Both are
+    for the key only, and no part of what the run is."""
 
     recipe: str
     data: str = ""
     model: str = ""
     method: str | None = ""
     noise: str = ""
+    engine: str = ""
 
     @property
     def facts(self) -> tuple[str, ...]:
         """All of them, for the key of cohorts and noise."""
         four = (self.recipe, self.data, self.model, self.method)
-        return (*("unknown" if part is None else part for part in four), *((self.noise,) if self.noise else ()))
+        return (*("unknown" if part is None else part for part in four), *filter(None, (self.noise, self.engine)))
 
     @property
     def fingerprint(self) -> str:
-        """One digest of all parts: the same only for the same run."""
-        return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
+        """One digest of all parts: the same only for the same run, on whatever engine."""
+        return hashlib.sha256(json.dumps(replace(self, engine="").facts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class Opening:
 
     run: public random-looking id. secret: keys the digests. attempt: counts fresh keys of this run. digests: of
     ``PARTS``, keyed. recipe_file: SHA-256 of recipe.yaml as written.
-    software: what may change bits. key: the public name of the key that is in use, once there is one.
+    software: what may change bits. key: the public name of the key that is in use, once there is one. engine: what the
+    key follows besides the run. terms: public facts that the privacy statement needs (``assembly.stating.Terms``);
+    empty in a run of 0.2.
     """
 
     run: str
@@ -66,44 +74,54 @@ class Opening:
     recipe_file: str
     software: Mapping[str, Any]
     key: str = ""
+    engine: str = ""
     format: int = FORMAT
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, identity: Identity, key: bytes, recipe_text: str, software: Mapping[str, Any], run: str | None = None
-    ) -> Opening:
+        cls, identity: Identity, key: bytes, recipe_text: str, software: Mapping[str, Any], run: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+    ) -> Opening:  # fmt: skip
         """The opening of a new run. key: of a seeded run its noise key, so that equal runs have equal files; else fresh
         entropy. run: the name of the key file, if there is one."""
         secret, name = digest(key, "secret of a run").hex(), digest(key, "name of a run").hex()[:32]
         file = hashlib.sha256(recipe_text.encode()).hexdigest()
-        return cls(run or name, secret, 1, keyed(identity, secret), file, dict(software))
+        terms, software = dict(terms or {}), dict(software)
+        digests, engine = keyed(identity, secret), identity.engine
+        return cls(run or name, secret, 1, digests, file, software, engine=engine, terms=terms)
 
     @property
     def public(self) -> dict[str, Any]:
         """What the ledger's lines carry."""
         found = {"format": self.format, "id": self.run, "attempt": self.attempt, **self.digests}
-        return {**found, "software": dict(self.software)}
+        return {**found, "software": dict(self.software), **({"terms": dict(self.terms)} if self.terms else {})}
+
+    def refuse_older(self, where: str, path: Path) -> None:
+        """Raise InputError for a run of fedflat 0.2: its first weights and its noise were drawn otherwise."""
+        if not self.terms:
+            hint = "It can be verified, loaded and reported here."
+            raise wrong(where, f"{path}, a run of fedflat 0.2", "fedflat 0.2, which resumes it", hint=hint)
 
     def differing(self, identity: Identity) -> list[str]:
-        """Which parts of a run are not those it was opened with."""
+        """Return which parts of a run are not those it was opened with."""
         here = keyed(identity, self.secret)
         return [part for part in PARTS if here[part] != self.digests.get(part)]
 
     def is_recipe(self, content: bytes) -> bool:
-        """Whether these are recipe.yaml's bytes as they were written."""
+        """Return whether these are recipe.yaml's bytes as they were written."""
         return hashlib.sha256(content).hexdigest() == self.recipe_file
 
     def write(self, folder: Path) -> None:
         """Write private/run.json, readable by its owner only; a kill leaves the old one or the new one."""
-        body = {**vars(self), "digests": dict(self.digests), "software": dict(self.software)}
+        body = {**vars(self), "digests": dict(self.digests), "software": dict(self.software), "terms": dict(self.terms)}
         (folder / OPENING).parent.mkdir(mode=0o700, exist_ok=True)
-        durable.replace(
-            folder / OPENING, json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n", mode=0o600
-        )
+        text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+        durable.replace(folder / OPENING, text + "\n", mode=0o600)
 
     @classmethod
     def read(cls, folder: Path) -> Opening:
-        """The opening of the run in a folder.
+        """Return the opening of the run in a folder.
 
         Raises:
             InputError: there is none (a run of before 0.2), or it is damaged.
@@ -118,13 +136,11 @@ class Opening:
             hint = "A run of fedflat 0.1 can be verified and reported, not resumed."
             raise wrong(str(path), "no such file", "the one this run was opened with", hint=hint) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(
-                f"{path}: found a damaged record; allowed: the file that was written at the start."
-            ) from error
+            raise wrong(str(path), "a damaged record", "the file that was written at the start") from error
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:
-    """Digests for the disk: HMACs under the run's secret, the recipe's too, whose seed could be guessed from a hash."""
+    """Return digests for the disk: HMACs under the run's secret, for a seed could be guessed from a plain hash."""
     found: dict[str, str | None] = {}
     for part in PARTS:
         value = getattr(identity, part)
@@ -137,16 +153,42 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def software(backend: Any = None, device: str = "cpu", compiled: bool = False) -> dict[str, Any]:
-    """What may change the last bits of a result: versions, the engine that was chosen, the processor's instructions."""
-    engine = {"backend": getattr(backend, "name", None), "block": getattr(backend, "block", None)}
-    engine |= {"device": device.partition(":")[0], "compile": compiled}
+def software(backend: Any, problem: Any) -> dict[str, Any]:
+    """Return what may change the last bits of a result: versions, the engine that was chosen, the processor."""
+    engine = {name: getattr(backend, name, None) for name in ("name", "block", "threads")}
+    engine = {"backend": engine.pop("name"), **engine, "device": problem.device.type}
+    engine |= {"precision": problem.precision, "onednn": problem.onednn}
     machine = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    return {**engine, **machine, **versions(("fedflat", "torch", "numpy"))}
+    return {
+        **engine, **machine, "processor": processor(), "arithmetic": arithmetic(),
+        **versions(("fedflat", "torch", "numpy")),
+    }  # fmt: skip
+
+
+def arithmetic() -> list[Any]:
+    """Return torch's settings of the process that decide how sums and products round."""
+    backends = torch.backends
+    precisions = [getattr(part, "fp32_precision", None) for part in (backends, backends.mkldnn, backends.cudnn)]
+    return [
+        torch.get_float32_matmul_precision(), *precisions, backends.mkldnn.enabled, backends.mkldnn.deterministic,
+        torch.is_autocast_enabled("cpu"), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
+    ]  # fmt: skip
+
+
+@functools.cache
+def processor() -> str:
+    """Return a short digest of the processor's model and abilities, and of settings that keep libraries from them."""
+    settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(CHOOSING)}
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    about = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return hashlib.sha256(json.dumps([about, settings]).encode()).hexdigest()[:16]
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of Python and of packages."""
+    """Return versions of Python and of packages."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}

@@ -1,1 +1,75 @@
-"""What a run leaves behind: its records, comparison tables and the self-contained HTML report."""
+"""Read what runs leave behind, and show it: in the terminal, as tables for a paper, as pages of one HTML file.
+
+Example: the page of a run, or the comparison of several::
+
+    from fedflat.report import read_runs, write_report
+
+    write_report(["runs/quick-start"], "report.html")
+    for run in read_runs(["runs/compare"]):
+        print(run.name, final_accuracy(run), proven_epsilon(run))
+
+``metrics`` reads a run folder; ``groups`` puts seeds of one setting together and ``tables`` compares settings;
+``figures`` holds the values of charts, which ``pages`` draws for a page and ``plates`` for a file. ``html``
+is the page of runs, ``flatness`` that of landscapes, ``live`` the one that follows a run, ``card`` the privacy card.
+A proven and a claimed ε never share a name, and a claimed one never stands alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedflat.report.figures import figures_of_groups
+    from fedflat.report.groups import Group, styles
+    from fedflat.report.html import public, render, write_report
+    from fedflat.report.metrics import (
+        Run,
+        epsilon_text,
+        final_accuracy,
+        own_metrics,
+        plain,
+        proven_epsilon,
+        read_run,
+        read_runs,
+        uncounted,
+    )
+    from fedflat.report.pages import filled
+    from fedflat.report.plates import write_csv, write_figure, write_picture
+    from fedflat.report.progress import ASKED, ExperimentProgress, Progress, RunEvent, State, Trackers, waiting_text
+    from fedflat.report.summary import (
+        DivergenceWatch,
+        cautions,
+        print_comparison,
+        print_stages,
+        print_summary,
+        summary_rows,
+    )
+    from fedflat.report.tables import duration, percent
+
+__all__ = [
+    "ASKED", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State", "Trackers",
+    "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy", "own_metrics", "percent",
+    "plain", "print_comparison", "print_stages", "print_summary", "proven_epsilon", "public", "read_run", "read_runs",
+    "render", "styles", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure", "write_picture",
+    "write_report",
+]  # fmt: skip
+_MODULES = {
+    "figures": "figures_of_groups",
+    "groups": "Group styles",
+    "html": "public render write_report",
+    "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
+    "pages": "filled",
+    "plates": "write_csv write_figure write_picture",
+    "progress": "ASKED ExperimentProgress Progress RunEvent State Trackers waiting_text",
+    "summary": "DivergenceWatch cautions print_comparison print_stages print_summary summary_rows",
+    "tables": "duration percent",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Pages need jinja2 and a summary needs rich: whoever only reads a run should not wait for them.
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The privacy card of a run: what is promised to whom, how it was done, and what is left open, on one page.
+"""Write the privacy card of a run, and a draft entry of the public registry made from it.
 
 Every figure comes from the statement, from the ledger, or is computed from the ledger here. The same sections become
 HTML, Markdown and the entry for the public registry.
@@ -6,23 +6,24 @@ HTML, Markdown and the entry for the public registry.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
+from fedflat.privacy.compare import SEEDED, refuse_seeded
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.together import Published, Total, total
-from fedflat.report import audited, metrics, tables
-from fedflat.report.metrics import Run, section
+from fedflat.report import metrics, statement
+from fedflat.report.metrics import Run, published, section, uncounted
 from fedflat.report.pages import asset, filled
 from fedflat.report.registry import UNSAID, About, readable
-from fedflat.report.together import published, uncounted
 
 PRETRAINED = ("vit-base", "roberta-base")
 
@@ -46,19 +47,20 @@ class Card:
         return readable(self.about.name or str(self.run.recipe.get("name") or self.run.name))
 
     def text(self, title: str, label: str) -> str:
-        """One row's text, lists as sentences after one another."""
+        """Return one row's text, lists as sentences after one another."""
         found = dict(dict(self.sections)[title])[label]
         return found if isinstance(found, str) else " ".join(found)
 
 
 def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick: bool = False) -> Card:
-    """The card of ``run``; others: runs on the same clients that are published too.
+    """Return the card of ``run``; others: runs on the same clients that are published too.
 
     quick: leave out the best attacker where it takes minutes.
     Raises InputError: the run has no statement, or one of the runs has one that its ledger goes beyond.
     """
     if not run.privacy:
         raise wrong("card", f"{run.path} without privacy.json", "a run with a statement")
+    refuse_seeded("card", run.privacy)
     about = about or About()
     epsilon, delta = metrics.proven_epsilon(run), metrics.number(run.privacy.get("delta"))
     every = [_published(one, [run, *others]) for one in (run, *others)]
@@ -71,17 +73,12 @@ def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick
     bound = None if slow or delta is None else attacker_of(every[:1], epsilon, delta)
     whole = total(every) if others else None
     sections = (
-        ("Guarantee", _guarantee(run, bound, slow)),
-        ("Whose data, and what neighbours are", _unit(run)),
-        ("Actors and trust", _actors(run)),
-        ("What is released", _released(run)),
-        ("How", _how(run, entries)),
-        ("Tuning, preprocessing and public data", _choices(run)),
-        ("Composition", _composition(every, whole)),
-        ("Randomness and arithmetic", _randomness(run)),
-        ("Checks", _checks(run, len(entries))),
+        ("Guarantee", _guarantee(run, bound, slow)), ("Whose data, and what neighbours are", _unit(run)),
+        ("Actors and trust", _actors(run)), ("What is released", _released(run)), ("How", _how(run, entries)),
+        ("Tuning, preprocessing and public data", _choices(run)), ("Composition", _composition(every, whole)),
+        ("Randomness and arithmetic", _randomness(run)), ("Checks", _checks(run, len(entries))),
         ("Contact", (("Contact", about.contact or UNSAID),)),
-    )
+    )  # fmt: skip
     return Card(run, _sentence(run, epsilon, delta, bound), sections, about, epsilon, delta)
 
 
@@ -100,46 +97,44 @@ def _texts(value: Any) -> list[str]:
 
 
 def _share(value: float) -> str:
-    """A share in per cent, rounded up in its third digit: it is a bound."""
+    """Return a share in per cent, rounded up in its third digit: it is a bound."""
     percent = 100 * value
     digits = max(0, 2 - math.floor(math.log10(percent))) if percent > 0 else 0
+    # A bound must not be rounded down.
     shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
     return f"{min(shown, 100):.{digits}f} %"
 
 
 def _up(value: float) -> str:
-    """A bound with three digits behind the point, rounded up."""
+    """Return a bound with three digits behind the point, rounded up."""
     return f"{math.ceil(value * 1000 - 1e-9) / 1000:.3f}"
 
 
 def _epsilon(value: float | None) -> str:
-    """As in every table, but rounded up."""
-    if value is None or not math.isfinite(value):
-        return tables.epsilon_text(value)
-    places = 0 if value >= 1000 else 2 if value >= 1 or value <= 0 else 2 - math.floor(math.log10(value))
-    return tables.epsilon_text(math.ceil(value * 10.0**places - 1e-9) / 10.0**places)
+    return metrics.epsilon_text(value if value is None or math.isfinite(value) else None, round_up=True)
 
 
 def _sentence(run: Run, epsilon: float | None, delta: float | None, bound: Attacker | None) -> str:
     if epsilon is None or delta is None:
         return f"Nothing is proven of this run: no finite ε protects its clients. {_why(run)}".strip()
-    seeded = " (simulated: against whoever does not know the seed)" if _seeded(run) else ""
+    if metrics.seeded(run):
+        return f"ε of the mechanism = {_epsilon(epsilon)}, δ = {delta:g}. {SEEDED}"
     against = " or ".join(dict.fromkeys(_adversaries(run))) or "whoever sees the released models"
     figure = f"ε = {_epsilon(epsilon)}, δ = {delta:g}"
     if bound is None:
-        return f"Each client is protected against {against}: {figure}{seeded}."
+        return f"Each client is protected against {against}: {figure}."
     but = f" but for {delta:g}" if bound.slack else ""
     mu = "" if bound.mu is None else f", Gaussian DP μ = {_up(bound.mu)}{but}"
     asked, these, those = _question(run)
     return (
         f"Each client is protected against {against}: {figure}{mu}; whoever guesses from the release {asked}, knowing "
         f"all others' data, is right about at most {_share(bound.true_positives)} of {these} while wrong about "
-        f"{100 * bound.false_positives:g} % of {those}{seeded}."
+        f"{100 * bound.false_positives:g} % of {those}."
     )
 
 
 def _question(run: Run) -> tuple[str, str, str]:
-    """What the best attacker asks, as the neighbours differ, and of whom it is right and wrong.
+    """Return what the best attacker asks, as the neighbours differ, and of whom it is right and wrong.
 
     Who takes part is itself seen by some under trust local and distributed, and where turns are public.
     """
@@ -150,16 +145,12 @@ def _question(run: Run) -> tuple[str, str, str]:
     return "whether a client took part", "those who did", "those who did not"
 
 
-def _seeded(run: Run) -> bool:
-    return _stated(run, "noise_source").startswith("simulation")
-
-
 def _why(run: Run) -> str:
     return " ".join(metrics.reasons(run)[:1])
 
 
 def _adversaries(run: Run) -> list[str]:
-    """Those towards whom the largest ε is proven."""
+    """Return those towards whom the largest ε is proven."""
     every = [a for a in run.privacy.get("adversaries") or [] if isinstance(a, Mapping)]
     known = [(metrics.number(a.get("epsilon")), str(a.get("description") or a.get("adversary"))) for a in every]
     most = max((value for value, _ in known if value is not None), default=None)
@@ -169,23 +160,25 @@ def _adversaries(run: Run) -> list[str]:
 def _guarantee(run: Run, bound: Attacker | None, slow: bool) -> tuple[tuple[str, Text], ...]:
     proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
     second = metrics.number(run.privacy.get("epsilon_at_1e-5"))
-    rows: list[tuple[str, Text]] = [("Proven ε", _epsilon(proven))]
+    rows: list[tuple[str, Text]] = [(metrics.epsilon_name(run), _epsilon(proven))]
     if claimed is not None and claimed != proven:
         rows.append(("Claimed by a formula", f"{_epsilon(claimed)}; it does not cover what ran"))
     rows.append(("δ", _stated(run, "delta")))
     if second is not None:
         rows.append(("ε at δ = 10⁻⁵", _epsilon(second)))
     if bound is not None and bound.mu is not None:
-        but = (
-            f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives" if bound.slack else ""
-        )
-        rows.append(("Gaussian DP", f"μ = {_up(bound.mu)}{but}"))
+        but = f", but for {bound.slack:g}: at most Φ(Φ⁻¹(α) + μ) + {bound.slack:g} true positives"
+        rows.append(("Gaussian DP", f"μ = {_up(bound.mu)}{but if bound.slack else ''}"))
     if bound is not None:
-        at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
-        rows.append(("Best attacker", f"at most {at}; {bound.how}"))
+        rows.append(("Best attacker", _at_most(bound)))
     elif slow:
         rows.append(("Best attacker", "fedflat card works it out; for this mechanism it takes minutes"))
     return tuple([*rows, ("Why no ε is finite", metrics.reasons(run))] if proven is None else rows)
+
+
+def _at_most(bound: Attacker) -> str:
+    at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
+    return f"at most {at}; {bound.how}"
 
 
 def _unit(run: Run) -> tuple[tuple[str, Text], ...]:
@@ -218,11 +211,10 @@ def _how(run: Run, entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Tex
     again = extra_rounds(entries)
     done = f"{len(entries)} events in the ledger" + (f" ({'; '.join(laws)})" if laws else "")
     done += f", {again} of them charged again" if again else ""
-    rows: list[tuple[str, Text]] = [
+    return (
         ("Sampler", _stated(run, "sampling")), ("As executed", done), ("Mechanism", _stated(run, "mechanism")),
         ("Accountant", f"{_stated(run, 'accountant')}; {_stated(run, 'rounds_charged')} rounds charged"),
-    ]  # fmt: skip
-    return tuple(rows)
+    )  # fmt: skip
 
 
 def _choices(run: Run) -> tuple[tuple[str, Text], ...]:
@@ -253,15 +245,11 @@ def _composition(every: Sequence[Published], whole: Total | None) -> tuple[tuple
         f"ε = {_epsilon(whole.epsilon)} at δ = {whole.delta:g} ({whole.relation})"
         if math.isfinite(whole.epsilon) and not whole.unbounded else "no finite ε"
     )  # fmt: skip
-    rows: list[tuple[str, Text]] = [
-        ("Counted", [run.name for run in every]),
-        ("All together", figure),
-    ]
+    rows: list[tuple[str, Text]] = [("Counted", [run.name for run in every]), ("All together", figure)]
     if math.isfinite(whole.epsilon) and not whole.unbounded:
         bound = attacker_of(every, whole.epsilon, whole.delta)
         if bound is not None:
-            at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
-            rows.append(("Best attacker on all", f"at most {at}; {bound.how}"))
+            rows.append(("Best attacker on all", _at_most(bound)))
     if whole.unbounded:
         rows.append(("Without a guarantee", list(whole.unbounded)))
     return tuple([*rows, ("How", list(whole.reasons))] if whole.reasons else rows)
@@ -277,7 +265,7 @@ def _randomness(run: Run) -> tuple[tuple[str, Text], ...]:
 
 
 def _checks(run: Run, events: int) -> tuple[tuple[str, Text], ...]:
-    found = audited.short(run)
+    found = statement.short(run)
     told = f"ε {found}; the audit looked at clients' data, and no guarantee covers its figure" if found else "no audit"
     path = run.path / "ledger.jsonl"
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no ledger.jsonl"
@@ -290,7 +278,7 @@ def _checks(run: Run, events: int) -> tuple[tuple[str, Text], ...]:
 
 
 def markdown(found: Card) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     lines = [f"# Privacy card: {_escaped(found.title)}", "", _escaped(found.sentence)]
     for title, rows in found.sections:
         lines += ["", f"## {title}", ""]
@@ -306,15 +294,124 @@ def _escaped(text: str) -> str:
     return " ".join(text.split())
 
 
+VARYING = ("Composition", "Contact", "Tuning, preprocessing and public data")
+"""Sections that may follow from what no run's folder holds: other runs, and what somebody said (``--about``)."""
+
+
+def figures(found: Card, page: bool) -> list[str]:
+    """Return the texts of a card that follow from the run alone, as they stand in card.html (``page``) or card.md."""
+    rows = [text for title, pairs in found.sections if title not in VARYING for _, text in pairs]
+    texts = [found.sentence, *(line for text in rows for line in ([text] if isinstance(text, str) else text))]
+    return [str(escape(text)) if page else _escaped(text) for text in texts]
+
+
 def html(found: Card) -> str:
-    """The card as a page of its own: one file, no script, no network."""
+    """Return the card as a page of its own: one file, no script, no network."""
     style = Markup(asset("page.css"))
     return str(filled("card.html", card=found, style=style))
 
 
 def brief(run: Run) -> Card | str:
-    """The card for a report, without what takes long; a sentence where there can be none."""
+    """Return the card for a report, without what takes long; a sentence where there can be none."""
     try:
         return card(run, quick=True)
     except InputError as error:
         return str(error)
+
+
+TRUST = {"central": "Central", "distributed": "Federated", "local": "Local"}
+CHOICES, HOW, CHECKS = "Tuning, preprocessing and public data", "How", "Checks"
+ACTORS, RELEASED = "Actors and trust", "What is released"
+
+
+def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str, Any]:
+    """Return the card as an entry of the public registry, not yet checked.
+
+    Raises:
+        InputError: no finite ε is proven, so that there is nothing to enter.
+    """
+    if found.epsilon is None or found.delta is None:
+        raise wrong("registry entry", "a run without a finite proven ε", "a run with one")
+    words = "".join(c if c.isalnum() and c.isascii() else " " for c in found.title.lower()).split()
+    deployment = {
+        "basic": _basic(found, str(today or datetime.date.today())),
+        "dp_variant": {
+            "variant_name": "Approximate DP",
+            "data_domain": "Collections of clients' data sets, one for each of the public number of clients.",
+            "unprotected_quantities": found.text(RELEASED, "Not covered"),
+        },
+        "privacy_loss": {
+            "privacy_unit": "client",
+            "privacy_unit_details": f"{_text_of(found, 'unit')}. {_text_of(found, 'adjacency')}",
+            "privacy_parameters": {"epsilon": found.epsilon, "delta": found.delta},
+            "privacy_parameters_details": found.sentence,
+        },
+        "deployment_model": _model(found),
+        "accounting": {
+            "post_processing": "The server's optimizer and steps after the noise use no client's data.",
+            "composition": f"{found.text(HOW, 'Accountant')}. {_composed(found)}",
+        },
+        "implementation": _implementation(found),
+        "administrative": _administrative(found),
+    }
+    return {"url_slug": "-".join(words) or "run", "status": "Draft", "tier": 3, "deployment": deployment}
+
+
+def _text_of(found: Card, key: str) -> str:
+    return str(found.run.privacy.get(key) or UNSAID)
+
+
+def _basic(found: Card, today: str) -> dict[str, Any]:
+    about = found.about
+    return {
+        "name": found.title, "data_curators": about.curators or [UNSAID],
+        "description": about.description or _described(found.run), "intended_use": about.intended_use or UNSAID,
+        "data_product_type": "Machine learning model", "data_product_region": about.region or UNSAID,
+        "publication_date": about.publication_date or today, "data_product_sector": about.sector,
+    }  # fmt: skip
+
+
+def _described(run: Run) -> str:
+    data, model = section(run.recipe, "data").get("dataset"), section(run.recipe, "model").get("name")
+    return f"A model ({model}) trained on {data} with federated learning ({run.algorithm})."
+
+
+def _model(found: Card) -> dict[str, Any]:
+    protected = dict(dict(found.sections)[ACTORS])["Protected from"]
+    actors = protected if isinstance(protected, str) else ". ".join(protected)
+    return {
+        "model_name": TRUST.get(_text_of(found, "trust"), "Varies"), "model_name_details": found.text(ACTORS, "Trust"),
+        "actors": f"{actors}. Clients: {found.text(ACTORS, 'Clients')}.", "release_type": "One release",
+        "release_type_details": f"One training. {found.text(RELEASED, 'Released')}", "data_source_type": "Static",
+        "data_source_type_details": "A client's data do not change during the training.",
+        "access_type": "Non-interactive", "access_type_details": "Whoever has the model has it; nothing is queried.",
+    }  # fmt: skip
+
+
+def _composed(found: Card) -> str:
+    rows = dict(dict(found.sections)["Composition"])
+    return ". ".join(f"{label}: {text if isinstance(text, str) else ', '.join(text)}" for label, text in rows.items())
+
+
+def _implementation(found: Card) -> dict[str, Any]:
+    before = [
+        f"{label}: {found.text(CHOICES, label)}" for label in ("Tuning", "Preprocessing", "Public data and priors")
+    ]
+    how = [found.text(HOW, "Mechanism"), f"Sampler: {found.text(HOW, 'Sampler')}"]
+    how += [f"Random source: {_text_of(found, 'noise_source')}.", _text_of(found, "floating_point")]
+    return {
+        "preprocessing_and_hyperparameter_tuning": "; ".join(before),
+        "mechanisms": " ".join([*how, f"Library: {found.text(CHECKS, 'Made by')}."]),
+        "justification": found.about.justification or UNSAID,
+    }
+
+
+def _administrative(found: Card) -> dict[str, Any]:
+    about = found.about
+    notes = [] if about.publication_date else ["The publication date is the day on which this draft was written"]
+    notes += [f"Ledger: {found.text(CHECKS, 'Ledger')}", f"Audit: {found.text(CHECKS, 'Audited lower bound')}"]
+    return {
+        "sources": about.sources or UNSAID,
+        "notes": ". ".join([*notes, f"Contact: {about.contact or UNSAID}"]),
+        "registry_authors": about.authors or [UNSAID],
+    }

@@ -1,4 +1,4 @@
-"""The page of ``fedflat landscape``: numbers, curves, surfaces to turn and contours, in one file without a network."""
+"""Write the page of ``fedflat landscape``: numbers, curves, surfaces to turn, contours, in one file."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fedflat.report import contours, html, pages, svg
+from fedflat.report import html, pages, plates
 from fedflat.report.figures import Figure, Series
+from fedflat.report.groups import COLOURS
 from fedflat.report.pages import Section, Table
-from fedflat.report.styles import COLOURS
 
 Record = Mapping[str, Any]
 
 
 def write_page(found: Record, target: Path) -> Path:
-    """Write the page of what ``analysis.flatness.measure`` found to the file ``target``, replaced in one step."""
+    """Write the page of what ``landscape.flatness.measure`` found to the file ``target``, replaced in one step."""
     return pages.write(render(found), target)
 
 
 def render(found: Record) -> str:
-    """The page on flatness as HTML text."""
+    """Return the page on flatness as HTML text."""
     groups = found["groups"]
     models = list(dict.fromkeys(group["model"] for group in groups))
     sections = [
@@ -63,20 +63,16 @@ def _lead(found: Record) -> str:
 
 
 def columns(settings: Record) -> list[tuple[str, str, bool]]:
-    """Key, heading and whether in per cent, of the numbers shown."""
+    """Return the key, heading and whether in per cent, of the numbers shown."""
     size = 100 * settings["noise"][len(settings["noise"]) // 2]
     return [
-        ("loss", "loss", False),
-        ("accuracy", "accuracy %", True),
-        ("eigenvalue", "top eigenvalue", False),
-        ("trace", "trace", False),
-        ("ascent", "sharpness", False),
-        ("noise_accuracy", f"% at {size:g} % noise", True),
-    ]
+        ("loss", "loss", False), ("accuracy", "accuracy %", True), ("eigenvalue", "top eigenvalue", False),
+        ("trace", "trace", False), ("ascent", "sharpness", False), ("noise_accuracy", f"% at {size:g} % noise", True),
+    ]  # fmt: skip
 
 
 def spread_text(value: Record | None, percent: bool = False) -> str:
-    """``mean ± sd``, the mean alone for one seed, a dash for nothing."""
+    """Return ``mean ± sd``, the mean alone for one seed, a dash for nothing."""
     if value is None:
         return "–"
     mean, sd = pair_text(value, percent)
@@ -84,7 +80,7 @@ def spread_text(value: Record | None, percent: bool = False) -> str:
 
 
 def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
-    """Mean and sd (None for one seed) with the same decimals: three significant digits of the mean."""
+    """Return the mean and sd (None for one seed) with the same decimals: three significant digits of the mean."""
     factor = 100 if percent else 1
     mean, sd = factor * value["mean"], value["sd"]
     size = abs(mean) if mean else 1.0
@@ -93,7 +89,7 @@ def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
 
 
 def number_text(value: float) -> str:
-    """Three significant digits."""
+    """Return three significant digits."""
     return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
 
 
@@ -111,15 +107,14 @@ def _numbers(found: Record) -> dict[str, Any]:
 
 
 DIFFERENCES = (
-    ("eigenvalue", "top eigenvalue"),
-    ("trace", "trace"),
-    ("ascent", "sharpness"),
+    ("eigenvalue", "top eigenvalue"), ("trace", "trace"), ("ascent", "sharpness"),
     ("noise_loss", "loss added by noise"),
-)
+)  # fmt: skip
 
 
 def gaps(found: Record) -> list[tuple[str, list[str]]]:
-    """Label, and how the global model's numbers differ from the first method's; those with an interval only."""
+    """Return the label, and how the global model's numbers differ from the first method's; those with an interval
+    only."""
     groups = [group for group in found["groups"] if group["model"] == "global"]
     rows = [(group["label"], [_gap(group["differences"].get(key)) for key, _ in DIFFERENCES]) for group in groups[1:]]
     return [(label, cells) for label, cells in rows if any(cells)]
@@ -132,7 +127,7 @@ def _gap(gap: Record | None) -> str:
 
 
 def difference_notes(found: Record) -> list[str]:
-    """The differences in words, for a terminal."""
+    """Return the differences in words, for a terminal."""
     first, listed = found["groups"][0]["label"], []
     for label, cells in gaps(found):
         parts = [f"{name} {cell}" for (_, name), cell in zip(DIFFERENCES, cells) if cell]
@@ -155,7 +150,7 @@ def _signed(value: float) -> str:
 
 
 def cost_text(cost: Record) -> str:
-    """Time and memory in a sentence."""
+    """Return time and memory in a sentence."""
     threads = "1 thread" if cost["threads"] == 1 else f"{cost['threads']} threads"
     return (
         f"Took {cost['seconds']:.0f} s ({cost['cpu_seconds']:.0f} s of processor time, {threads});"
@@ -183,7 +178,7 @@ def _reading(found: Record) -> list[str]:
 
 
 def figures(found: Record) -> list[Figure]:
-    """The page's curves, model by model."""
+    """Return the page's curves, model by model."""
     models = list(dict.fromkeys(group["model"] for group in found["groups"]))
     owns = ([group for group in found["groups"] if group["model"] == model] for model in models)
     return [figure for place, own in enumerate(owns) for figure in _curves(own, place)]
@@ -212,7 +207,8 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
         low, high = ([a + sign * b for a, b in zip(y, sd, strict=True)] for sign in (-1, 1))
         if key == "accuracy":
             low, high = [max(0.0, each) for each in low], [min(1.0, each) for each in high]
-        else:  # a band below zero is not a loss, and would leave the logarithmic scale
+        else:
+            # A loss is not below zero, and a logarithmic axis could not show it.
             low = [max(each, min(y) / 2) for each in low]
         x = {"round": tuple(100 * each for each in curve[over])}
         bands = (tuple(low), tuple(high)) if several else ((), ())
@@ -233,26 +229,26 @@ def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     low, high = min(every), max(every)
     low = max(low, 1e-9)
-    lines = contours.levels(low, high)
+    lines = plates.levels(low, high)
     surfaces = [{"side": len(each["surface"]["steps"]), "loss": _short(each["surface"]["loss"])} for each in groups]
     return {
         "hint": "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together.",
         "reliefs": [_relief(group, lines, low, high) for group in groups],
         "overlay": _overlaid(groups, lines),
         "about_private": html.PRIVATE,
-        "levels": [(f"{level:g}", *contours.colours(level, low, high)) for level in lines],
-        "data": {"low": low, "high": high, "ramps": contours.RAMPS, "surfaces": surfaces},
+        "levels": [(f"{level:g}", *plates.colours(level, low, high)) for level in lines],
+        "data": {"low": low, "high": high, "ramps": plates.RAMPS, "surfaces": surfaces},
     }
 
 
 def _overlaid(groups: Sequence[Record], lines: Sequence[float]) -> dict[str, Any] | None:
-    """The contours of two surfaces or more in one square, with their legend; None for one surface or none."""
+    """Return the contours of two surfaces or more in one square, with their legend; None for one surface or none."""
     names = [each["label"] + ("" if each["model"] == "global" else f", {each['model']}") for each in groups]
     if len(groups) < 2 or not lines:
         return None
     surfaces = [(name, each["style"], each["surface"]["loss"]) for name, each in zip(names, groups)]
-    legend = [(name, svg.swatch(Series(name, {}, style=style))) for name, style, _ in surfaces]
-    return {"drawing": contours.overlay(surfaces, groups[0]["surface"]["steps"], lines), "legend": legend}
+    legend = [(name, pages.swatch(Series(name, {}, style=style))) for name, style, _ in surfaces]
+    return {"drawing": plates.overlay(surfaces, groups[0]["surface"]["steps"], lines), "legend": legend}
 
 
 def _short(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -268,11 +264,8 @@ def _relief(group: Record, lines: Sequence[float], low: float, high: float) -> d
     if surface["deviation"] is not None:
         how += f", within {surface['deviation']:.2g} of float32 at nine points"
     return {
-        "name": name,
-        "colour": f"c{group['style'] % COLOURS}",
-        "private": group["private"],
+        "name": name, "colour": f"c{group['style'] % COLOURS}", "private": group["private"],
         "words": f"Loss {values[middle][middle]:.3g} in the middle, at most {edge:.3g} on the square.",
-        "seed": group["seeds"][0],
-        "how": how,
-        "contours": contours.draw(values, surface["steps"], lines, low, high, f"{name}: contours of the loss"),
-    }
+        "seed": group["seeds"][0], "how": how,
+        "contours": plates.draw(values, surface["steps"], lines, low, high, f"{name}: contours of the loss"),
+    }  # fmt: skip

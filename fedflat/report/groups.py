@@ -1,32 +1,30 @@
-"""Runs of one setting over several seeds, and the statistics over seeds."""
+"""Group runs of one setting over several seeds, and compare settings at equal accuracy, at equal ε, in one sentence.
+
+Only the shared model's accuracy on public test data is compared; clients' own models have no part in it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedflat.report.metrics import Run
-from fedflat.report.styles import styles
+from fedflat.core.checks import in_range
+from fedflat.report import metrics
+from fedflat.report.metrics import Run, fate
 
 # What makes a setting; the seed, the versions that ran it and whatever else a run notes down do not. Nor does the
 # engine, of which a recipe holds what ``auto`` chose: two seeds may have met different back ends.
 SETTING = (
-    "name",
-    "rounds",
-    "start",
-    "data",
-    "model",
-    "task",
-    "loss",
-    "algorithm",
-    "local",
-    "cohort",
-    "privacy",
-    "server",
-)
+    "name", "rounds", "start", "data", "model", "task", "loss", "algorithm", "local", "cohort", "privacy", "server",
+)  # fmt: skip
+
+
+NOISE, BUDGET = "privacy.noise_multiplier", "privacy.budget"
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Difference:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; keys called ``seed`` are left out."""
+    """Return ``{"a": {"b": 1}}`` as ``{"a.b": 1}``; keys called ``seed`` are left out."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if key == "seed":
@@ -84,12 +82,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def setting(run: Run, engine: bool = False) -> dict[str, Any]:
     """The flat recipe without seeds and without what only describes the machine, unless ``engine`` is asked for."""
+    # Seeds of one setting may have met different back ends, as ``auto`` chose.
     keys = (*SETTING, "engine") if engine else SETTING
     return flatten({key: run.recipe[key] for key in keys if key in run.recipe})
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
-    """Runs whose recipes differ in nothing but the seed, in the order given.
+    """Return the runs whose recipes differ in nothing but the seed, in the order given.
 
     Engines count only where one seed ran on several: then they are what is compared. A group is labelled with its
     method, and where two groups share a method also with the keys in which they differ.
@@ -106,12 +105,13 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
 
 
 def _key(run: Run, engine: bool = False) -> str:
-    """What runs of one group share; without a recipe there is nothing to compare by, so such a run stays alone."""
+    """Return what runs of one group share; without a recipe there is nothing to compare by, so such a run stays
+    alone."""
     return json.dumps(setting(run, engine), sort_keys=True) if run.recipe else str(run.path)
 
 
 def _by_engine(group: list[Run]) -> list[list[Run]]:
-    """The runs as they are, or by engine where a seed is among them more than once."""
+    """Return the runs as they are, or by engine where a seed is among them more than once."""
     if len({run.seed for run in group}) == len(group):
         return [group]
     parts: dict[str, list[Run]] = {}
@@ -126,10 +126,18 @@ def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:
         return run.algorithm
     own = setting(run, engine)
     keys = [key for key in differing(same) if key != "name"]
+    # σ was calibrated for ε, so ε alone says what differs.
+    if {NOISE, BUDGET} <= set(keys):
+        keys.remove(NOISE)
     if not keys or len(keys) > 3:
         return str(run.recipe.get("name") or run.name)
-    parts = ", ".join(key.rsplit(".", 1)[-1] + "=" + _short(own.get(key)) for key in keys)
-    return f"{run.algorithm} ({parts})"
+    names = [{BUDGET: "epsilon"}.get(key) or key.removesuffix(".name").rsplit(".", 1)[-1] for key in keys]
+    return f"{run.algorithm} ({', '.join(f'{name}={_short(own.get(key))}' for name, key in zip(names, keys))})"
+
+
+def without_epsilon(label: str) -> str:
+    """Return a group's label without the ε in it."""
+    return re.sub(r" \(\)$", "", re.sub(r"(, |(?<=\())epsilon=[^,)]*(, (?=[^)]))?", "", label))
 
 
 def _short(value: Any) -> str:
@@ -146,20 +154,21 @@ def _distinct(labels: Sequence[str]) -> list[str]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The flat keys whose values are not the same in every setting, in the order of first appearance."""
+    """Return the flat keys whose values are not the same in every setting, in the order of first appearance."""
     keys = dict.fromkeys(key for each in settings for key in each)
     return [key for key in keys if len({json.dumps(each.get(key), sort_keys=True) for each in settings}) > 1]
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and sample standard deviation of the values that are there; ``None`` if there are none."""
+    """Return the mean and sample standard deviation of the values that are there; ``None`` if there are none."""
     found = [value for value in values if value is not None]
     if not found:
         return None
     mean = math.fsum(found) / len(found)
     if len(found) == 1:
         return Spread(mean, None, 1)
-    if min(found) == max(found):  # equal values: no rounding error posing as a spread
+    # Equal values have no spread; the formula would give a rounding error.
+    if min(found) == max(found):
         return Spread(found[0], 0.0, len(found))
     return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (len(found) - 1)), len(found))
 
@@ -180,3 +189,183 @@ def paired_difference(first: Group, other: Group, measure: Callable[[Run], float
 def _by_seed(group: Group, measure: Callable[[Run], float | None]) -> dict[int | None, float]:
     measured = {run.seed: measure(run) for run in group.runs}
     return {seed: value for seed, value in measured.items() if value is not None}
+
+
+COLOURS, DASHES = 7, 4
+"""Kinds of lines that the style sheet has; coprime, so that one number names a pair."""
+EVERY = COLOURS * DASHES
+
+# A method's place gives its colour first, then its dash: the first seven are told apart by colour alone. A method of
+# one's own gets a place from its name. Adding a name at the end leaves all others as they are.
+HOMES = (
+    *("fedavg", "dp-fedavg", "dp-fedsam", "dp-fedpgn", "dp-fedpgn-ls", "dp-fedadam", "dp-disk"),
+    *("fedsam", "dp-fedavg-ls", "dp-fedsam-topk", "dp-fednsam", "dp-fedprox", "dp-scaffold", "class-statistics"),
+    *("ddgauss", "dp-fedavg-blur", "dp-fedsam-blur", "fed-smp-randk", "fed-smp-topk", "fed-normec", "dp-fedavg-lus"),
+    *("ae-dpfl", "dp-fedavg-blurs", "dp2-fedsam", "centaur", "dp-fedavg-ft", "dp-fedsam-ft", "p-fedsam"),
+)
+
+
+def style_of(method: str) -> int:
+    """Return the number of a method's line: colour ``style % COLOURS``, dash ``style % DASHES``."""
+    place = HOMES.index(method) if method in HOMES else zlib.crc32(method.encode()) % EVERY
+    return _number(place % COLOURS, place // COLOURS)
+
+
+def dashed(style: int, more: int) -> int:
+    """Return the style with the same colour whose dash is ``more`` places on."""
+    return _number(style % COLOURS, style % DASHES + more)
+
+
+def styles(methods: Sequence[str]) -> list[int]:
+    """Return a style for each line of a page, given its method; no two alike.
+
+    Settings of one method share its colour and differ in their dash. Where all lines are of one method, or a method
+    has more settings than there are dashes, colours tell its lines apart.
+    """
+    several = len(set(methods)) > 1
+    found: list[int] = []
+    homes = {style_of(method) for method in methods}
+    for method in methods:
+        # Lines of other methods keep their own colour and dash, whoever is on the page.
+        own = style_of(method)
+        dashes = [dashed(own, more) for more in range(DASHES)]
+        colours = [_number(own % COLOURS + more, own % DASHES) for more in range(COLOURS)]
+        others = [style for style in (*(dashes if several else colours), *range(EVERY)) if style not in homes]
+        found.append(next((style for style in (own, *others) if style not in found), len(found) + EVERY))
+    return found
+
+
+def _number(colour: int, dash: int) -> int:
+    """Return the number below ``EVERY`` with this colour and this dash (the Chinese remainder of both)."""
+    return next(n for n in range(EVERY) if n % COLOURS == colour % COLOURS and n % DASHES == dash % DASHES)
+
+
+SAME = 1e-3
+"""Relative: two ε closer than this are one ε (calibration stops at about 1e-4)."""
+
+
+def strata(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return the groups by data set and final proven ε: only within one part may accuracies be compared.
+
+    The parts and the groups in them keep the order given. What has no finite proven ε is a part of its own.
+    """
+    found: list[tuple[str, float | None, list[Group]]] = []
+    for group in groups:
+        data, epsilon = str(metrics.section(group.runs[0].recipe, "data").get("dataset")), final_epsilon(group)
+        like = next((part for name, other, part in found if name == data and _same(epsilon, other)), None)
+        if like is None:
+            found.append((data, epsilon, [group]))
+        else:
+            like.append(group)
+    return [part for _, _, part in found]
+
+
+def final_epsilon(group: Group) -> float | None:
+    """Return the largest proven ε of the group's runs; None where a run has none."""
+    every = [metrics.proven_epsilon(run) for run in group.runs]
+    return None if None in every else max(value for value in every if value is not None)
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=SAME)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a comparison is read at.
+
+    Attributes:
+        accuracy: the lowest final accuracy (0 to 1) of any private run, so that every private run reaches it.
+        epsilon: the smallest final ε of any private run, so that no private run stops short of it.
+        one_epsilon: all private runs end at that ε; then the final accuracy is the accuracy at equal ε.
+    """
+
+    accuracy: float
+    epsilon: float
+    one_epsilon: bool
+
+
+def targets(groups: Sequence[Group]) -> Targets | None:
+    """Return a comparison's targets; None where fewer than two of its settings have a proven ε and an accuracy."""
+    private = [group for group in groups if all(map(_private, group.runs))]
+    if len(private) < 2:
+        return None
+    runs = [run for group in private for run in group.runs]
+    ends = [metrics.spent(run)[-1][1] for run in runs]
+    finals = [value for value in map(metrics.final_accuracy, runs) if value is not None]
+    return Targets(min(finals), min(ends), max(ends) <= min(ends) * (1 + SAME))
+
+
+def _private(run: Run) -> bool:
+    return bool(metrics.spent(run)) and metrics.final_accuracy(run) is not None
+
+
+def epsilon_at_accuracy(run: Run, target: float) -> float | None:
+    """Return the ε spent when the test accuracy first reached ``target`` (0 to 1): methods compared at equal accuracy.
+
+    ``None`` where the target was not reached or no ε is proven. It is read off the run's own test curve, so stopping
+    there would be a choice made on test data.
+
+    Raises:
+        InputError: a target outside 0 to 1.
+    """
+    in_range("accuracy target", target, 0.0, 1.0)
+    reached = next((turn for turn, value in metrics.column(run.metrics, "test_accuracy") if value >= target), None)
+    return dict(metrics.spent(run)).get(reached) if reached is not None else None
+
+
+def accuracy_at_epsilon(run: Run, target: float) -> float | None:
+    """Return test accuracy (0 to 1) at the last evaluation at which the run had spent at most ``target``.
+
+    ``None`` where nothing was evaluated that early or no ε is proven.
+
+    Raises:
+        InputError: a negative or infinite target.
+    """
+    in_range("ε target", target, 0.0)
+    spent = dict(metrics.spent(run))
+    tested = metrics.column(run.metrics, "test_accuracy")
+    within = [value for turn, value in tested if turn in spent and spent[turn] <= target * (1 + SAME)]
+    return within[-1] if within else None
+
+
+def headline(groups: Sequence[Group]) -> str:
+    """Return the best private setting at each ε that two or more settings share; empty where none is shared.
+
+    With one such ε the sentence has the interval of its accuracy and says whether the next one is told apart.
+    """
+    shared = [ranked for part in strata(groups) if len(ranked := _ranked(part)) > 1]
+    if not shared:
+        return ""
+    named = [(metrics.epsilon_text(final_epsilon(ranked[0][0])), *ranked[0]) for ranked in shared]
+    name = "ε of the mechanism" if any(metrics.seeded(run) for group in groups for run in group.runs) else "ε"
+    if len(named) > 1:
+        found = ", ".join(f"at {name} = {epsilon} {without_epsilon(best.label)}" for epsilon, best, _ in named)
+        return f"Best {found} (chosen by this test data)."
+    ((epsilon, best, final),) = named
+    apart = _apart(best, shared[0][1][0])
+    return f"Best at {name} = {epsilon}: {best.label}, {100 * final.mean:.2f} %{_interval(final)}, {apart}."
+
+
+def _ranked(part: Sequence[Group]) -> list[tuple[Group, Spread]]:
+    """Return the groups with a proven ε and an accuracy, the best mean first; none whose runs all came to nothing."""
+    private = [group for group in part if final_epsilon(group) is not None and not all(map(fate, group.runs))]
+    finals = [(group, spread(map(metrics.final_accuracy, group.runs))) for group in private]
+    return sorted([(group, final) for group, final in finals if final], key=lambda each: -each[1].mean)
+
+
+def _interval(final: Spread) -> str:
+    """Return the 95 % t interval of the mean over seeds, in per cent."""
+    if final.half is None:
+        return " (one seed, so without an interval)"
+    low, high = max(0.0, final.mean - final.half), min(1.0, final.mean + final.half)
+    return f" (95 % interval {100 * low:.2f} to {100 * high:.2f})"
+
+
+def _apart(best: Group, other: Group) -> str:
+    gap = paired_difference(other, best, metrics.final_accuracy)
+    if gap is None or gap.low is None:
+        return f"which {'no' if gap is None else 'one'} common seed cannot tell apart from {other.label}"
+    return f"{'ahead of' if gap.low > 0 else 'not told apart from'} {other.label} by these {gap.pairs} seeds"

@@ -1,29 +1,36 @@
-"""The report of one run, or of several side by side: one self-contained HTML file without any network reference."""
+"""Write the report of one run, or of several side by side: one HTML file without any network reference."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.report import audited, metrics, pages, svg, tables
-from fedflat.report.card import brief
-from fedflat.report.cautions import cautions
-from fedflat.report.figures import Figure, Series, figures_of_run
-from fedflat.report.groups import Group, differing, group_runs, paired_difference, setting
-from fedflat.report.headline import best_private
-from fedflat.report.metrics import Run, column, final_accuracy, section
-from fedflat.report.overlays import figures_of_groups
-from fedflat.report.pages import Section, Table
+from fedflat.privacy.compare import SEEDED
+from fedflat.report import metrics, pages, statement, tables
+from fedflat.report.card import Card, brief
+from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
+from fedflat.report.groups import Group, differing, group_runs, setting
+from fedflat.report.metrics import Run, column, cost_sentences, costs, epsilon_text, section
+from fedflat.report.pages import Facts, Section, Table
 from fedflat.report.statement import facts, readable, statement_of
-from fedflat.report.together import cost_sentences, costs
+from fedflat.report.summary import cautions, remarks
 
 PRIVATE = "Private to the simulation, not covered by the guarantee"
+MARK = "Noise from the seed: protects nobody"
+"""What lies across the page of a seeded run."""
+CLASSES = 12
+"""Classes that are named on the page at most."""
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     """Write the report of one run, or the comparison of several, to ``out`` and return its path.
+
+    What is private to the simulation is not on that page, but on one of its own in the folder ``private`` beside it.
 
     Args:
         runs: run folders, or folders that hold run folders.
@@ -34,18 +41,29 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     """
     target = Path(out)
     target = target / "report.html" if target.is_dir() else target
-    page = render(metrics.read_runs(runs))
+    found = metrics.read_runs(runs)
     target.parent.mkdir(parents=True, exist_ok=True)
-    return pages.write(page, target)
+    if any(run.private for run in found):
+        hidden = target.parent / "private"
+        # Only the owner may read what no guarantee covers.
+        hidden.mkdir(mode=0o700, exist_ok=True)
+        pages.write(render(found), hidden / target.name, mode=0o600)
+        found = [public(run) for run in found]
+    return pages.write(render(found), target)
+
+
+def public(run: Run) -> Run:
+    """Return the run without what is private to the simulation."""
+    return replace(run, private=[])
 
 
 def figures_of(runs: Sequence[Run]) -> list[Figure]:
-    """The figures of the page on these runs."""
+    """Return the figures of the page on these runs."""
     return figures_of_run(runs[0]) if len(runs) == 1 else figures_of_groups(group_runs(runs))
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page as text: a single run's report, or a comparison."""
+    """Return the page as text: a single run's report, or a comparison."""
     if len(runs) == 1:
         title, lead, sections = runs[0].name, _lead(runs[0]), _run_sections(runs[0])
     else:
@@ -54,12 +72,22 @@ def render(runs: Sequence[Run]) -> str:
         lead = f"{len(runs)} runs, {len(groups)} setting{'s' if len(groups) > 1 else ''}"
         lead += "; bands show one standard deviation over seeds" if len(runs) > len(groups) else ""
         sections = _comparison_sections(groups)
-    return pages.page(title, lead, sections, _versions(runs[0]))
+    lead += f" · {date}" if (date := _date(runs)) else ""
+    # For programs: ``fedflat verify`` compares the statements on a page with the runs' own.
+    guarantees = [{"run": run.name, "seed": run.seed, "privacy": run.privacy} for run in runs]
+    mark = MARK if any(map(metrics.seeded, runs)) else ""
+    version = section(runs[0].recipe, "versions").get("fedflat", "")
+    return pages.page(title, lead, sections, f"fedflat {version}".strip(), data=guarantees, mark=mark)
 
 
-def _versions(run: Run) -> str:
-    found = section(run.recipe, "versions").get("fedflat")
-    return f"fedflat {found}" if found else "fedflat"
+def _date(runs: Sequence[Run]) -> str:
+    """Return the day on which the last record of the runs was written (UTC); empty without any."""
+    files = [found for run in runs if (found := run.path / "metrics.jsonl").is_file()]
+    last = max((found.stat().st_mtime for found in files), default=None)
+    if last is None:
+        return ""
+    day = datetime.datetime.fromtimestamp(last, datetime.UTC)
+    return f"{day.day} {day:%B %Y}"
 
 
 def _lead(run: Run) -> str:
@@ -77,25 +105,71 @@ def _lead(run: Run) -> str:
 
 
 def _run_sections(run: Run) -> list[Section]:
-    figures = figures_of_run(run)
+    figures, found = figures_of_run(run), brief(run) if run.privacy else None
     return [
-        Section("summary", "", "tiles", _summary(run)),
-        Section("curves", "Curves", "cards", cards([figure for figure in figures if not figure.private])),
-        Section("simulation", "Inside the simulation", "cards", _private_cards(figures)),
-        Section("card", "Privacy card", "privacy_card", brief(run) if run.privacy else None),
-        Section("privacy", "Privacy statement", "statement", statement_of(run)),
+        Section("summary", "", "tiles", _summary(run, found)),
+        Section("use", "Use this model", "use", _use(run)),
+        Section("data", "Data", "facts", _data(run)),
+        Section("curves", "Curves", "cards", cards(_of(figures, False))),
+        Section("guarantee", "Guarantee", "guarantee", {"card": found, "statement": statement_of(run)}),
         Section("audit", "Audit", "audit", _audit(run)),
+        Section(
+            "simulation",
+            "Inside the simulation",
+            "folded_cards",
+            cards([figure for figure in figures if figure.private], PRIVATE),
+        ),
         Section("recipe", "Recipe", "recipe", _recipe(run)),
         Section("reproduce", "Reproduce", "reproduce", _reproduce(run)),
     ]
+
+
+def _use(run: Run) -> dict[str, str] | None:
+    """Return the lines that load the model and answer for new rows; None for a run without a round.
+
+    An export's page names no folder: the original's name may tell the seed.
+    """
+    if not run.metrics:
+        return None
+    exported = run.seed is None
+    name = "." if exported else run.path.resolve().name or "RUN"
+    lines = ["import fedflat", "", f"run = fedflat.load({json.dumps(name, ensure_ascii=False)})"]
+    lines += ["run.model  # the torch module with the released weights, in eval mode"]
+    note = "Run it beside this run's folder. To hand the model over, export what the guarantee covers first:"
+    command = f"fedflat export {shlex.quote(name)} FOLDER"
+    if exported:
+        note, command = "Run it in the folder that holds this page, or on its command line:", "fedflat predict . FILE"
+    if section(run.recipe, "data").get("inputs"):
+        lines += ["run.predict(table)  # one answer for each row of a pandas table, prepared as in training"]
+    return {"code": "\n".join(lines), "note": note, "command": command}
+
+
+def _data(run: Run) -> Facts | None:
+    """Return what is public of the data: what the recipe says, and the classes."""
+    data, partition = section(run.recipe, "data"), section(section(run.recipe, "data"), "partition")
+    how = {key: value for key, value in partition.items() if value is not None and key != "kind"}
+    split = str(partition.get("kind") or "") + "".join(f", {key} {readable(value)}" for key, value in how.items())
+    names, count = class_names(run), len(last_classes(run))
+    named = ", ".join(names[:CLASSES]) + (", …" if len(names) > CLASSES else "")
+    own = {"Inputs": data.get("inputs") or data.get("input"), "Target": data.get("target") or data.get("label")}
+    rows = {
+        "Data set": data.get("dataset"), "Clients": data.get("clients"), "Split into clients": split, **own,
+        "Users": data.get("by"), "Classes": f"{count}: {named}" if names and count else count or None,
+        "Examples a client, at most": data.get("max_per_client"),
+    }  # fmt: skip
+    kept = tuple((label, readable(value)) for label, value in rows.items() if value not in (None, "", [], 0))
+    return Facts(kept) if kept else None
 
 
 def _tile(label: str, value: str, below: str, kind: str = "") -> dict[str, str]:
     return {"label": label, "value": value, "below": below, "kind": kind}
 
 
-def _summary(run: Run) -> dict[str, Any]:
-    return {"tiles": _tiles(run), "notices": [each for each in _notices(run) if each["lines"]]}
+def _summary(run: Run, found: Card | str | None) -> dict[str, Any]:
+    notices = [each for each in _notices(run) if each["lines"]]
+    sentence = found.sentence if isinstance(found, Card) else ""
+    notes = remarks(run.metrics, run.private)
+    return {"sentence": sentence, "tiles": _tiles(run), "notices": notices, "notes": notes}
 
 
 def _tiles(run: Run) -> list[dict[str, str]]:
@@ -108,16 +182,18 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     tested = _tile(
         "Test accuracy", _percent(found["final_accuracy"]), best if found["final_accuracy"] is not None else never
     )
-    if found["final_accuracy"] is None and found["final_loss"] is not None:  # a task without an accuracy
+    # A task without an accuracy is shown by its loss.
+    if found["final_accuracy"] is None and found["final_loss"] is not None:
         tested = _tile("Test loss", f"{found['final_loss']:.4g}", "public test data")
     others = {key: column(run.metrics, key) for key in metrics.own_metrics(run.metrics)}
     tiles = [
+        _epsilon_tile(run),
         tested,
         *[_tile(key.replace("_", " ").capitalize(), f"{p[-1][1]:.4g}", "") for key, p in others.items() if p],
-        _epsilon_tile(run),
         _tile("Rounds", f"{rounds:,}", ended),
-        _tile("Time", tables.duration(found["seconds"]), _pace(rounds, found["seconds"])),
     ]
+    if found["seconds"]:
+        tiles.append(_tile("Time", tables.duration(found["seconds"]), _pace(found["seconds"] / max(rounds, 1))))
     if found["personal_accuracy"] is not None:
         tiles.append(_tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
     return tiles
@@ -127,9 +203,8 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{tables.percent(value)} %"
 
 
-def _pace(rounds: int, seconds: float) -> str:
-    each = seconds / rounds if rounds else 0.0
-    return f"{tables.duration(each) if each >= 0.1 else f'{1000 * each:.0f} ms'} a round" if each else ""
+def _pace(seconds: float) -> str:
+    return f"{tables.duration(seconds) if seconds >= 0.1 else f'{1000 * seconds:.0f} ms'} a round"
 
 
 def _epsilon_tile(run: Run) -> dict[str, str]:
@@ -137,22 +212,24 @@ def _epsilon_tile(run: Run) -> dict[str, str]:
     delta = metrics.number(run.privacy.get("delta"))
     below = [f"δ = {delta:g}"] if delta is not None and (proven or claimed) is not None else []
     if claimed is not None:
-        below.append(f"claimed by the formula: {tables.epsilon_text(claimed)}")
-    if found := audited.short(run):
+        below.append(f"claimed by the formula: {epsilon_text(claimed)}")
+    if found := statement.short(run):
         below.append(f"audited: {found}")
-    if found := audited.greatest(run):
+    if found := statement.greatest(run):
         below.append(f"one client moves the release by {found}")
     if proven is None and claimed is None:
         below.append((metrics.reasons(run) or ["no finite ε is proven"])[0])
-    return _tile("Proven ε", tables.epsilon_text(proven), "; ".join(below))
+    return _tile(metrics.epsilon_name(run), epsilon_text(proven), "; ".join(below))
 
 
 def _notices(run: Run) -> list[dict[str, Any]]:
-    proven, claimed = tables.epsilon_text(metrics.proven_epsilon(run)), metrics.claimed_epsilon(run)
-    head = f"Proven ε is {proven}; the formula claims {tables.epsilon_text(claimed)}, which does not cover what ran."
-    over = [audit for audit in run.audits if audited.exceeded(audit)]
-    found = [f"{audit.get('kind')}: {audited.audited_text(audit)}, {audited.verdict(audit)}" for audit in over]
+    proven, claimed = epsilon_text(metrics.proven_epsilon(run)), metrics.claimed_epsilon(run)
+    said = f"{metrics.epsilon_name(run)} is {proven}; the formula claims {epsilon_text(claimed)}"
+    head = f"{said}, which does not cover what ran."
+    over = [audit for audit in run.audits if statement.exceeded(audit)]
+    found = [f"{audit.get('kind')}: {statement.audited_text(audit)}, {statement.verdict(audit)}" for audit in over]
     return [
+        {"lead": "This model protects nobody", "lines": [SEEDED] if metrics.seeded(run) else []},
         {"lead": head, "lines": [] if claimed is None else metrics.reasons(run)},
         {"lead": "An audit found more than is proven: the proof or the code is wrong.", "lines": found},
         {"lead": "Warnings", "lines": cautions(run.privacy, run.metrics, run.private)},
@@ -162,25 +239,24 @@ def _notices(run: Run) -> list[dict[str, Any]]:
 def _audit(run: Run) -> dict[str, Any] | None:
     if not run.audits:
         return None
-    shown = [Table("Audits of this run", audited.HEADS, [audited.cells(audit) for audit in run.audits])]
-    for heads, movements in map(audited.matrix, run.audits):
+    shown = [Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])]
+    for heads, movements in map(statement.matrix, run.audits):
         if heads:
             shown.append(Table("Movement of the release over C, by data and back end", heads, movements))
-    return {"tables": shown, "rule": audited.RULE, "notes": audited.notes(run.audits)}
+    return {"tables": shown, "rule": statement.RULE, "notes": statement.notes(run.audits)}
 
 
 def _recipe(run: Run) -> dict[str, Any] | str:
+    import yaml
+
     if not run.recipe:
         return "The folder holds no recipe.yaml."
     shown = {key: value for key, value in run.recipe.items() if key != "versions"}
-    versions = section(run.recipe, "versions")
-    return {"text": _yaml(shown), "versions": facts(versions, verbatim=True) if versions else None}
-
-
-def _yaml(tree: Mapping[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=78)
+    text, versions = (
+        yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=78),
+        section(run.recipe, "versions"),
+    )
+    return {"text": text, "versions": facts(versions, verbatim=True) if versions else None}
 
 
 def _reproduce(run: Run) -> dict[str, str]:
@@ -194,12 +270,14 @@ def _reproduce(run: Run) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------- figures
 
 
-def _private_cards(figures: Sequence[Figure]) -> dict[str, Any] | None:
-    return cards([figure for figure in figures if figure.private], PRIVATE)
+def _of(figures: Sequence[Figure], private: bool) -> list[Figure]:
+    return [figure for figure in figures if figure.private is private]
 
 
 def cards(figures: Sequence[Figure], note: str = "", chips: Sequence[Any] = ()) -> dict[str, Any] | None:
-    """A section of figures for the macro ``cards``; None without any. note: what is said of them all, as private."""
+    """Return a section of figures for the macro ``cards``; None without any. note: what is said of them all, as
+    private.
+    """
     if not figures:
         return None
     toggle = any(len(figure.axes) > 1 for figure in figures)
@@ -209,13 +287,10 @@ def cards(figures: Sequence[Figure], note: str = "", chips: Sequence[Any] = ()) 
 def _card(figure: Figure) -> dict[str, Any]:
     alone = figure.overlay or len(figure.series) < 2
     return {
-        "figure": figure,
-        "drawings": [svg.draw(figure, axis) for axis in figure.axes],
-        "legend": [] if alone else [(series.label, svg.swatch(series)) for series in figure.series],
-        "data": svg.data(figure),
-        "cut": svg.cut(figure),
-        "about_private": PRIVATE,
-    }
+        "figure": figure, "drawings": [pages.draw(figure, axis) for axis in figure.axes],
+        "legend": [] if alone else [(series.label, pages.swatch(series)) for series in figure.series],
+        "data": pages.data(figure), "about_private": PRIVATE,
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- comparison
@@ -223,49 +298,37 @@ def _card(figure: Figure) -> dict[str, Any]:
 
 def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
     figures = figures_of_groups(groups)
-    chips = [(group.label, svg.swatch(Series(group.label, {}, style=group.style)), group.style) for group in groups]
-    public = cards([figure for figure in figures if not figure.private], chips=chips)
-    statements = {
-        "together": _together(groups),
-        "each": [(group.label, statement_of(group.runs[0])) for group in groups],
-    }
+    chips = [(group.label, pages.swatch(Series(group.label, {}, style=group.style)), group.style) for group in groups]
+    public = cards(_of(figures, False), chips=chips)
+    each = [(group.label, statement_of(group.runs[0])) for group in groups]
     recipes = [(group.label, _recipe(group.runs[0])) for group in groups]
     return [
         Section("summary", "", "noted_table", _comparison(groups)),
-        Section("gaps", "Differences", "table", _gaps(groups)),
         Section("curves", "Curves", "cards", public),
-        Section("simulation", "Inside the simulation", "cards", _private_cards(figures)),
         Section("differences", "What differs", "table", _differences(groups)),
         Section("runs", "Runs", "table", _runs_table(groups)),
-        Section("privacy", "Privacy statements", "statements", statements),
+        Section("guarantee", "Guarantees", "statements", {"together": _together(groups), "each": each}),
+        Section(
+            "simulation",
+            "Inside the simulation",
+            "folded_cards",
+            cards([figure for figure in figures if figure.private], PRIVATE),
+        ),
         Section("recipe", "Recipes", "recipes", recipes),
     ]
 
 
 def _comparison(groups: Sequence[Group]) -> dict[str, Any]:
     table = tables.comparison_table(groups)
-    shown = [column for column in tables.columns(table) if column.key != "difference"]  # a table of its own: _gaps
+    shown = tables.columns(table)
     heads = [column.heading[:1].upper() + column.heading[1:] if column.left else column.heading for column in shown]
     rows = [[column.text(row) for column in shown] for row in table.rows]
-    notes = [note for note in tables.notes(table, differences=False) if note != table.headline]
+    notes = [note for note in tables.notes(table) if note != table.headline]
     return {"table": Table("Comparison", heads, rows), "notes": notes, "headline": table.headline}
 
 
-def _gaps(groups: Sequence[Group]) -> Table | None:
-    """Differences in final accuracy from the first method and from the best private one, paired over seeds."""
-    against = [groups[0], *(best for best, _ in best_private(groups)[:1] if best is not groups[0])]
-    rows = []
-    for group in groups:
-        gaps = [None if group is base else paired_difference(base, group, final_accuracy) for base in against]
-        if any(gaps):
-            rows.append([group.label, *map(tables.difference_text, gaps), str(max(gap.pairs for gap in gaps if gap))])
-    heads = ["Method", *(f"from {base.label}" for base in against), "seeds"]
-    caption = "Test accuracy, points: paired over common seeds, with 95 % t intervals, not corrected for their number"
-    return Table(caption, heads, rows) if rows else None
-
-
 def _together(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """The statement of the comparison as a whole: what publishing all of its runs costs."""
+    """Return the statement of the comparison as a whole: what publishing all of its runs costs."""
     found = cost_sentences(costs([run for group in groups for run in group.runs]))
     return {"lead": found[0], "lines": found[1:]} if found else None
 
@@ -280,33 +343,22 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 
 def _runs_table(groups: Sequence[Group]) -> Table:
-    found = [{"group": group.label} | _run_cells(run) for group in groups for run in group.runs]
-    heads = {
-        "run": "Run",
-        "group": "Method",
-        "seed": "seed",
-        "rounds": "rounds",
-        "final": "final %",
-        "best": "best %",
-        "epsilon": "ε proven",
-        "audited": "ε audited",
-        "time": "time",
+    """Return a row for each run; the audited ε only where a run was audited, the time only where it is known."""
+    every = [(group, run, metrics.summary(run)) for group in groups for run in group.runs]
+    seeded = any(metrics.seeded(run) for _, run, _ in every)
+    columns: dict[str, list[str]] = {
+        "Run": [run.name for _, run, _ in every],
+        "Method": [group.label for group, _, _ in every],
+        "seed": ["–" if run.seed is None else str(run.seed) for _, run, _ in every],
+        "rounds": [str(found["rounds"]) for _, _, found in every],
+        "final %": [tables.percent(found["final_accuracy"]) for _, _, found in every],
+        "best %": [tables.percent(found["best_accuracy"]) for _, _, found in every],
+        "ε of the mechanism" if seeded else "ε proven": [
+            epsilon_text(found["proven_epsilon"]) for _, _, found in every
+        ],
     }
-    if not any(row["audited"] for row in found):
-        del heads["audited"]
-    rows = [[row[key] or "–" for key in heads] for row in found]
-    return Table("Every run; best is chosen on test data", list(heads.values()), rows, left=2)
-
-
-def _run_cells(run: Run) -> dict[str, str]:
-    found = metrics.summary(run)
-    return {
-        "run": run.name,
-        "seed": "" if run.seed is None else str(run.seed),
-        "rounds": str(found["rounds"]),
-        "final": tables.percent(found["final_accuracy"]),
-        "best": tables.percent(found["best_accuracy"]),
-        "epsilon": tables.epsilon_text(found["proven_epsilon"]),
-        "audited": audited.short(run),
-        "time": tables.duration(found["seconds"]),
-    }
+    if any(audited := [statement.short(run) for _, run, _ in every]):
+        columns["ε audited"] = [text or "–" for text in audited]
+    if any(found["seconds"] for _, _, found in every):
+        columns["time"] = [tables.duration(found["seconds"]) for _, _, found in every]
+    return Table("Every run; best is chosen on test data", list(columns), list(zip(*columns.values())), left=2)

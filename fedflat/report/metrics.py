@@ -1,4 +1,4 @@
-"""The records of a run folder, read back, and the headline numbers. (``records.folder`` writes them.)
+"""Read a run folder back: its records, its headline numbers, how it ended, and what publishing several costs.
 
 A run folder holds ``recipe.yaml``, ``metrics.jsonl`` (released or public), ``private/private.jsonl`` (simulation only,
 never covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everything but the folder itself may be missing:
@@ -10,16 +10,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.privacy.compare import is_seeded
+from fedflat.privacy.ledger import read
+from fedflat.privacy.statement import rounds_charged
+from fedflat.privacy.together import Published, Total, total
 
 Record = dict[str, Any]
 NO_STATEMENT = "the run folder holds no privacy statement (privacy.json)"
-MARKS = ("metrics.jsonl", "recipe.yaml")
+NO_EPSILON = "∞ (none)"
+RUN_FILES = ("metrics.jsonl", "recipe.yaml")
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,31 @@ class Run:
 
 
 def section(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """``record[key]`` if it is a mapping, otherwise an empty one."""
+    """Return ``record[key]`` if it is a mapping, otherwise an empty one."""
     found = record.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
+def preparation(run: Path) -> Record:
+    """Return how rows become inputs (public constants), as an export or the last checkpoint says; empty without."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (run / "preparation.json").is_file():
+            found = json.loads((run / "preparation.json").read_bytes())
+        else:
+            newest = max((run / "checkpoints").glob("round-*.safetensors"), default=None)
+            with safe_open(newest, framework="np") if newest else nullcontext() as file:
+                state = json.loads((file.metadata() or {}).get("state", "{}")) if file else {}
+            found = section(state, "made_for").get("preparation")
+    except (OSError, ValueError, SafetensorError):
+        # It is being written or is damaged; whoever loads the run gets the error.
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def number(value: Any) -> float | None:
-    """``value`` as a finite float, or ``None`` for anything else."""
+    """Return ``value`` as a finite float, or ``None`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
@@ -80,7 +105,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+    # NumPy scalars and arrays, and torch tensors.
+    if hasattr(value, "tolist"):
         return plain(value.tolist())
     return str(value)
 
@@ -88,13 +114,14 @@ def plain(value: Any) -> Any:
 def _parsed(line: bytes | str) -> Record | None:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):  # includes a character cut in half
+    except (ValueError, RecursionError):
+        # A torn last line can end in half a character.
         return None
     return plain(found) if isinstance(found, dict) else None
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a ``.jsonl`` file; an absent file is empty, a torn last line is left out.
+    """Return the records of a ``.jsonl`` file; an absent file is empty, a torn last line is left out.
 
     Raises:
         InputError: a line before the last one is not a JSON object.
@@ -108,20 +135,31 @@ def read_records(path: Path) -> list[Record]:
         if found is not None:
             records.append(found)
         elif place < len(lines):
+            # A process that was killed can only have torn the last line.
             raise wrong(f"{path}, line {place}", line[:40].decode(errors="replace"), "one JSON object per line")
     return records
 
 
 def _by_round(records: list[Record]) -> list[Record]:
-    """One record per round; where a round was written twice the later one counts."""
+    """Return one record per round; where a round was written twice the later one counts."""
     latest: dict[Any, Record] = {}
     for place, record in enumerate(records):
+        # A run that is resumed writes the round in which it was killed a second time.
         latest[record.get("round", f"line {place}")] = record
     return list(latest.values())
 
 
+def _private(path: Path) -> list[Record]:
+    """Return what is private to the simulation, or nothing for an account that may not read it."""
+    try:
+        return _by_round(read_records(path / "private" / "private.jsonl"))
+    except PermissionError:
+        return []
+
+
 def _name(path: Path, recipe: dict[str, Any]) -> str:
-    """The folder's name; a run of a comparison, in ``SETTING/seed-N``, goes by its recipe's name and its seed."""
+    """Return the folder's name; a run of a comparison, in ``SETTING/seed-N``, goes by its recipe's name and its
+    seed."""
     folder, named = path.resolve().name, str(recipe.get("name", "run"))
     return f"{named} {folder}" if folder.startswith("seed-") else folder or named
 
@@ -133,18 +171,13 @@ def read_run(folder: Path | str) -> Run:
         InputError: no such folder (with the nearest run beside it), not a run folder, or an unreadable file in it.
     """
     path = Path(folder)
-    if not any((path / mark).is_file() for mark in MARKS):
+    if not any((path / mark).is_file() for mark in RUN_FILES):
         raise _no_run(path)
     recipe = _read_yaml(path / "recipe.yaml")
     return Run(
-        path=path,
-        name=_name(path, recipe),
-        recipe=recipe,
-        metrics=_by_round(read_records(path / "metrics.jsonl")),
-        private=_by_round(read_records(path / "private" / "private.jsonl")),
-        privacy=_read_json(path / "privacy.json"),
-        audits=_audits(path / "audit.json"),
-    )
+        path=path, name=_name(path, recipe), recipe=recipe, metrics=_by_round(read_records(path / "metrics.jsonl")),
+        private=_private(path), privacy=_read_json(path / "privacy.json"), audits=_audits(path / "audit.json"),
+    )  # fmt: skip
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[Run]:
@@ -155,7 +188,7 @@ def read_runs(folders: Iterable[Path | str]) -> list[Run]:
     """
     runs: list[Run] = []
     for folder in map(Path, folders):
-        inside = [] if any((folder / mark).is_file() for mark in MARKS) else _runs_under(folder)
+        inside = [] if any((folder / mark).is_file() for mark in RUN_FILES) else _runs_under(folder)
         runs.extend(read_run(path) for path in inside or [folder])
     if not runs:
         raise wrong("report", "no run", "one or more run folders")
@@ -163,7 +196,7 @@ def read_runs(folders: Iterable[Path | str]) -> list[Run]:
 
 
 def _runs_under(folder: Path) -> list[Path]:
-    return sorted({path.parent for mark in MARKS for path in folder.rglob(mark)}) if folder.is_dir() else []
+    return sorted({path.parent for mark in RUN_FILES for path in folder.rglob(mark)}) if folder.is_dir() else []
 
 
 def _no_run(path: Path) -> InputError:
@@ -171,7 +204,7 @@ def _no_run(path: Path) -> InputError:
         return wrong(f"run folder {path}", "no metrics.jsonl or recipe.yaml in it", "a folder written by fedflat run")
     parent = path.parent
     beside = parent.iterdir() if parent.is_dir() and os.access(parent, os.R_OK | os.X_OK) else ()
-    runs = sorted(found.name for found in beside if any(os.path.isfile(found / mark) for mark in MARKS))
+    runs = sorted(found.name for found in beside if any(os.path.isfile(found / mark) for mark in RUN_FILES))
     hint = nearest(path.name, runs) or (f"Runs in {parent}: {', '.join(runs[:8])}." if runs else "")
     return wrong(f"run folder {path}", "no such folder", "a folder written by fedflat run", hint=hint)
 
@@ -206,74 +239,69 @@ def _audits(path: Path) -> list[Record]:
 
 
 def column(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """``(round, value)`` wherever ``key`` is a finite number; a record without a round counts from 0."""
-    points: list[tuple[int, float]] = []
-    for place, record in enumerate(records):
-        value = number(record.get(key))
-        if value is not None:
-            points.append((turn(record, place), value))
-    return points
+    """Return ``(round, value)`` wherever ``key`` is a finite number; a record without a round counts from 0."""
+    values = ((turn(record, place), number(record.get(key))) for place, record in enumerate(records))
+    return [(round, value) for round, value in values if value is not None]
 
 
 def turn(record: Mapping[str, Any], place: int) -> int:
-    """The record's round, or its ``place`` in the file where it names none."""
+    """Return the record's round, or its ``place`` in the file where it names none."""
     found = number(record.get("round"))
     return place if found is None else int(found)
 
 
 def own_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Keys of what else was measured on public test data: the user's own metrics, as ``test_NAME``."""
+    """Return the keys of what else was released: the user's own metrics on public test data, as ``test_NAME``, and the
+    private evaluation's accuracy."""
     known = {"test_loss", "test_accuracy"}
-    return sorted({key for record in records for key in record if key.startswith("test_")} - known)
+    keys = {key for record in records for key in record if key.startswith("test_") or key == "private_accuracy"}
+    return sorted(keys - known)
+
+
+def last(records: Iterable[Mapping[str, Any]], key: str) -> float | None:
+    """Return the last finite number under ``key``; None where there is none."""
+    points = column(records, key)
+    return points[-1][1] if points else None
 
 
 def final_accuracy(run: Run) -> float | None:
-    """Test accuracy (0 to 1) of the shared model at the last evaluation; ``None`` if it was never evaluated."""
-    points = column(run.metrics, "test_accuracy")
-    return points[-1][1] if points else None
-
-
-def best_accuracy(run: Run) -> float | None:
-    """The highest test accuracy of any round: a choice made on test data, so reports say so.
-
-    The last round's for a run that came to nothing (``fates.fate``), for which its best round must not stand.
-    """
-    found = best_point(run)
-    return None if found is None else found[1]
-
-
-def best_point(run: Run) -> tuple[int, float] | None:
-    """(round, test accuracy) of the best round, of the last one where the run came to nothing; None without any."""
-    from fedflat.report.fates import fate  # it reads records by this module
-
-    points = column(run.metrics, "test_accuracy")
-    if not points:
-        return None
-    return points[-1] if fate(run) else max(points, key=lambda point: point[1])
+    """Return the test accuracy (0 to 1) of the shared model at the last evaluation; None if it was never evaluated."""
+    return last(run.metrics, "test_accuracy")
 
 
 def personal_accuracy(run: Run) -> float | None:
-    """Mean accuracy of the clients' own models at the last evaluation; private to the simulation."""
-    points = column(run.private, "personal_accuracy")
-    return points[-1][1] if points else None
+    """Return the mean accuracy of the clients' own models at the last evaluation; private to the simulation."""
+    return last(run.private, "personal_accuracy")
 
 
 def proven_epsilon(run: Run) -> float | None:
-    """The ε that is proven for what ran; ``None`` means that none is (infinite)."""
+    """Return the ε that is proven for what ran; ``None`` means that none is (infinite)."""
     key = "proven_epsilon" if "proven_epsilon" in run.privacy else "epsilon"
     return number(run.privacy.get(key))
 
 
+def seeded(run: Run) -> bool:
+    """Return whether the run's noise follows its seed, so that its ε is only that of the mechanism."""
+    asked = section(run.recipe, "privacy").get("randomness")
+    return is_seeded(run.privacy) if run.privacy else asked == "seeded"
+
+
+def epsilon_name(run: Run) -> str:
+    """Return what the proven ε of a run is called."""
+    return "ε of the mechanism" if seeded(run) else "Proven ε"
+
+
 def claimed_epsilon(run: Run) -> float | None:
-    """The ε that a paper's formula claims where it is not the proven one; never to be shown alone."""
+    """Return the ε that a paper's formula claims where it is not the proven one; never to be shown alone."""
     claimed = number(run.privacy.get("claimed_epsilon"))
     proven = proven_epsilon(run)
+    # Calibration stops about 1e-4 from its target, so figures this close are the same one.
     same = claimed is not None and proven is not None and math.isclose(claimed, proven, rel_tol=1e-3)
     return None if same else claimed
 
 
 def reasons(run: Run) -> list[str]:
-    """Why the proven ε is what it is, in the statement's words."""
+    """Return why the proven ε is what it is, in the statement's words."""
     found = run.privacy.get("reasons")
     if isinstance(found, str):
         return [found]
@@ -283,37 +311,253 @@ def reasons(run: Run) -> list[str]:
 
 def spent(run: Run) -> list[tuple[int, float]]:
     """``(round, ε)`` where the recorded ε is the proven one; empty where no ε, or only a claimed one, was recorded."""
+    # A claimed ε by round must not be drawn as if it were proven.
     if proven_epsilon(run) is None or claimed_epsilon(run) is not None:
         return []
     return column(run.metrics, "epsilon")
 
 
 def seconds(run: Run) -> float:
-    """Wall-clock seconds, the sum over the recorded rounds."""
-    return sum(value for _, value in column(run.metrics, "seconds"))
+    """Return wall-clock seconds, the sum over the recorded rounds; 0 where they are not known, since they are private.
+
+    Runs of fedflat 0.2 have them in their metrics.
+    """
+    return sum(value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")])
+
+
+def epsilon_text(value: float | None, missing: str = NO_EPSILON, *, round_up: bool = False) -> str:
+    """Return ε with three or more significant digits, as every table, page and command prints it.
+
+    missing: the text for None; ``∞ (none)`` where it says that no finite ε is proven. round_up: never print less than
+    the value, as a guarantee needs.
+    """
+    if value is None:
+        return missing
+    if math.isinf(value):
+        return "∞"
+    places = 0 if value >= 1000 else 2 if value >= 1 or value <= 0 else 2 - math.floor(math.log10(value))
+    if round_up:
+        # 1e-9: a value that is already round must not be pushed up by its own rounding error.
+        value = math.ceil(value * 10.0**places - 1e-9) / 10.0**places
+    if value >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
+
+
+def rounds_to(run: Run, target: float) -> int | None:
+    """Rounds until the shared model's test accuracy (0 to 1) was first at least ``target``; None if it never was.
+
+    Read at the rounds that were evaluated (Liu et al. 2025, Tables II and III).
+    """
+    return next((turn + 1 for turn, value in column(run.metrics, "test_accuracy") if value >= target), None)
+
+
+def shown_round(run: Run, measure: str = "final") -> tuple[int, float] | None:
+    """Return (round, test accuracy) of the ``best`` or the ``final`` evaluated round; None if none was evaluated.
+
+    The best is a choice made on test data, so reports say so. Where the run came to nothing (``fate``) the last round
+    stands for it: its best round must not.
+    """
+    points = column(run.metrics, "test_accuracy")
+    if measure == "best" and points and not fate(run):
+        return max(points, key=lambda point: point[1])
+    return points[-1] if points else None
+
+
+def train_accuracy(run: Run, round: int | None = None) -> float | None:
+    """Return the mean accuracy of the cohort's minibatches while they were trained on; private to the simulation.
+
+    round: of that round (of the last before it in which somebody took part); None: of the last one.
+    """
+    points = column(run.private, "train_accuracy")
+    kept = [value for turn, value in points if round is None or turn <= round]
+    return kept[-1] if kept else None
+
+
+def generalisation_gap(run: Run, measure: str = "final") -> float | None:
+    """Return the training minus test accuracy at the ``best`` or ``final`` round (Shi et al. 2023a, Table 3);
+    private."""
+    shown = shown_round(run, measure)
+    trained = None if shown is None else train_accuracy(run, shown[0])
+    return None if shown is None or trained is None else trained - shown[1]
+
+
+def best_accuracy(run: Run) -> float | None:
+    """Return the test accuracy of the best round."""
+    best = shown_round(run, "best")
+    return None if best is None else best[1]
 
 
 def summary(run: Run) -> Record:
-    """The headline numbers of a run, ready for JSON. Global and personal accuracy are separate keys."""
-    accuracy = column(run.metrics, "test_accuracy")
-    loss = column(run.metrics, "test_loss")
-    best = best_point(run) or (None, None)
+    """Return the headline numbers of a run, ready for JSON. Global and personal accuracy are separate keys."""
+    best = shown_round(run, "best") or (None, None)
     return {
-        "name": run.name,
-        "recipe": run.recipe.get("name"),
-        "algorithm": run.algorithm,
-        "seed": run.seed,
-        "rounds": len(run.metrics),
-        "rounds_planned": run.recipe.get("rounds"),
-        "final_accuracy": accuracy[-1][1] if accuracy else None,
-        "best_accuracy": best[1],
-        "best_round": best[0],
-        "final_loss": loss[-1][1] if loss else None,
-        "personal_accuracy": personal_accuracy(run),
-        "proven_epsilon": proven_epsilon(run),
+        "name": run.name, "recipe": run.recipe.get("name"), "algorithm": run.algorithm, "seed": run.seed,
+        "rounds": len(run.metrics), "rounds_planned": run.recipe.get("rounds"), "final_accuracy": final_accuracy(run),
+        "best_accuracy": best[1], "best_round": best[0], "final_loss": last(run.metrics, "test_loss"),
+        "personal_accuracy": personal_accuracy(run), "proven_epsilon": proven_epsilon(run),
+        "randomness": "seeded" if seeded(run) else "secret",
         "claimed_epsilon": number(run.privacy.get("claimed_epsilon")),
-        "simulated_epsilon": number(run.privacy.get("simulated_epsilon")),
-        "delta": number(run.privacy.get("delta")),
-        "reasons": reasons(run),
-        "seconds": seconds(run),
-    }
+        "simulated_epsilon": number(run.privacy.get("simulated_epsilon")), "delta": number(run.privacy.get("delta")),
+        "reasons": reasons(run), "seconds": seconds(run),
+    }  # fmt: skip
+
+
+FATES = {"diverged": "left finite numbers", "chance": "ended at the accuracy of guessing"}
+"""How a run can come to nothing, in words."""
+MARKS = {"diverged": "!", "chance": "?"}
+"""How its numbers are marked in tables."""
+CHANCE, FEW, CHANCE_OF_FEW = 1.25, 4, 1.1
+"""Accuracy over that of guessing up to which nothing was learnt, and the same for fewer than ``FEW`` classes."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The last evaluated model, where it guesses: its accuracy (0 to 1), among how many classes, all as one or not."""
+
+    accuracy: float
+    classes: int
+    one_class: bool
+
+
+def fate(run: Run) -> str:
+    """Return a key of FATES for a run whose best round must not stand for it; the empty string for any other.
+
+    It diverged if the test loss of an evaluated round, or the last cohort's training loss, is not finite.
+    """
+    trained = [record["train_loss"] for record in run.private if record.get("cohort") and "train_loss" in record]
+    if first_lost(run.metrics) is not None or (trained and number(trained[-1]) is None):
+        return "diverged"
+    # A method with personal models may never train the shared model's own head: it is not held against guessing.
+    return "" if personal_accuracy(run) is not None or guess(run.metrics) is None else "chance"
+
+
+def first_lost(released: Sequence[Record]) -> Record | None:
+    """Return the first record in which an evaluated model's test loss is not finite."""
+    evaluated = (r for r in released if "test_loss" in r and number(r.get("test_accuracy")) is not None)
+    return next((record for record in evaluated if number(record["test_loss"]) is None), None)
+
+
+def guess(released: Sequence[Record]) -> Guess | None:
+    """Return the last evaluated model, if it gives one class to everything or is no better than a class at random."""
+    last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), None)
+    by_class = [] if last is None else [number(value) for value in last.get("class_accuracy") or []]
+    known = [value for value in by_class if value is not None]
+    if last is None or len(known) < 2:
+        return None
+    found = Guess(float(last["test_accuracy"]), len(known), sorted(known) == [0.0] * (len(known) - 1) + [1.0])
+    most = (CHANCE if found.classes >= FEW else CHANCE_OF_FEW) / found.classes
+    return found if found.one_class or found.accuracy <= most else None
+
+
+NAMED = 3
+"""So many runs are named in a sentence; of more, the number."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The total over the runs on one data set. same_clients: whether their clients are the same in every run."""
+
+    dataset: str
+    total: Total
+    same_clients: bool
+
+
+def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
+    """Return what publishing all of ``runs`` costs, for each data set they were trained on; nothing for a single run.
+
+    Reads each run's ledger; where there is none that verifies, the stated ε and δ count.
+    """
+    if len(runs) < 2:
+        return ()
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
+    return tuple(
+        Cost(name, _total(tuple(published(run, names) for run in mine)), len({_clients(run) for run in mine}) == 1)
+        for name, mine in members.items()
+        for names in [_names(mine)]
+    )
+
+
+def _total(runs: tuple[Published, ...]) -> Total:
+    """Return the total of the runs, which is kept for the next who asks."""
+    kept = tuple((run.name, run.epsilon, run.delta, json.dumps(list(run.entries)), run.folder) for run in runs)
+    return _kept_total(kept)
+
+
+# A page asks twice and several files ask again, and composing ledgers takes seconds.
+@lru_cache(maxsize=8)
+def _kept_total(kept: tuple[tuple[Any, ...], ...]) -> Total:
+    return total([Published(n, epsilon, delta, json.loads(lines), at) for n, epsilon, delta, lines, at in kept])
+
+
+def _names(runs: Sequence[Run]) -> Mapping[str, str]:
+    """Return each path's run by name, with its method and seed where two runs have the same name."""
+    plain = [run.name for run in runs]
+    shown = [r.name if plain.count(r.name) == 1 else f"{r.algorithm} seed {r.seed}" for r in runs]
+    return {str(r.path): s if shown.count(s) == 1 else str(r.path) for r, s in zip(runs, shown)}
+
+
+def published(run: Run, names: Mapping[str, str]) -> Published:
+    """Return a run as its folder states it. names: path -> what it is called."""
+    try:
+        entries = read(run.path / "ledger.jsonl")
+    except InputError:
+        entries = []
+    delta = number(run.privacy.get("delta")) or 0.0
+    return Published(names[str(run.path)], proven_epsilon(run), delta, entries, run.path)
+
+
+def uncounted(run: Run, entries: Sequence[Mapping[str, Any]]) -> int:
+    """Rounds that the ledger charges and the statement does not: of a run resumed after its end, and then killed."""
+    stated = number(run.privacy.get("rounds_charged"))
+    return 0 if stated is None else max(0, rounds_charged(0, entries) - int(stated))
+
+
+def _clients(run: Run) -> str:
+    """Return what decides who the clients are: the data's keys, and the seed unless the data say by themselves."""
+    data = section(run.recipe, "data")
+    # Where the data say whose a row is, the seed does not decide who the clients are.
+    natural = section(data, "partition").get("kind") == "natural"
+    return json.dumps([data, None if natural else run.seed], sort_keys=True)
+
+
+def cost_sentences(found: Sequence[Cost]) -> list[str]:
+    """Return one or a few sentences for each data set."""
+    return [sentence for cost in found for sentence in _sentences(cost, len(found) > 1)]
+
+
+def _sentences(cost: Cost, several: bool) -> list[str]:
+    whole, where = cost.total, f" on {cost.dataset}" if several else ""
+    listed = []
+    if len(whole.runs) > 1:
+        listed.append(f"All {len(whole.runs)} private runs{where} published together: {_figure(whole)}.")
+    elif whole.runs and several:
+        listed.append(f"The one private run{where}: {_figure(whole)}.")
+    listed += list(whole.reasons) if len(whole.runs) > 1 else []
+    if whole.unbounded and whole.runs:
+        listed.append(f"With {_few(whole.unbounded)}{where} published too, there is no guarantee.")
+    if len(whole.runs) > 1 and math.isfinite(whole.epsilon) and not cost.same_clients:
+        listed.append(
+            "These runs split the data into clients differently (by seed or setting). The total supposes that a client "
+            "is the same in all of them; for a client of one split the runs on other splits are not in it."
+        )
+    return listed
+
+
+def _figure(whole: Total) -> str:
+    if not math.isfinite(whole.epsilon):
+        return "no finite ε"
+    return f"ε = {epsilon_text(whole.epsilon)} at δ = {whole.delta:.3g} ({whole.relation})"
+
+
+def _few(names: Sequence[str]) -> str:
+    if len(names) > NAMED:
+        return f"{len(names)} runs without a finite ε"
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def cost_record(cost: Cost) -> dict[str, Any]:
+    """Return the plain values: the total's fields beside ``dataset`` and ``same_clients``."""
+    return {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)}

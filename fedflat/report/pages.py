@@ -1,18 +1,27 @@
-"""Self-contained pages from templates, which escape whatever is put into them: no page refers to a network."""
+"""Fill pages from templates, and draw their figures as inline SVG with a description in words.
+
+Templates escape whatever is put into them; no page refers to a network.
+"""
 
 from __future__ import annotations
 
 import base64
 import functools
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+
+from fedflat.core.checks import wrong
+from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
+from fedflat.report.groups import COLOURS, DASHES
 
 
 class Section(NamedTuple):
@@ -41,48 +50,396 @@ class Facts:
     pairs: tuple[tuple[str, Any], ...]
 
 
-def page(title: str, lead: str, sections: Sequence[Section], version: str, extra: str = "") -> str:
-    """A page as text. extra: name of a style sheet and a script that it has besides ``page.css`` and ``page.js``."""
+def page(
+    title: str, lead: str, sections: Sequence[Section], version: str, extra: str = "", data: Sequence[Any] = (),
+    mark: str = "",
+) -> str:  # fmt: skip
+    """Return a page as text. extra: name of a style sheet and a script that it has besides ``page.css`` and
+    ``page.js``. data: what it shows of each run's guarantee, embedded as JSON for programs. mark: words across it."""
     style, script = ("".join(asset(f"{name}.{kind}") for name in ("page", extra) if name) for kind in ("css", "js"))
     return filled(
-        "page.html",
-        title=title,
-        lead=lead,
-        sections=[section for section in sections if section.content],
-        style=Markup(style),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        version=version,
-    )
+        "page.html", title=title, lead=lead, sections=[section for section in sections if section.content],
+        style=Markup(style), script=Markup(script), script_hash=digest(script), version=version, data=list(data),
+        mark=mark,
+    )  # fmt: skip
+
+
+def digest(script: str) -> str:
+    """Return what a page's policy calls a script by."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def filled(template: str, **values: Any) -> Markup:
-    """A template with ``values`` in it, escaped."""
+    """Return a template with ``values`` in it, escaped."""
     return Markup(_environment().get_template(template).render(values))
 
 
-def write(text: str, target: Path) -> Path:
+def write(text: str, target: Path, mode: int = 0o644) -> Path:
     """Write a page to the file ``target``, replaced in one step."""
+    # Whoever reads the page sees the old one or the new one, never half of one.
     draft = target.with_name(f".{target.name}.part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(target)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.chmod(mode)
+        draft.replace(target)
+    except PermissionError as error:
+        raise wrong("--out", f"{target}, which cannot be written ({error.strerror})", "another file") from error
     return target
 
 
 @functools.cache
 def _environment() -> Environment:
     found = Environment(
-        loader=PackageLoader("fedflat.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
+        loader=PackageLoader("fedflat.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
-    )
+    )  # fmt: skip
     found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
 
 
 def asset(name: str) -> str:
-    """A style sheet or script of the package."""
+    """Return a style sheet or script of the package."""
     return resources.files("fedflat.report").joinpath(name).read_text(encoding="utf-8")
+
+
+WIDTH, HEIGHT = 480, 260
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 468.0, 14.0, 218.0
+MOST_LABELS = 12
+"""Lines whose ends are labelled at most: more would not stand below each other."""
+LETTER, LINE_GAP = 6.9, 13.0
+"""Room for a letter and between two labels, in the drawing's units."""
+BAND_POINTS = 150
+"""Points of a band's edge at most: about one for every three pixels."""
+FEW_POINTS = 25
+"""Points up to which each has a dot: with more, dots would touch."""
+DECADES = 30
+"""Ratio of the ends of an axis of points beyond which it is logarithmic."""
+EDGE = 12
+"""Room beside the first and the last point."""
+AXIS_TITLES = {"round": "round", "epsilon": "ε spent"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A map from values to pixels, linear or logarithmic, with its ticks."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+    ticks: tuple[float, ...]
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+
+def nice_step(span: float, count: int) -> float:
+    """Return the largest of 1, 2, 2.5, 5 × 10^k that cuts ``span`` into about ``count`` parts."""
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= raw * 0.999)
+
+
+def linear(low: float, high: float, start: float, end: float, count: int, *, snap: bool, whole: bool = False) -> Scale:
+    """Return a linear scale; ``snap`` extends it to ticks, ``whole`` keeps its ticks whole numbers."""
+    if high - low < 1e-12 * max(abs(low), abs(high), 1e-9):
+        pad = abs(high) * 0.1 or 1.0
+        low, high = (low - pad if low else 0.0), high + pad
+    step = nice_step(high - low, count)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    if snap:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return Scale(low, high, start, end, False, tuple(place * step for place in range(first, last + 1)))
+
+
+def logarithmic(low: float, high: float, start: float, end: float) -> Scale:
+    """Return a logarithmic scale over whole decades (or 1-2-5 where it spans few)."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1,) if last - first > 2 else (1, 3) if last - first == 2 else (1, 2, 5)
+    low, high = low / 1.08, high * 1.08
+    every = max(1, math.ceil((last - first) / 6))
+    ticks = [step * 10.0**power for power in range(first, last + 1, every) for step in steps]
+    return Scale(low, high, start, end, True, tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def tick_text(value: float, percent: bool) -> str:
+    """Return a short tick label: ``0``, ``0.25``, ``10k``, ``1e-5``."""
+    value = 100 * value if percent else value
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.4g}"
+
+
+def _extent(figure: Figure) -> tuple[float, float]:
+    values = [value for each in figure.series for part in (each.y, each.low, each.high) for value in part]
+    values += [value for _, value in figure.lines]
+    return min(values), max(values)
+
+
+def _y_scale(figure: Figure) -> Scale:
+    low, high = _extent(figure)
+    if low > 0 and high / low > 60 and not figure.percent:
+        return logarithmic(low, high, BOTTOM, TOP)
+    # An axis that began elsewhere would make a small step look like a climb.
+    if figure.zero or (figure.percent and low >= 0):
+        low, high = min(0.0, low), max(0.0, high)
+    scale = linear(low, high, BOTTOM, TOP, 5, snap=True)
+    if figure.percent and scale.high > 1.0 >= high:
+        return linear(scale.low, 1.0, BOTTOM, TOP, 5, snap=False)
+    return scale
+
+
+def _x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
+    values = [value for each in figure.over(axis) for value in each.x[axis]]
+    if figure.kind == "bars":
+        count = max(values) + 1
+        step = max(1, math.ceil(count / 12))
+        return Scale(-0.6, count - 0.4, LEFT, RIGHT, False, tuple(float(x) for x in range(0, int(count), step)))
+    low, high = min(values), max(values)
+    if figure.kind == "points":
+        if low > 0 and high / low > DECADES:
+            return logarithmic(low, high, LEFT + EDGE, end - EDGE)
+        return linear(low, high, LEFT + EDGE, end - EDGE, 6, snap=False)
+    rounds = axis == "round" and figure.x_title == "round"
+    if axis == "epsilon" or rounds:
+        low = 0.0
+    whole = axis == "round" and all(value == int(value) for value in values)
+    return linear(low, high, LEFT, end, 6, snap=False, whole=whole)
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    """Return the relative steps in tenths of a pixel, taken between rounded points so that no error adds up."""
+    # Steps are taken between rounded points, so that their rounding errors do not add up.
+    tenths = [(round(10 * x), round(10 * y)) for x, y in points]
+    steps = (f"{(b[0] - a[0]) / 10:g},{(b[1] - a[1]) / 10:g}" for a, b in pairwise(tenths))
+    return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + " ".join(steps)
+
+
+def _classes(series: Series) -> str:
+    if series.style < 0:
+        return f"ink g{series.style}"
+    return f"c{series.style % COLOURS} d{series.style % DASHES} g{series.style}"
+
+
+class Mark(NamedTuple):
+    """An element of the drawing: its name, its classes, its other attributes."""
+
+    tag: str
+    kind: str
+    places: dict[str, str]
+
+
+def _line(series: Series, axis: str, x: Scale, y: Scale) -> Iterable[Mark]:
+    across, classes = [x(value) for value in series.x[axis]], _classes(series)
+    if series.low:
+        places = thin(len(across), BAND_POINTS)
+        edge = [(across[place], y(series.low[place])) for place in places]
+        back = [(across[place], y(series.high[place])) for place in reversed(places)]
+        band = "sd" if series.y else _band(series)
+        yield Mark("path", f"band {band} {classes}", {"d": f"{_path(edge + back)}Z"})
+    points = list(zip(across, map(y, series.y))) if series.y else []
+    if len(points) > 1:
+        yield Mark("path", f"line {classes}", {"d": _path(points)})
+    if len(points) <= FEW_POINTS:
+        yield from (_dot(classes, a, b) for a, b in points)
+
+
+def _band(series: Series) -> str:
+    return "q5" if series.label.startswith("5") else "q25"
+
+
+def _dot(classes: str, x: float, y: float) -> Mark:
+    return Mark("circle", f"dot {classes}", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
+
+
+def _bars(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
+    count, slot = len(figure.series), (x(1) - x(0)) * 0.8
+    for place, series in enumerate(figure.series):
+        classes = _classes(series)
+        for index, value in zip(series.x["round"], series.y, strict=True):
+            if count > DOTS_FROM:
+                yield _dot(classes, x(index) + slot * 0.8 * ((place + 0.5) / count - 0.5), y(value))
+                continue
+            sides = {
+                "x": x(index) - slot / 2 + place * slot / count, "y": y(value), "width": max(1.0, slot / count - 0.8),
+                "height": max(0.0, BOTTOM - y(value)),
+            }  # fmt: skip
+            yield Mark("rect", f"bar {classes}", {name: f"{side:.1f}" for name, side in sides.items()})
+            if series.low:
+                middle = sides["x"] + sides["width"] / 2
+                at = series.x["round"].index(index)
+                yield _whisker("ink", middle, y(series.low[at]), y(series.high[at]))
+
+
+def _points(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
+    """Yield the points with whiskers, methods side by side where they share a place."""
+    for place, series in enumerate(figure.series):
+        aside = 4 * (place - (len(figure.series) - 1) / 2)
+        classes = _classes(series)
+        for index, value in enumerate(series.y):
+            across = x(series.x["round"][index]) + aside
+            if series.low:
+                yield _whisker(classes, across, y(series.low[index]), y(series.high[index]))
+            yield _dot(classes, across, y(value))
+
+
+def _whisker(classes: str, across: float, low: float, high: float) -> Mark:
+    return Mark("path", f"whisker {classes}", {"d": f"M{across:.1f},{low:.1f}V{high:.1f}"})
+
+
+class Label(NamedTuple):
+    """A line's name beside its end: its text, its classes, and where."""
+
+    text: str
+    kind: str
+    y: float
+
+
+def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
+    """Return the names of an overlay's lines at the heights where they end, moved apart; none where they are too
+    many."""
+    lines = [series for series in figure.over(axis) if series.y]
+    if not figure.overlay or figure.kind == "bars" or not 1 <= len(lines) <= MOST_LABELS:
+        return []
+    ends = sorted((y(series.y[-1]) + 4, place) for place, series in enumerate(lines))
+    heights: list[float] = []
+    for wanted, _ in ends:
+        heights.append(max(wanted, heights[-1] + LINE_GAP) if heights else max(wanted, TOP))
+    most = BOTTOM
+    # Labels pushed below the axis are moved up again, from the lowest on.
+    for place in reversed(range(len(heights))):
+        heights[place] = min(heights[place], most)
+        most = heights[place] - LINE_GAP
+    named = [lines[place] for _, place in ends]
+    return [Label(_short(each.label), _classes(each), at) for each, at in zip(named, heights, strict=True)]
+
+
+def _short(label: str, most: int = 20) -> str:
+    return label if len(label) <= most else label[: most // 2] + "…" + label[-(most - most // 2 - 1) :]
+
+
+def draw(figure: Figure, axis: str) -> Markup:
+    """Return the figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
+    y = _y_scale(figure)
+    labels = end_labels(figure, axis, y)
+    end = RIGHT - LETTER * max((len(label.text) for label in labels), default=0)
+    x = _x_scale(figure, axis, end)
+    if figure.kind == "line":
+        marks: Iterable[Mark] = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
+    else:
+        marks = (_bars if figure.kind == "bars" else _points)(figure, x, y)
+    limits = {
+        "data-x0": x.low, "data-x1": x.high, "data-y0": y.low, "data-y1": y.high, "data-left": x.start,
+        "data-right": x.end,
+    }  # fmt: skip
+    return filled(
+        "drawing.svg", axis=axis, x=x, y=y, left=LEFT, right=RIGHT, width=WIDTH, height=HEIGHT,
+        name=f"{figure.key}-{axis}", title=figure.title + (f", {figure.unit}" if figure.unit else ""),
+        by=figure.x_title if axis == "round" else AXIS_TITLES[axis], words=describe(figure), percent=figure.percent,
+        limits={name: f"{value:.7g}" for name, value in limits.items()}, tick_text=tick_text, names=figure.names,
+        marks=marks, lines=[(label, value, _free_side(figure, value)) for label, value in figure.lines], labels=labels,
+    )  # fmt: skip
+
+
+def _free_side(figure: Figure, value: float) -> str:
+    """Return the side, ``left`` or ``right``, on which no series is near a line at ``value``, for its label."""
+    ends = [[abs(part[place] - value) for each in figure.series for part in (each.y, each.low, each.high) if part]
+            for place in (0, -1)]  # fmt: skip
+    return "left" if min(ends[0], default=0.0) > min(ends[1], default=0.0) else "right"
+
+
+def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:
+    """Return few significant digits, whole numbers without a point: short, and still rounded only once when shown."""
+    rounded = (float(f"{value:.{digits}g}") for value in values)
+    return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in rounded]
+
+
+def data(figure: Figure) -> dict[str, Any]:
+    """Return the figure's numbers for the page's script; an abscissa equal to the first series' is left out."""
+    first = figure.series[0].x
+    listed = []
+    for series in figure.series:
+        item: dict[str, object] = {"label": series.label, "style": series.style}
+        if series is figure.series[0] or series.x != first:
+            item["x"] = {axis: _numbers(values) for axis, values in series.x.items()}
+        if series.y:
+            item["y"] = _numbers(series.y)
+        if series.low and series.y and figure.kind == "line":
+            item["sd"] = _numbers([high - value for high, value in zip(series.high, series.y, strict=True)], 3)
+        elif series.low:
+            item |= {"low": _numbers(series.low, 5), "high": _numbers(series.high, 5)}
+        listed.append(item)
+    return {
+        "title": figure.title, "unit": figure.unit, "percent": figure.percent, "names": list(figure.names),
+        "axes": {"round": figure.x_title, "epsilon": AXIS_TITLES["epsilon"]},
+        "lines": [[label, value] for label, value in figure.lines], "series": listed,
+    }  # fmt: skip
+
+
+SWATCH = Markup('<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><{} class="{} {}" {}/></svg>')
+
+
+def swatch(series: Series) -> Markup:
+    """Return a small sample of the series' line or band for a legend."""
+    if series.low and not series.y:
+        band = Markup('y="1" width="26" height="8"')
+        return SWATCH.format("rect", f"band {_band(series)}", _classes(series), band)
+    return SWATCH.format("path", "line", _classes(series), Markup('d="M0,5H26"'))
+
+
+NAMED = 6
+"""Series that are described one by one."""
+
+
+def describe(figure: Figure) -> str:
+    """Return the finding, then each of the first series, then the lines drawn across."""
+    shown = [series for series in figure.series if series.y]
+    sentences = [finding(figure, shown)] if len(shown) > 1 else []
+    sentences += [_course(figure, series, alone=len(shown) == 1) for series in shown[:NAMED]]
+    if len(shown) > NAMED:
+        sentences.append(f"And {len(shown) - NAMED} more in the data table.")
+    sentences += [f"{label[:1].upper()}{label[1:]}: drawn at {value_text(figure, at)}." for label, at in figure.lines]
+    return " ".join(sentences)
+
+
+def finding(figure: Figure, shown: list[Series]) -> str:
+    """Return how the series rank: at their ends, or over all bars."""
+    bars = figure.kind == "bars"
+    measured = [(sum(series.y) / len(series.y) if bars else series.y[-1], series.label) for series in shown]
+    ranked = sorted(measured, key=lambda each: -each[0])
+    listed = ", ".join(f"{label} {value_text(figure, value)}" for value, label in ranked)
+    return f"{'Mean over all' if bars else 'In the end'}, highest first: {listed}."
+
+
+def _course(figure: Figure, series: Series, alone: bool) -> str:
+    """Return one series: where it starts, ends and turns; of bars the extremes."""
+    turns, values = series.x["round"], series.y
+    top, bottom = (pick(range(len(values)), key=values.__getitem__) for pick in (max, min))
+    high = f"highest {value_text(figure, values[top])} at {figure.x_title} {turns[top]:g}"
+    if figure.kind == "bars":
+        return f"{series.label}: {high}, lowest {value_text(figure, values[bottom])} at {turns[bottom]:g}."
+    first, last = (f"{value_text(figure, values[at])} at {figure.x_title} {turns[at]:g}" for at in (0, -1))
+    way = _way(values)
+    low = f"lowest {value_text(figure, values[bottom])} at {figure.x_title} {turns[bottom]:g}"
+    turned = [text for text, place in ((high, top), (low, bottom)) if 0 < place < len(values) - 1]
+    return (
+        f"{'' if alone else f'{series.label}: '}{way} from {first} to {last}{''.join(f', {text}' for text in turned)}."
+    )
+
+
+def _way(values: tuple[float, ...]) -> str:
+    """Return how a line ends against its start; as it was where the difference is small beside how far it ranges."""
+    gap, span = values[-1] - values[0], max(values) - min(values)
+    return "about level" if abs(gap) <= 0.1 * span else "up" if gap > 0 else "down"
+
+
+def value_text(figure: Figure, value: float) -> str:
+    """Return a value as this figure's readers know it."""
+    return f"{100 * value:.2f} %" if figure.percent else f"{value:.4g}"

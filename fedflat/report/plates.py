@@ -1,22 +1,31 @@
-"""A page's figures as files for a paper: SVG, PNG and PDF by matplotlib, from the same values as the page."""
+"""Draw by matplotlib what is written as a file: a page's figures, ε by rounds and noise, a search; and level lines."""
 
 from __future__ import annotations
 
+import csv
 import io
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from fedflat.core.checks import RunError
-from fedflat.report.contours import levels
+import numpy as np
+from contourpy import LineType, contour_generator
+from markupsafe import Markup
+
+from fedflat.core.checks import InputError, RunError, one_of
+from fedflat.privacy.accounting.budget import Row, approximation_against, epsilon_against
+from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.report.figures import Figure, Series
-from fedflat.report.styles import COLOURS, DASHES
-from fedflat.report.svg import DECADES
+from fedflat.report.groups import COLOURS, DASHES
+from fedflat.report.html import cards
+from fedflat.report.pages import DECADES, Section, filled, page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Sheet
+
 
 KINDS = ("svg", "png", "pdf")
 PALETTE = ("#0072b2", "#d55e00", "#00896a", "#a8488f", "#a97d00", "#4aa3dc", "#6b5b4d")
@@ -31,7 +40,7 @@ WRAP = 48
 
 
 def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = ()) -> list[Path]:
-    """Each figure, and the overlaid contours of each landscape record, as ``KEY.svg``, ``.png`` and ``.pdf``.
+    """Return each figure, and the overlaid contours of each landscape record, as ``KEY.svg``, ``.png`` and ``.pdf``.
 
     Raises RunError where the folder cannot be written.
     """
@@ -39,11 +48,7 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
 
     found: list[Path] = []
     for figure in figures:
-        sheet = Sheet(figsize=SIZE, layout="constrained")
-        draw_on(sheet.subplots(), figure)
-        if len(sheet.axes[0].get_legend_handles_labels()[0]) > 1:
-            sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
-        found += _save(sheet, folder, figure.key)
+        found += write_figure(figure, folder)
     for place, record in enumerate(landscapes):
         drawn = [group for group in record["groups"] if group["surface"]]
         if drawn:
@@ -53,26 +58,48 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
     return found
 
 
-def _save(sheet: Sheet, folder: Path, stem: str) -> list[Path]:
-    import matplotlib
+def write_figure(figure: Figure, folder: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """Write one figure as ``KEY.KIND`` in ``folder``, its legend below where it has several series.
 
+    Raises RunError where the folder cannot be written.
+    """
+    from matplotlib.figure import Figure as Sheet
+
+    sheet = Sheet(figsize=SIZE, layout="constrained")
+    draw_on(sheet.subplots(), figure)
+    if len(sheet.axes[0].get_legend_handles_labels()[0]) > 1:
+        sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=3)
+    return _save(sheet, folder, figure.key, kinds)
+
+
+def _save(sheet: Sheet, folder: Path, stem: str, kinds: Sequence[str] = KINDS) -> list[Path]:
     found = []
-    for kind in KINDS:
-        target, content = folder / f"{stem}.{kind}", io.BytesIO()
-        dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # the same values, the same file
-        with matplotlib.rc_context({"svg.hashsalt": "fedflat"}):
-            sheet.savefig(content, format=kind, dpi=150, metadata=dated)
+    for kind in kinds:
+        target = folder / f"{stem}.{kind}"
+        # Drawn before the folder is made, so that a failure leaves no empty folder.
+        content = drawn_as(sheet, kind)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content.getvalue())
+            target.write_bytes(content)
         except OSError as error:
             raise RunError(f"{target}: cannot be written ({error.strerror})") from error
         found.append(target)
     return found
 
 
+def drawn_as(sheet: Sheet, kind: str) -> bytes:
+    """Return the content of a file of a kind; the same values give the same bytes."""
+    import matplotlib
+
+    content, dated = io.BytesIO(), {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    # Without a salt matplotlib draws the names in the file at random.
+    with matplotlib.rc_context({"svg.hashsalt": "fedflat"}):
+        sheet.savefig(content, format=kind, dpi=150, metadata=dated)
+    return content.getvalue()
+
+
 def draw_on(axes: Axes, figure: Figure) -> None:
-    """A figure's lines, bars or points with their titles; whoever calls adds the legend."""
+    """Draw a figure's lines, bars or points with their titles; whoever calls adds the legend."""
     from matplotlib.ticker import MaxNLocator
 
     scale = 100 if figure.percent else 1
@@ -91,14 +118,18 @@ def draw_on(axes: Axes, figure: Figure) -> None:
         axes.set_xticks(range(len(figure.names)), figure.names)
     named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
     axes.set(title=textwrap.fill(figure.title, WRAP), xlabel=figure.x_title, ylabel=named)
+    if figure.percent and all(value >= 0 for series in shown for value in (*series.y, *series.low)):
+        axes.set_ylim(bottom=0)
+    elif figure.zero and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
-    style = series.style if series.style >= 0 else 0
-    colour, x = PALETTE[style % COLOURS], series.x["round"]
+    style, x = max(series.style, 0), series.x["round"]
+    colour = PALETTE[style % COLOURS]
     if series.low:
         low, high = ([scale * value for value in side] for side in (series.low, series.high))
         axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0, label=None if series.y else series.label)
@@ -109,10 +140,8 @@ def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> N
 
 
 def _intervals(series: Series, scale: float) -> list[list[float]] | None:
-    if not series.low:
-        return None
     ends = ((a - low, high - a) for a, low, high in zip(series.y, series.low, series.high))
-    return [[scale * value for value in side] for side in zip(*ends)]
+    return [[scale * value for value in side] for side in zip(*ends)] or None
 
 
 def _points(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
@@ -129,7 +158,7 @@ def _bars(axes: Axes, series: Series, scale: float, place: int, count: int) -> N
 
 
 def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Level lines of several surfaces over the same directions, each with its loss written on it."""
+    """Draw the level lines of several surfaces over the same directions, each with its loss written on it."""
     from matplotlib.lines import Line2D
 
     axes = sheet.subplots()
@@ -139,7 +168,8 @@ def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
     for group in groups:
         number = group["style"]
         colour, style = PALETTE[number % COLOURS], ("solid", "dashed", "dotted", "dashdot")[number % DASHES]
-        surface = [list(row) for row in zip(*group["surface"]["loss"])]  # a row is the first direction: to the right
+        # A row of the surface is the first direction, which is drawn to the right.
+        surface = [list(row) for row in zip(*group["surface"]["loss"])]
         if lines:
             drawn = axes.contour(steps, steps, surface, levels=lines, colors=colour, linestyles=style, linewidths=1.1)
             axes.clabel(drawn, fontsize=7, fmt="%g")
@@ -148,3 +178,223 @@ def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(0, 0, "+", color="black")
     axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
     sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
+
+
+Values = Sequence[Sequence[float]]
+
+SIDE, LEFT, TOP = 240, 34, 8
+LABELLED = 60
+"""Length from which an overlaid line has its loss written on it: shorter ones crowd in the corners."""
+RAMPS = (
+    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
+    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
+)
+"""Low to high on light and on dark paper: viridis' hues, their lightness rising so that they read without colour, each
+at least 3 : 1 against the paper."""
+
+
+def levels(low: float, high: float, count: int = 9) -> list[float]:
+    """``count`` levels in geometric steps strictly inside (low, high), to two or three digits; none if it is flat."""
+    if not (0 < low < high) or high / low < 1.0005:
+        return []
+    ratio = (high / low) ** (1 / (count + 1))
+    digits = 2 if ratio > 1.1 else 4
+    found = {float(f"{low * ratio**place:.{digits}g}") for place in range(1, count + 1)}
+    return sorted(level for level in found if low < level < high)
+
+
+def colours(level: float, low: float, high: float) -> tuple[str, str]:
+    """Return both ramps at a level of a surface between ``low`` and ``high``, by its logarithm."""
+    share = math.log(level / low) / math.log(high / low) if high > low > 0 else 0.0
+    light, dark = (_mixed(ramp, min(max(share, 0.0), 1.0) * (len(ramp) - 1)) for ramp in RAMPS)
+    return light, dark
+
+
+def _mixed(ramp: Sequence[tuple[int, int, int]], place: float) -> str:
+    start = min(int(place), len(ramp) - 2)
+    mixed = (round(a + (place - start) * (b - a)) for a, b in zip(ramp[start], ramp[start + 1], strict=True))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: float, high: float, title: str) -> Markup:
+    """Return the level lines ``lines`` of a surface as an ``<svg>``; ``low`` and ``high`` are the ends of the colour
+    scale.
+    """
+    paths = (("".join(map(_path, found)), level) for level, found in _traced(values, lines))
+    return filled(
+        "contours.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=(steps[0], 0.0, steps[-1]),
+        lines=[(f"{level:g}", *colours(level, low, high), path) for path, level in paths if path],
+    )  # fmt: skip
+
+
+def overlay(surfaces: Sequence[tuple[str, int, Values]], steps: Sequence[float], lines: Sequence[float]) -> Markup:
+    """Return the level lines of several surfaces, given name and style, in one square, each with its loss on it."""
+    drawn = []
+    for place, (name, number, values) in enumerate(surfaces):
+        for level, found in _traced(values, lines):
+            if found:
+                longest = max(found, key=len)
+                # Each surface has its labels at another place of its lines, so that they do not overlap.
+                y, x = longest[(place + 1) * len(longest) // (len(surfaces) + 1)]
+                style = f"c{number % COLOURS} d{number % DASHES}"
+                long = float(np.hypot(*np.diff(longest, axis=0).T).sum()) > LABELLED
+                drawn.append((style, name, f"{level:g}", "".join(map(_path, found)), float(x), float(y), long))
+    title = "Contours of the loss: " + ", ".join(name for name, *_ in surfaces)
+    ends = (steps[0], 0.0, steps[-1])
+    return filled("overlaid.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=ends, lines=drawn)
+
+
+def _traced(values: Values, lines: Sequence[float]) -> list[tuple[float, list[np.ndarray]]]:
+    """Return each level's lines as points (y, x) in the square."""
+    cell = SIDE / (len(values) - 1)
+    # Row (first direction) runs to the right, column (second direction) upwards.
+    right, up = ([start + sign * cell * k for k in range(len(values))] for start, sign in ((LEFT, 1), (TOP + SIDE, -1)))
+    traced = contour_generator(up, right, values, line_type=LineType.Separate)
+    return [(level, cast("list[np.ndarray]", traced.lines(level))) for level in lines]
+
+
+def _path(line: np.ndarray) -> str:
+    return "M" + "L".join(f"{x:.1f},{y:.1f}" for y, x in line)
+
+
+SUFFIXES = (".html", ".svg", ".png")
+POINTS = 24
+"""Places a curve is read at: each costs one accounting, and it is smooth."""
+MOST = 1e4
+"""ε beyond which a curve ends: it says nothing there, and would flatten the rest."""
+TITLES = {"rounds": "rounds", "noise_multiplier": "noise multiplier σ"}
+
+
+def check_plot(path: Path) -> None:
+    """Raise InputError unless the file can be drawn: .html, .svg or .png."""
+    one_of("--plot", path.suffix or path.name, SUFFIXES)
+
+
+def write_plot(path: Path, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> None:
+    """Draw ε of each system by each accountant, to ``path``.
+
+    systems: name -> arguments of ``epsilon`` (noise_multiplier and rounds among them). An accountant that does not
+    apply is left out.
+
+    Raises:
+        InputError: an unknown kind of file, or no accountant applies.
+        RunError: the file cannot be written.
+    """
+    check_plot(path)
+    figures = _figures({axis: series(axis, systems, accountants) for axis in TITLES})
+    content = _page(figures) if path.suffix == ".html" else _draw(figures, path.suffix[1:])
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def series(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> dict[str, list[Row]]:
+    """Return label -> ``[{axis: value, "epsilon": ε}, …]`` around a system's value; ε beyond ``MOST`` is left out."""
+    found: dict[str, list[Row]] = {}
+    refused: InputError | None = None
+    for name, setting in systems.items():
+        rest = {key: value for key, value in setting.items() if key != axis}
+        for accountant in accountants:
+            approximation, places = accountant in APPROXIMATIONS, values(axis, setting[axis])
+            try:
+                rows = (
+                    approximation_against(axis, places, **rest)
+                    if approximation else epsilon_against(axis, places, **rest, accountant=accountant)
+                )  # fmt: skip
+            except InputError as error:
+                refused = error
+                continue
+            label = f"{name}, {accountant}" if name else accountant
+            kept = [row for row in rows if math.isfinite(row["epsilon"]) and row["epsilon"] < MOST]
+            found[label + (" (approximation, not proven)" if approximation else "")] = kept
+    if not found and refused is not None:
+        raise refused
+    return found
+
+
+def values(axis: str, own: float) -> list[float]:
+    """Return where the curve is read: 1 to 1.5 times the planned rounds, or a third to three times σ; own value in
+    it."""
+    if axis == "rounds":
+        most = max(2, math.ceil(1.5 * own))
+        return sorted({max(1, round(most * place / POINTS)) for place in range(1, POINTS + 1)} | {1, max(1, int(own))})
+    centre = own if own > 0 else 1.0
+    return sorted({*(centre * 3 ** (place / (POINTS / 2) - 1) for place in range(POINTS + 1)), centre})
+
+
+def _figures(lines: Mapping[str, Mapping[str, list[Row]]]) -> list[Figure]:
+    """Return a figure for each axis that has a curve."""
+    found = []
+    for axis, curves in lines.items():
+        places = {label: tuple(float(row[axis]) for row in rows) for label, rows in curves.items()}
+        series = (
+            Series(label, {"round": places[label]}, tuple(row["epsilon"] for row in rows), style=style)
+            for style, (label, rows) in enumerate(curves.items())
+            if rows
+        )
+        title = TITLES[axis]
+        found.append(Figure(axis.replace("_", "-"), f"ε by {title}", tuple(series), x_title=title, y_title="ε"))
+    return [figure for figure in found if figure.series]
+
+
+def _draw(figures: Sequence[Figure], kind: str) -> bytes:
+    from matplotlib.figure import Figure as Sheet
+
+    sheet = Sheet(figsize=(10, 4), layout="constrained")
+    for axes, figure in zip(sheet.subplots(1, max(1, len(figures)), squeeze=False)[0], figures):
+        draw_on(axes, figure)
+        spread = [value for series in figure.series for value in series.y if value > 0]
+        if figure.x_title == TITLES["noise_multiplier"] or (spread and max(spread) > 1000 * min(spread)):
+            axes.set_yscale("log")
+        axes.legend(fontsize="small")
+    return drawn_as(sheet, kind)
+
+
+def _page(figures: Sequence[Figure]) -> bytes:
+    """Return one self-contained page: the curves, and the numbers behind them."""
+    sections = [Section("curves", "", "cards", cards(figures))]
+    return page("Privacy budget", "What is planned, and what more or less of it costs", sections, "fedflat").encode()
+
+
+Rows = Sequence[tuple[Mapping[str, str], float]]
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    """Write the settings and their accuracy, the best first."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*rows[0][0], "accuracy"])
+        writer.writerows([*settings.values(), f"{found:.6g}"] for settings, found in rows)
+
+
+def write_picture(path: Path, rows: Rows) -> None:
+    """Draw accuracy against each key: on a logarithmic axis where numbers span much, side by side where they are names;
+    a star is the best.
+    """
+    from matplotlib.figure import Figure as Sheet
+
+    keys = list(rows[0][0])
+    figure = Sheet(figsize=(3.2 * len(keys), 3.0), layout="constrained")
+    for axes, key in zip(figure.subplots(1, len(keys), squeeze=False, sharey=True)[0], keys):
+        texts = [settings[key] for settings, _ in rows]
+        found = [value if math.isfinite(value) else math.nan for _, value in rows]
+        numbers: list[Any] = [_number(text) for text in texts]
+        names = sorted(set(texts)) if None in numbers else []
+        places = [names.index(text) for text in texts] if names else numbers
+        axes.plot(places, found, "o", alpha=0.6)
+        axes.plot(places[:1], found[:1], "*", markersize=14)
+        if names:
+            axes.set_xticks(range(len(names)), names, rotation=20)
+        elif min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
+            axes.set_xscale("log")
+        axes.set_xlabel(key)
+    figure.axes[0].set_ylabel("accuracy on the random process")
+    path.write_bytes(drawn_as(figure, "svg"))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,27 +1,39 @@
-"""What the terminal shows while runs go on: at most 80 columns, and few lines where stdout is no terminal."""
+"""Follow runs while they go on: in the terminal (at most 80 columns), and in TensorBoard and MLflow where asked.
+
+What a round released goes to a tracker as it goes to metrics.jsonl. What is private to the simulation goes only where
+it is asked for, under names that say so. A claimed ε is never sent: a chart could show it without the proven one.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedflat.core.waiting import listening
-from fedflat.report import tables
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.imports import missing
+from fedflat.core.process import listening_to_progress
+from fedflat.report import metrics, tables
+from fedflat.report.groups import flatten
 from fedflat.report.metrics import number, own_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-LINES = 18  # lines of a whole run where stdout is no terminal
+
+LINES = 18
+"""Lines of a whole run where stdout is no terminal."""
 WIDTH = 80
-PATIENCE = 10.0  # seconds without news at most, where stdout is no terminal
-ASKED = "as asked"  # how a run stopped by Ctrl-C says why it stopped
+PATIENCE = 10.0
+"""Seconds without news at most, where stdout is no terminal."""
+ASKED = "as asked"
+"""How a run stopped by Ctrl-C says why it stopped."""
 
 State = Literal["waiting", "running", "done", "skipped", "stopped", "failed"]
 
@@ -35,7 +47,7 @@ class RunEvent:
         state: what it is doing now; ``skipped`` is a run that was done before.
         round, rounds: rounds finished, and planned.
         accuracy: test accuracy (0 to 1) at the last evaluation, if any.
-        note: why it failed, in one line.
+        note: why it failed, in one line; of a run before its first round, the long work that it does.
     """
 
     run: str
@@ -49,8 +61,8 @@ class RunEvent:
 class _Screen:
     """A live area on a terminal that can draw one (TERM is not dumb); nothing there when quiet, or elsewhere."""
 
-    def __init__(self, quiet: bool, draw: Callable[[], RenderableType]) -> None:
-        self.console: Console = console_now()
+    def __init__(self, quiet: bool, draw: Callable[[], RenderableType], stderr: bool = False) -> None:
+        self.console: Console = console_now(stderr)
         self.quiet = quiet
         self.terminal = self.console.is_terminal and not self.console.is_dumb_terminal and not quiet
         self._draw = draw
@@ -61,7 +73,11 @@ class _Screen:
         if self.terminal and self._live is None:
             from rich.live import Live
 
-            self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=True)
+            # What a user's own code prints to a file or a pipe goes on to go there.
+            self._live = Live(
+                console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=True,
+                redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
+            )  # fmt: skip
             self._live.start()
 
     def close(self) -> None:
@@ -71,9 +87,10 @@ class _Screen:
             self._live = None
 
     def line(self, text: str) -> None:
-        """Plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
+        """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
         if not self.quiet and not self.terminal:
-            print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
+            filled = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            print(filled, file=sys.stderr if self.console.stderr else sys.stdout, flush=True)
 
 
 @dataclass
@@ -87,6 +104,7 @@ class _Facts:
     began: float = field(default_factory=time.monotonic)
     budget: float | None = None
     shows_epsilon: bool = True
+    epsilon_name: str = "ε"
     accuracy: float | None = None
     tested: dict[str, float] = field(default_factory=dict)
     personal: float | None = None
@@ -97,7 +115,7 @@ class _Facts:
     rate: float | None = None
 
     def seconds_left(self) -> float | None:
-        """Time for the rounds that are left at this session's pace; None before its first round."""
+        """Return the time for the rounds that are left at this session's pace; None before its first round."""
         if not self.done_here:
             return None
         return (time.monotonic() - self.began) / self.done_here * max(0, self.last_round - self.round)
@@ -107,59 +125,66 @@ class Progress:
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
     On a terminal a live view of three lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
-    seconds; nothing when ``quiet``.
+    seconds; nothing when ``quiet``. stderr: shown there instead of on stdout.
     """
 
-    def __init__(self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan") -> None:
+    def __init__(
+        self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan", stderr: bool = False
+    ) -> None:
         self._recipe = recipe
         self._facts = _Facts(rounds=recipe.rounds, last_round=recipe.rounds)
         self._title = f"{recipe.name}: {what}"
-        self._screen = _Screen(quiet, self._draw)
+        self._screen = _Screen(quiet, self._draw, stderr)
 
     def __enter__(self) -> Progress:
         self._screen.open()
-        self._listening = listening(self.waiting)
+        self._listening = listening_to_progress(self.waiting)
         self._listening.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._listening.__exit__(kind, error, trace)
         self._screen.close()
 
     def waiting(self, what: str, done: int, total: int) -> None:
-        """Work before round 0 (``core.waiting``): a bar on a terminal, elsewhere a line every ten seconds at most."""
+        """Show work before the first round (``core.process``): a bar on a terminal, else a line in ten seconds at most.
+
+        How long it will take is not told: its first steps are no measure of the others.
+        """
         facts, now = self._facts, time.monotonic()
         if what != facts.waits_for:
-            facts.waits_for, facts.began, facts.spoke = what, now, now
-        facts.waited = done, total
+            facts.waits_for, facts.spoke = what, now
+        facts.waited, facts.began = (done, total), now
         if now - facts.spoke >= PATIENCE:
             facts.spoke = now
-            left = (now - facts.began) * (total - done) / max(done, 1)
-            self._screen.line(f"{what}: {100 * done // max(total, 1)} %  {_left(left)}")
+            self._screen.line(waiting_text(what, done, total))
 
     def start(self, job: Any) -> None:
-        """The ``engine.train.Job`` that is about to run."""
+        """Take the ``engine.train.Job`` that is about to run, and show its first line."""
         plan, facts = job.parts.plan, self._facts
         facts.waits_for = ""
         facts.last_round, facts.budget, facts.began = job.last_round, plan.budget, time.monotonic()
-        facts.shows_epsilon = plan.private and plan.protocol != "published"  # a claimed ε is never shown alone
+        facts.epsilon_name = "ε of the mechanism" if self._recipe.privacy.randomness == "seeded" else "ε"
+        # A claimed ε is never shown without the proven one.
+        facts.shows_epsilon = plan.private and plan.protocol != "published"
         privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
         cohort = f"about {self._recipe.cohort.size:g} of {job.data.clients} clients a round"
         self._title = f"{self._recipe.name} · {job.parts.algorithm.name} · {cohort} · {privacy}"
         self._screen.line(self._title)
 
     def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
-        """A round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
+        """Take a round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
         facts = self._facts
         facts.round, facts.done_here = int(released["round"]) + 1, facts.done_here + 1
         facts.epsilon = number(released.get("epsilon"))
         facts.accuracy = _newer(released.get("test_accuracy"), facts.accuracy)
         keys = [*([] if facts.accuracy is not None else ["test_loss"]), *own_metrics([released])]
-        facts.tested |= {key[5:]: value for key in keys if (value := number(released.get(key))) is not None}
+        facts.tested |= {
+            key.removeprefix("test_"): value for key in keys if (value := number(released.get(key))) is not None
+        }
         facts.personal = _newer(private.get("personal_accuracy"), facts.personal)
-        seconds, cohort = number(released.get("seconds")), number(private.get("cohort"))
+        # The pace is smoothed: single rounds differ with the cohort that was drawn.
+        seconds, cohort = number(private.get("seconds")), number(private.get("cohort"))
         if seconds and cohort is not None:
             now = cohort / seconds
             facts.rate = now if facts.rate is None else 0.8 * facts.rate + 0.2 * now
@@ -173,7 +198,8 @@ class Progress:
         facts, digits = self._facts, len(str(self._facts.rounds))
         turn, left = f"round {facts.round:>{digits}}/{facts.rounds}", _left(facts.seconds_left())
         text = "  ".join([turn, *_numbers(facts), left])
-        return text if len(text) <= WIDTH else "  ".join([turn, *_numbers(facts)[:-1], left])  # the pace goes first
+        # Where the line is too long, the clients per second are left out.
+        return text if len(text) <= WIDTH else "  ".join([turn, *_numbers(facts)[:-1], left])
 
     def _draw(self) -> RenderableType:
         from rich.console import Group
@@ -181,9 +207,8 @@ class Progress:
 
         facts = self._facts
         if facts.waits_for and not facts.round:
-            done, total = facts.waited
-            left = (time.monotonic() - facts.began) * (total - done) / done if done else None
-            return Group(Text(self._title, style="bold", no_wrap=True), _bar(facts.waits_for, done, total, left))
+            label = waiting_text(facts.waits_for, *facts.waited)
+            return Group(Text(self._title, style="bold", no_wrap=True), _bar(label, *facts.waited, None))
         title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
         bar = _bar(f"round {facts.round} of {facts.rounds}", facts.round, facts.last_round, facts.seconds_left())
         return Group(title, bar, Text("  ".join(_numbers(facts)), no_wrap=True, overflow="ellipsis"))
@@ -195,18 +220,16 @@ def _newer(value: Any, old: float | None) -> float | None:
 
 
 def _numbers(facts: _Facts) -> list[str]:
-    """The facts that are known, each a few words."""
-    found = []
-    if facts.accuracy is not None:
-        found.append(f"accuracy {tables.percent(facts.accuracy)} %")
+    """Return the facts that are known, each a few words."""
+    found = [] if facts.accuracy is None else [f"accuracy {tables.percent(facts.accuracy)} %"]
     found += [f"{name} {value:.4g}" for name, value in facts.tested.items()]
     if facts.personal is not None:
         found.append(f"personal {tables.percent(facts.personal)} %")
     if facts.shows_epsilon and facts.epsilon is not None:
-        limit = "" if facts.budget is None else f" of {tables.epsilon_text(facts.budget)}"
-        found.append(f"ε {tables.epsilon_text(facts.epsilon)}{limit}")
+        limit = "" if facts.budget is None else f" of {metrics.epsilon_text(facts.budget)}"
+        found.append(f"{facts.epsilon_name} {metrics.epsilon_text(facts.epsilon)}{limit}")
     elif facts.shows_epsilon and facts.round:
-        found.append("ε ∞")
+        found.append(f"{facts.epsilon_name} ∞")
     if facts.rate is not None:
         found.append(f"{facts.rate:,.0f} clients/s" if facts.rate >= 10 else f"{facts.rate:.2g} clients/s")
     return found
@@ -216,15 +239,20 @@ def _left(seconds: float | None) -> str:
     return "" if seconds is None else f"{tables.clock(seconds)} left"
 
 
+def waiting_text(what: str, done: int, total: int) -> str:
+    """Return how far long work is: ``making features, client 120 of 500``."""
+    return f"{what} {done:,} of {total:,}"
+
+
 def _bar(label: str, done: float, total: float, seconds: float | None) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
+    bar = ProgressBar(total=max(total, 1), completed=done, width=36 if len(label) < 36 else 20)
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    grid.add_column(no_wrap=True, justify="right")
-    grid.add_row(label, ProgressBar(total=max(total, 1), completed=done, width=36), _left(seconds))
+    for wrapped in (True, False, True):
+        grid.add_column(no_wrap=wrapped)
+    grid.add_row(label, bar, _left(seconds))
     return grid
 
 
@@ -238,7 +266,8 @@ class ExperimentProgress:
     runs where ``PATIENCE`` seconds pass without.
     """
 
-    SHOWN = 8  # running runs with a line of their own
+    SHOWN = 8
+    """Running runs with a line of their own."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._runs: dict[str, RunEvent] = {}
@@ -250,15 +279,17 @@ class ExperimentProgress:
     def __enter__(self) -> ExperimentProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._screen.close()
 
     def update(self, event: RunEvent) -> None:
         """Take one event; the live view starts with the first that runs, plain lines tell of those that end."""
         self._besides = ""
-        if event.state == "running":
+        busy = event.state == "running" or (event.state == "waiting" and event.note)
+        if busy and event.note and self.seconds_left() is None:
+            # The pace is that of rounds, so work before the first round does not count.
+            self._began = time.monotonic()
+        if busy:
             self._screen.open()
             self._first.setdefault(event.run, event.round)
         self._runs[event.run] = event
@@ -267,9 +298,9 @@ class ExperimentProgress:
             said = self._line(event)
         elif event.state == "skipped":
             said = f"{event.run}: done before, kept"
-        elif event.state == "running" and time.monotonic() - self._spoke >= PATIENCE:
+        elif busy and time.monotonic() - self._spoke >= PATIENCE:
             left = _left(self.seconds_left())
-            said = f"{event.run}: round {event.round} of {event.rounds}" + (f"; all {left}" if left else "")
+            said = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if said:
             self._spoke = time.monotonic()
             self._screen.line(said)
@@ -281,20 +312,20 @@ class ExperimentProgress:
         self._screen.line(what)
 
     def _line(self, event: RunEvent) -> str:
-        accuracy = "" if event.accuracy is None else f", accuracy {tables.percent(event.accuracy)} %"
-        ended = self._count("done", "skipped", "failed", "stopped")
+        head = f"[{self._count('done', 'skipped', 'failed', 'stopped')}/{len(self._runs)}] {event.run}"
         if event.state == "failed":
-            return f"[{ended}/{len(self._runs)}] {event.run}: failed. {event.note}"
+            return f"{head}: failed. {event.note}"
         if event.state == "stopped":
-            return f"[{ended}/{len(self._runs)}] {event.run}: stopped after {event.round} of {event.rounds} rounds"
+            return f"{head}: stopped after {event.round} of {event.rounds} rounds"
+        accuracy = "" if event.accuracy is None else f", accuracy {tables.percent(event.accuracy)} %"
         left = _left(self.seconds_left())
-        return f"[{ended}/{len(self._runs)}] {event.run}: done{accuracy}" + (f"; {left}" if left else "")
+        return f"{head}: done{accuracy}" + (f"; {left}" if left else "")
 
     def _count(self, *states: State) -> int:
         return sum(event.state in states for event in self._runs.values())
 
     def seconds_left(self) -> float | None:
-        """Time for all rounds that are left at the pace since the start; None before the first round."""
+        """Return the time for all rounds that are left at the pace since the start; None before the first round."""
         here = sum(event.round - self._first[name] for name, event in self._runs.items() if name in self._first)
         if here <= 0:
             return None
@@ -308,14 +339,13 @@ class ExperimentProgress:
         total, ended = len(self._runs), self._count("done", "skipped", "failed", "stopped")
         rounds = max(1, sum(event.rounds for event in self._runs.values()))
         done = sum(e.rounds if e.state in ("done", "skipped", "failed") else e.round for e in self._runs.values())
-        left = None if self._besides else self.seconds_left()  # which knows of rounds alone
+        # The time left is known for rounds only.
+        left = None if self._besides else self.seconds_left()
         lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, left)]
-        running = [event for event in self._runs.values() if event.state == "running"]
+        running = [event for event in self._runs.values() if event.state == "running" or _turn(event) == event.note]
         for event in running[: self.SHOWN]:
             accuracy = "" if event.accuracy is None else f"  accuracy {tables.percent(event.accuracy)} %"
-            lines.append(
-                _clipped(event.run, f"  round {event.round} of {event.rounds}{accuracy}", self._screen.console.width)
-            )
+            lines.append(_clipped(event.run, f"  {_turn(event)}{accuracy}", self._screen.console.width))
         if len(running) > self.SHOWN:
             lines.append(Text(f"and {len(running) - self.SHOWN} more", style="dim"))
         counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]  # type: ignore[arg-type]
@@ -325,8 +355,14 @@ class ExperimentProgress:
         return Group(*lines)
 
 
+def _turn(event: RunEvent) -> str:
+    """Return what a run does now: its round, or the work before its first."""
+    before = event.note if event.state in ("running", "waiting") else ""
+    return before or f"round {event.round} of {event.rounds}"
+
+
 def _clipped(name: str, rest: str, width: int) -> RenderableType:
-    """``name`` and ``rest`` on one line: a name that is too long loses its middle."""
+    """Return ``name`` and ``rest`` on one line: a name that is too long loses its middle."""
     from rich.text import Text
 
     room = max(8, min(width, 100) - len(rest) - 3)
@@ -335,9 +371,141 @@ def _clipped(name: str, rest: str, width: int) -> RenderableType:
     return Text(f"  {name}{rest}", no_wrap=True, overflow="crop")
 
 
-def console_now() -> Console:
-    """A console for stdout as it is now; 80 columns where stdout is no terminal."""
+def console_now(stderr: bool = False) -> Console:
+    """Return a console for stdout or stderr as it is now; 80 columns where that is no terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH, stderr=stderr)
+
+
+PRIVATE = "private_not_covered"
+"""First part of every private name."""
+MLFLOW_LIMIT = 500
+"""Characters of a parameter's value."""
+
+
+def scalars(released: Mapping[str, Any], private: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """Return the finite numbers of a round by name; lists and mappings by place or key (``class_accuracy/3``).
+
+    private: that record's numbers too, under ``private_not_covered/``; None leaves it out.
+    """
+    found = dict(_finite_numbers("", {key: value for key, value in released.items() if key != "claimed_epsilon"}))
+    if private is not None:
+        found |= dict(_finite_numbers(f"{PRIVATE}/", private))
+    return found
+
+
+def _finite_numbers(prefix: str, record: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in record.items():
+        if isinstance(value, (list, tuple)):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            yield from _finite_numbers(f"{prefix}{key}/", value)
+        elif (found := number(value)) is not None and (prefix + str(key)) not in ("round", f"{PRIVATE}/round"):
+            yield prefix + str(key), found
+
+
+class TensorBoard:
+    """Event files in a folder. Raises InputError where tensorboard is not installed or the folder cannot be used."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing("--tensorboard", "tensorboard", "trackers") from error
+        try:
+            self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        except OSError as error:
+            raise wrong("--tensorboard", f"{folder} ({error.strerror})", "a folder to write") from error
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write one scalar for each name; it is on disk when this returns."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self, done: bool) -> None:
+        """Write what is buffered and close the event file."""
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class MLflow:
+    """One MLflow run in the experiment ``fedflat``; the recipe's keys are its parameters.
+
+    Raises InputError where mlflow is not installed or the server does not answer.
+    """
+
+    EXPERIMENT = "fedflat"
+
+    def __init__(self, uri: str, name: str, recipe: Mapping[str, Any], private: bool) -> None:
+        try:
+            from mlflow import MlflowClient
+        except ImportError as error:
+            raise missing("--mlflow", "mlflow", "trackers") from error
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            found = self._client.get_experiment_by_name(self.EXPERIMENT)
+            place = self._client.create_experiment(self.EXPERIMENT) if found is None else found.experiment_id
+            tags = {f"fedflat.{PRIVATE}": "written: not covered by the guarantee" if private else "not written"}
+            self._run = self._client.create_run(place, run_name=name, tags=tags).info.run_id
+            for key, value in (flatten(recipe) | {"seed": recipe.get("seed")}).items():
+                self._client.log_param(self._run, key, str(value)[:MLFLOW_LIMIT])
+        except Exception as error:
+            # MLflow's stores raise errors of many libraries.
+            raise wrong("--mlflow", f"{uri} ({_first_line(error)})", "the URI of an MLflow store") from error
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """One metric for each name."""
+        for name, value in values.items():
+            self._client.log_metric(self._run, name, value, step=step)
+
+    def close(self, done: bool) -> None:
+        """End the MLflow run: finished, or failed."""
+        self._client.set_terminated(self._run, "FINISHED" if done else "FAILED")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class Trackers:
+    """The trackers asked for, as a context manager and a callback of each round; does nothing without any.
+
+    Raises RunError where a tracker stops taking numbers: the run can be resumed.
+    """
+
+    def __init__(
+        self, recipe: Any, *, tensorboard: Path | None = None, mlflow: str | None = None, private: bool = False
+    ) -> None:
+        if private and tensorboard is None and mlflow is None:
+            raise wrong("--track-private", "no tracker", "with --tensorboard DIR or --mlflow URI")
+        self._private = private
+        self._all: list[TensorBoard | MLflow] = [] if tensorboard is None else [TensorBoard(tensorboard)]
+        if mlflow is not None:
+            self._all.append(MLflow(mlflow, recipe.name, recipe.dump(), private))
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for tracker in self._all:
+            try:
+                tracker.close(done=error is None)
+            except Exception as fault:
+                # A tracker that cannot be closed must not hide why the run ended.
+                if error is None:
+                    raise RunError(f"the tracker could not be closed: {_first_line(fault)}") from fault
+
+    def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
+        """Take a round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
+        if not self._all:
+            return
+        values = scalars(released, private if self._private else None)
+        for tracker in self._all:
+            try:
+                tracker.write(values, int(released["round"]))
+            except Exception as error:
+                # The tracker's library may raise anything.
+                fault = f"{type(tracker).__name__} could not record the numbers: {_first_line(error)}"
+                raise RunError(f"{fault}. The run's files are whole.") from error

@@ -1,4 +1,4 @@
-"""An entry for the public registry of differential privacy deployments, checked before it is written.
+"""Check an entry for the public registry of differential privacy deployments before it is written.
 
 OpenDP announced the registry in November 2025; its entries and schema are in
 https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. The classes here say in our
@@ -13,16 +13,16 @@ import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
-from fedflat.core.checks import nearest, wrong
+from fedflat.core.checks import InputError, nearest, wrong
 
 SECTORS = Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"]
 UNSAID = "not stated"
 
 
 def _date(text: str) -> str:
-    """``text`` if it is a day as YYYY-MM-DD."""
+    """Return ``text`` if it is a day as YYYY-MM-DD."""
     try:
         if datetime.date.fromisoformat(text).isoformat() == text:
             return text
@@ -41,111 +41,54 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Basic(_Part):
-    """What was published, by whom, for what."""
-
-    name: str
-    data_curators: Names
-    description: str
-    intended_use: str
-    data_product_type: Literal[
-        "Summary statistics", "Machine learning model", "Dataset", "Synthetic data", "Interactive API", "SQL queries"
-    ]
-    data_product_region: str
-    publication_date: Day
-    data_product_sector: SECTORS | None = None
+def _part(**fields: Any) -> Any:
+    """Return a mapping of the schema: each key's type, or a pair of a type and a default."""
+    typed: dict[str, Any] = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
+    return create_model("Part", __base__=_Part, **typed)
 
 
-class Variant(_Part):
-    """Which differential privacy."""
-
-    variant_name: Literal["Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"]
-    data_domain: str
-    unprotected_quantities: str
-
-
-class Parameters(_Part):
-    """The figures."""
-
-    epsilon: float
-    delta: float
-
-
-class Loss(_Part):
-    """What is protected, and how much."""
-
-    privacy_unit: str
-    privacy_unit_details: str
-    privacy_parameters: Parameters
-    privacy_parameters_details: str
-
-
-class Model(_Part):
-    """Who trusts whom, and what is released how often."""
-
-    model_name: Literal["Local", "Central", "Shuffle", "Federated", "Varies"]
-    model_name_details: str
-    actors: str
-    release_type: Literal["One release", "Many releases"]
-    release_type_details: str
-    data_source_type: Literal["Static", "Dynamic"]
-    data_source_type_details: str
-    access_type: Literal["Interactive", "Non-interactive"]
-    access_type_details: str
-
-
-class Accounting(_Part):
-    """What was computed of the release, and how losses add up."""
-
-    post_processing: str
-    composition: str
-
-
-class Implementation(_Part):
-    """How it was done."""
-
-    preprocessing_and_hyperparameter_tuning: str
-    mechanisms: str
-    justification: str
-
-
-class Administrative(_Part):
-    """Who wrote the entry, and from what."""
-
-    sources: str
-    notes: str
-    registry_authors: Names
-
-
-class Deployment(_Part):
-    """All sections."""
-
-    basic: Basic
-    dp_variant: Variant
-    privacy_loss: Loss
-    deployment_model: Model
-    accounting: Accounting
-    implementation: Implementation
-    administrative: Administrative
-
-
-class Entry(_Part):
-    """One file of the registry."""
-
-    url_slug: str
-    status: Literal[
-        "Converted", "Draft", "Pending", "Changes Required", "Approved", "Approved (Update Requested)",
-        "Approved (Pending)",
-    ]  # fmt: skip
-    tier: Literal[1, 2, 3]
-    deployment: Deployment
+PRODUCT = Literal[
+    "Summary statistics", "Machine learning model", "Dataset", "Synthetic data", "Interactive API", "SQL queries"
+]
+VARIANT = Literal["Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"]
+MODEL = Literal["Local", "Central", "Shuffle", "Federated", "Varies"]
+STATUS = Literal[
+    "Converted", "Draft", "Pending", "Changes Required", "Approved", "Approved (Update Requested)", "Approved (Pending)"
+]
+Entry = _part(
+    url_slug=str,
+    status=STATUS,
+    tier=Literal[1, 2, 3],
+    deployment=_part(
+        basic=_part(
+            name=str, data_curators=Names, description=str, intended_use=str, data_product_type=PRODUCT,
+            data_product_region=str, publication_date=Day, data_product_sector=(SECTORS | None, None),
+        ),
+        dp_variant=_part(variant_name=VARIANT, data_domain=str, unprotected_quantities=str),
+        privacy_loss=_part(
+            privacy_unit=str, privacy_unit_details=str, privacy_parameters=_part(epsilon=float, delta=float),
+            privacy_parameters_details=str,
+        ),
+        deployment_model=_part(
+            model_name=MODEL, model_name_details=str, actors=str,
+            release_type=Literal["One release", "Many releases"], release_type_details=str,
+            data_source_type=Literal["Static", "Dynamic"], data_source_type_details=str,
+            access_type=Literal["Interactive", "Non-interactive"], access_type_details=str,
+        ),
+        accounting=_part(post_processing=str, composition=str),
+        implementation=_part(preprocessing_and_hyperparameter_tuning=str, mechanisms=str, justification=str),
+        administrative=_part(sources=str, notes=str, registry_authors=Names),
+    ),
+)  # fmt: skip
+"""One file of the registry."""
 
 
 def readable(text: str) -> str:
-    """Without control characters and marks that turn the direction of what follows."""
+    """Return the text without control characters and marks that turn the direction of what follows."""
     return "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in TURNING))
 
 
+# With these marks a reader could be shown another text than the file holds.
 TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
@@ -179,7 +122,7 @@ class About(_Part):
 
 
 def read_about(path: Path) -> About:
-    """The file given with ``--about``: YAML.
+    """Return the file given with ``--about``: YAML.
 
     Raises:
         InputError: it cannot be read, or a name or a value in it is not known.
@@ -199,36 +142,35 @@ def read_about(path: Path) -> About:
     try:
         return About.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise wrong(f"--about: {where}", str(first["input"]), _allowed(first)) from error
+        raise _first_fault("--about", error) from error
 
 
 KINDS = {"string_type": "a text", "list_type": "a list of texts, as [A, B]", "too_short": "at least one text"}
 """What is allowed where the kind of a value is wrong, by the validator's name for it."""
 
 
-def _allowed(problem: Any) -> str:
-    expected = problem.get("ctx", {}).get("expected") or KINDS.get(problem["type"])
-    return str(expected) if expected else str(problem["msg"]).removeprefix("Value error, ")
+def _first_fault(where: str, error: ValidationError) -> InputError:
+    fault: Any = error.errors()[0]
+    allowed = fault.get("ctx", {}).get("expected") or KINDS.get(fault["type"])
+    place = ".".join(map(str, fault["loc"]))
+    return wrong(f"{where}: {place}", str(fault["input"]), str(allowed or fault["msg"]).removeprefix("Value error, "))
 
 
 def checked(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as the schema takes it, in its order, without what nobody gave.
+    """Return the entry as the schema takes it, in its order, without what nobody gave.
 
     Raises:
         InputError: a name or a value that the schema does not know.
     """
     try:
-        return Entry.model_validate(entry).model_dump(exclude_none=True)
+        found: dict[str, Any] = Entry.model_validate(entry).model_dump(exclude_none=True)
+        return found
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise wrong(f"registry entry: {where}", str(first["input"]), _allowed(first)) from error
+        raise _first_fault("registry entry", error) from error
 
 
 def as_yaml(entry: dict[str, Any]) -> str:
-    """The checked entry as text; dates stay text, no text is folded."""
+    """Return the checked entry as text; dates stay text, no text is folded."""
     import yaml
 
     return yaml.safe_dump(checked(entry), sort_keys=False, allow_unicode=True, width=10**6)

@@ -1,82 +1,71 @@
-"""The privacy statement of a run as a page shows it. Keys it does not know are shown as they are."""
+"""Show a run's privacy statement on a page, and what audits of the run found beside what is claimed and proven."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fedflat.report import metrics, tables
-from fedflat.report.metrics import Run
+from fedflat.report import metrics
+from fedflat.report.metrics import Record, Run, number
 from fedflat.report.pages import Facts
 
 TITLES = {
-    "proven_epsilon": "Proven ε",
-    "claimed_epsilon": "Claimed ε (the paper's formula)",
-    "epsilon": "ε",
-    "delta": "δ",
-    "epsilon_at_1e-5": "ε at δ = 10⁻⁵",
-    "simulated_epsilon": "ε of the simulated population",
-    "reasons": "Reasons",
-    "warnings": "Warnings",
-    "paper_items": "Where the published procedure leaves its formula",
-    "unit": "Unit of privacy",
-    "adjacency": "Adjacency",
-    "trust": "Trust model",
-    "trust_model": "Trusted",
-    "adversaries": "Protected from",
-    "not_covered": "Not covered",
-    "protocol": "Protocol",
-    "sampling": "Sampling",
-    "mechanism": "Mechanism",
-    "accountant": "Accountant",
-    "rounds": "Rounds run",
-    "rounds_charged": "Rounds charged",
-    "noise_source": "Noise",
-    "floating_point": "Arithmetic",
-    "rounding": "Rounding that the sensitivity allows for, as a share of the clip",
-}
+    "caution": "Caution", "proven_epsilon": "Proven ε", "claimed_epsilon": "Claimed ε (the paper's formula)",
+    "epsilon": "ε", "delta": "δ", "epsilon_at_1e-5": "ε at δ = 10⁻⁵",
+    "simulated_epsilon": "ε of the simulated population", "reasons": "Reasons", "warnings": "Warnings",
+    "paper_items": "Where the published procedure leaves its formula", "unit": "Unit of privacy",
+    "adjacency": "Adjacency", "trust": "Trust model", "trust_model": "Trusted", "adversaries": "Protected from",
+    "not_covered": "Not covered", "protocol": "Protocol", "sampling": "Sampling", "mechanism": "Mechanism",
+    "accountant": "Accountant", "rounds": "Rounds run", "rounds_charged": "Rounds charged", "noise_source": "Noise",
+    "floating_point": "Arithmetic", "rounding": "Rounding that the sensitivity allows for, as a share of the clip",
+}  # fmt: skip
 FOLDED = {"checklist": "Reporting checklist", "facts": "Facts the statement was made from"}
 
 
 class Statement(NamedTuple):
-    """What stands open, and what is folded in, by its title."""
+    """Facts that a page shows openly, and those that it folds in, by title."""
 
     facts: Facts
     folds: list[tuple[str, Facts]]
 
 
 def statement_of(run: Run) -> Statement | str:
-    """The statement with the keys of the contract first, in reading order; a sentence where there is none."""
+    """Return the statement with the keys of the contract first, in reading order; a sentence where there is none."""
     if not run.privacy:
         return f"{metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:]}: nothing is proven."
     known = {key: run.privacy[key] for key in TITLES if key in run.privacy}
     rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
     folded = [(name, rest.pop(key)) for key, name in FOLDED.items() if isinstance(rest.get(key), Mapping)]
-    return Statement(facts(_without_repeats(known) | rest), [(name, facts(tree)) for name, tree in folded if tree])
+    shown = facts(_without_repeats(known) | rest)
+    if metrics.seeded(run):
+        names = {TITLES["proven_epsilon"]: metrics.epsilon_name(run)}
+        shown = Facts(tuple((names.get(label, label), value) for label, value in shown.pairs))
+    return Statement(shown, [(name, facts(tree)) for name, tree in folded if tree])
 
 
 def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only repeats the proven ε, or says that there is no claim or simulated population."""
     proven = known.get("proven_epsilon")
-    repeated = "proven_epsilon" in known and known.get("epsilon", proven) == proven
-    drop = {"epsilon"} if repeated else set()
-    drop |= {key for key in ("claimed_epsilon", "simulated_epsilon", "rounding") if known.get(key) is None}
-    lists = ("reasons", "not_covered", "adversaries", "warnings", "paper_items", "epsilon_at_1e-5")
-    drop |= {key for key in lists if known.get(key) in ([], "", None)}
+    drop = {"epsilon"} if "proven_epsilon" in known and known.get("epsilon", proven) == proven else set()
+    drop |= {"claimed_epsilon"} if proven is not None and known.get("claimed_epsilon") == proven else set()
+    optional = "claimed_epsilon simulated_epsilon rounding reasons not_covered adversaries warnings paper_items"
+    drop |= {key for key in (*optional.split(), "epsilon_at_1e-5") if known.get(key) in ([], "", None)}
     if "proven_epsilon" not in known and "claimed_epsilon" in known:
-        known = {"proven_epsilon": None} | known  # a claim never stands alone
+        # A claimed ε is never shown without the proven one.
+        known = {"proven_epsilon": None} | known
     return {key: value for key, value in known.items() if key not in drop}
 
 
 def facts(tree: Mapping[str, Any], *, verbatim: bool = False) -> Facts:
-    """A mapping as names and values; nested mappings nest. verbatim: the keys as they are written."""
+    """Return a mapping as names and values; nested mappings nest. verbatim: the keys as they are written."""
     return Facts(tuple((str(key) if verbatim else title(key), _value(key, value)) for key, value in tree.items()))
 
 
 def title(key: str) -> str:
-    """A key as a reader would write it."""
+    """Return a key as a reader would write it."""
     plain = str(key).replace("_", " ").replace("epsilon", "ε").replace("delta", "δ")
     return TITLES.get(str(key), plain[:1].upper() + plain[1:])
 
@@ -91,14 +80,14 @@ def _value(key: str, value: Any) -> Any:
 
 def _text(key: str, value: Any) -> str:
     if value is None and "epsilon" in str(key):
-        return tables.NO_EPSILON
+        return metrics.NO_EPSILON
     if "epsilon" in str(key) and metrics.number(value) is not None:
-        return tables.epsilon_text(metrics.number(value))
+        return metrics.epsilon_text(metrics.number(value))
     return readable(value)
 
 
 def _item(key: str, value: Any) -> Any:
-    """A list's item; a flat mapping is one line, so that a list of adversaries reads as a list."""
+    """Return a list's item; a flat mapping is one line, so that a list of adversaries reads as a list."""
     if isinstance(value, Mapping) and "adversary" in value:
         return _adversary(value)
     if isinstance(value, Mapping) and set(value) == {"item", "text"}:
@@ -109,7 +98,7 @@ def _item(key: str, value: Any) -> Any:
 
 
 def _adversary(value: Mapping[str, Any]) -> Markup:
-    """Who is protected from whom as a sentence, with whatever else the entry says behind it."""
+    """Return who is protected from whom as a sentence, with whatever else the entry says behind it."""
     said = f"ε = {_text('epsilon', value.get('epsilon'))}"
     said += f" at δ = {readable(value['delta'])}" if "delta" in value else ""
     rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
@@ -117,7 +106,7 @@ def _adversary(value: Mapping[str, Any]) -> Markup:
 
 
 def readable(value: Any) -> str:
-    """A value as text: yes and no, short numbers, lists with commas."""
+    """Return a value as text: yes and no, short numbers, lists with commas."""
     if value is None or value in ([], {}, ""):
         return "–"
     if isinstance(value, bool):
@@ -131,3 +120,165 @@ def readable(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {readable(item)}" for key, item in value.items())
     return str(value)
+
+
+AUDIT = "audit.json"
+"""Written by ``fedflat audit RUN``."""
+NARROW = 11
+ABOUT = {
+    "worlds": "a few clients, one of them with hostile data or none, on every back end that applies",
+    "mechanism": "one round of the method, in the audit's fixed configuration",
+    "one-run": "the whole run, trained once more with canary clients",
+    "canaries": "the whole run, trained once more with canary clients",
+    "noise": "the noise and the cohorts of a few real rounds of clients without data",
+}
+RULE = (
+    "A lower bound is what leaks at least, except with the probability left by its confidence; it proves no guarantee. "
+    "An estimate bounds nothing. The claimed and proven ε of a row are those of what that audit looked at."
+)
+
+
+def audited_text(audit: Record) -> str:
+    """``≥ 1.23`` for a lower bound, ``≈ 1.23`` for an estimate, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
+    if "movement" in _details(audit):
+        return "–" if audit.get("runs") == 0 else _times(_details(audit)["movement"])
+    if audit.get("kind") == "noise":
+        ratio = number(_details(audit).get("ratio"))
+        return "–" if ratio is None else f"{ratio:.3f} σC"
+    bound, estimate = number(audit.get("lower_bound")), number(audit.get("estimate"))
+    if bound is not None:
+        return f"≥ {metrics.epsilon_text(bound)}"
+    return "–" if estimate is None else f"≈ {metrics.epsilon_text(estimate)}"
+
+
+def confidence_text(audit: Record) -> str:
+    """Return ``95 %``; an estimate has none, and a movement needs none."""
+    if "movement" in _details(audit):
+        return "–"
+    found = number(audit.get("confidence"))
+    return "none (estimate)" if found is None else f"{100 * found:.10g} %"
+
+
+def exceeded(audit: Record) -> bool:
+    """Return whether the audit found more than is proven, or the contract on sensitivity broken."""
+    return audit.get("exceeds_proven") is True
+
+
+def verdict(audit: Record) -> str:
+    """Return one reading of the numbers, in a few words."""
+    bound, proven = number(audit.get("lower_bound")), number(audit.get("proven"))
+    if audit.get("kind") == "noise":
+        return "not as planned" if exceeded(audit) else "not run" if audit.get("runs") == 0 else "as planned"
+    if "movement" in _details(audit):
+        return "over C" if exceeded(audit) else "not run" if audit.get("runs") == 0 else "within C"
+    if exceeded(audit):
+        over = bound is not None and proven is not None and bound > proven
+        return "over the proven ε" if over else "contract 2b broken"
+    if bound is None:
+        return "an estimate, no bound"
+    return "within the proof" if proven is not None else "nothing is proven"
+
+
+def greatest(run: Run) -> str:
+    """Return the greatest movement over C of the run's worlds, in a few words; empty where nobody audited them."""
+    found = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
+    if not found:
+        return ""
+    facts = _details(found[-1])
+    return f"{audited_text(found[-1])} at most, {facts.get('back_end')}, {facts.get('data')}"
+
+
+def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
+    """Return (heads, rows) of a worlds audit: data by back end, each cell a movement over C; else both empty."""
+    table = _details(audit).get("table")
+    if not isinstance(table, dict) or not table:
+        return [], []
+    engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
+    rows = [[str(data), *(_number_text(row, engine) for engine in engines)] for data, row in table.items()]
+    return ["Data (client | others)", *engines], rows
+
+
+def remarks(audit: Record) -> list[str]:
+    """Return what a worlds audit did not do, and why, one sentence each."""
+    facts = _details(audit)
+    refused = facts.get("refused")
+    said = [f"{engine}: {reason}" for engine, reason in refused.items()] if isinstance(refused, dict) else []
+    if left := facts.get("left_out"):
+        said.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
+    return said
+
+
+def matrix_text(audit: Record) -> list[str]:
+    """Return the matrix in at most 80 columns, and the remarks."""
+    heads, rows = matrix(audit)
+    if not heads:
+        return []
+    wide = 78 - (NARROW + 1) * min(len(heads) - 1, 4)
+    lines = []
+    for start in range(1, len(heads), 4):
+        for row in [heads, *rows]:
+            numbers = "".join(f" {cell.replace('vectorized', 'vect.'):>{NARROW}}" for cell in row[start : start + 4])
+            lines.append(f"  {row[0]:{wide}.{wide}}{numbers}".rstrip())
+    for text in remarks(audit):
+        lines += textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent="    ")
+    return ["", *lines, ""]
+
+
+def _number_text(row: Record, engine: str) -> str:
+    return _times(row[engine]).removesuffix(" C") if engine in row else "–"
+
+
+def _times(value: object) -> str:
+    """Return ``1.000 C``; JSON's null is no finite number: only one of both worlds came to an end."""
+    found = number(value)
+    if found is None:
+        return "∞ C"
+    return f"{found:.3f} C" if found < 100 else f"{found:.1e} C"
+
+
+def _details(audit: Record) -> Record:
+    found = audit.get("details")
+    return found if isinstance(found, dict) else {}
+
+
+def of_whole_run(run: Run) -> list[Record]:
+    """Return the audits that look at the whole run: the only ones that compare with the run's own ε."""
+    return [audit for audit in run.audits if audit.get("kind") in ("one-run", "canaries")]
+
+
+def short(run: Run) -> str:
+    """Return the run's audited ε in a few words: the largest lower bound, else the largest estimate."""
+    for key in ("lower_bound", "estimate"):
+        known = [(value, audit) for audit in of_whole_run(run) if (value := number(audit.get(key))) is not None]
+        if known:
+            best = max(known, key=lambda pair: pair[0])[1]
+            text = audited_text(best)
+            return f"{text} at {confidence_text(best)} confidence" if key == "lower_bound" else f"{text} (estimate)"
+    return ""
+
+
+def cells(audit: Record) -> list[str]:
+    """Return an audit as a table row: what was audited, claimed, proven, audited, confidence, verdict."""
+    claimed, proven = (metrics.epsilon_text(number(audit.get(key))) for key in ("claimed", "proven"))
+    return [str(audit.get("kind")), claimed, proven, audited_text(audit), confidence_text(audit), verdict(audit)]
+
+
+HEADS = ("Audit", "ε claimed", "ε proven", "audited", "confidence", "verdict")
+
+
+def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return what each kind looked at and rests on: head, about, lines; a broken contract comes first."""
+    found = []
+    for audit in audits:
+        kind = str(audit.get("kind"))
+        facts = [ABOUT.get(kind, ""), f"canary: {audit.get('canary')}", f"statistic: {audit.get('statistic')}"]
+        broken = "" if "movement" in _details(audit) else "Contract 2b broken: "
+        lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
+        about = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))
+        found.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": about, "lines": lines})
+    return found
+
+
+def _texts(audit: Record, key: str) -> list[str]:
+    found = audit.get(key)
+    return [str(item) for item in found] if isinstance(found, list) else []

@@ -1,4 +1,4 @@
-"""The comparison of several methods as a table: terminal, Markdown, CSV, JSON and LaTeX.
+"""Compare several methods in a table: terminal, Markdown, CSV, JSON and LaTeX.
 
 Accuracies of the shared model and of the clients' own models never share a column, and a claimed ε is only ever
 printed beside the proven one.
@@ -9,25 +9,38 @@ from __future__ import annotations
 import csv
 import io
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import wrong
+from fedflat.privacy.compare import SEEDED
 from fedflat.report import metrics
-from fedflat.report.equal import Targets, accuracy_at_epsilon, targets
-from fedflat.report.equal import epsilon_at_accuracy as epsilon_at_accuracy
-from fedflat.report.fates import FATES, MARKS, fate
-from fedflat.report.groups import Difference, Group, Spread, paired_difference, spread
-from fedflat.report.headline import headline
-from fedflat.report.measures import generalisation_gap, rounds_to
-from fedflat.report.metrics import Run
-from fedflat.report.together import Cost, cost_record, cost_sentences, costs
+from fedflat.report.groups import (
+    Difference,
+    Group,
+    Spread,
+    Targets,
+    accuracy_at_epsilon,
+    differing,
+    epsilon_at_accuracy,
+    headline,
+    paired_difference,
+    setting,
+    spread,
+    strata,
+    targets,
+)
+from fedflat.report.metrics import Run, epsilon_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-NO_EPSILON = "∞ (none)"
+DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % t intervals."
+BENEATH = 4
+"""Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
+PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
 EQUAL = ("epsilon_at_accuracy", "accuracy_at_epsilon")
 PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
 
@@ -36,6 +49,7 @@ PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered b
 class Row:
     """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
 
+    ``against`` is the row that its differences are from: the first with the same data and ε, empty for that row itself.
     ``epsilon_at_accuracy`` and ``accuracy_at_epsilon`` are read at the comparison's ``equal`` targets. ``fates``: of
     the runs that came to nothing (``fates.FATES``), whose last round counts as their best. ``gap``: training minus test
     accuracy at the end, private to the simulation. ``rounds_to_accuracy``: rounds until the target was first reached.
@@ -58,22 +72,29 @@ class Row:
     fates: tuple[str, ...] = ()
     gap: Spread | None = None
     rounds_to_accuracy: Spread | None = None
+    against: str = ""
+    randomness: str = "secret"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of a comparison; differences are against the first. ``equal``: the accuracy and the ε that the private
+    """The rows of a comparison, by ε; differences are within one ε. ``equal``: the accuracy and the ε that the private
     settings are compared at, ``None`` where fewer than two are private. ``together``: what publishing all runs costs,
     for each data set; empty for a single run. ``headline``: what was found, in a sentence."""
 
     rows: tuple[Row, ...]
     equal: Targets | None = None
-    together: tuple[Cost, ...] = ()
+    together: tuple[metrics.Cost, ...] = ()
     headline: str = ""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether any row's noise follows its seed."""
+        return any(row.randomness == "seeded" for row in self.rows)
 
 
 def comparison_table(groups: Sequence[Group]) -> Comparison:
-    """Mean ± sd over seeds for each group, and paired differences (95 % Student-t) against the first group.
+    """Return mean ± sd over seeds for each group, and paired differences (95 % Student-t) within each ε.
 
     Raises:
         InputError: no group.
@@ -81,8 +102,8 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
     if not groups:
         raise wrong("comparison", "no run", "one or more runs")
     equal = targets(groups)
-    rows = tuple(_row(group, groups[0], equal) for group in groups)
-    return Comparison(rows, equal, costs([run for group in groups for run in group.runs]), headline(groups))
+    rows = tuple(_row(group, part[0], equal) for part in strata(groups) for group in part)
+    return Comparison(rows, equal, metrics.costs([run for group in groups for run in group.runs]), headline(groups))
 
 
 def _row(group: Group, first: Group, equal: Targets | None) -> Row:
@@ -93,8 +114,10 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
         return None if group is first else paired_difference(first, group, measure)
 
     proven = [metrics.proven_epsilon(run) for run in group.runs]
+    # No finite ε counts as the largest.
     weakest = max(range(len(proven)), key=lambda place: (proven[place] is None, proven[place] or 0.0))
-    shown = group.runs[weakest]  # seeds that differ in ε are reported at the largest
+    # Where seeds differ in ε, the largest is reported.
+    shown = group.runs[weakest]
     return Row(
         method=group.label,
         seeds=len(group.runs),
@@ -104,15 +127,18 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
         proven_epsilon=proven[weakest],
         claimed_epsilon=metrics.claimed_epsilon(shown),
         delta=metrics.number(shown.privacy.get("delta")),
-        seconds=over(lambda run: metrics.seconds(run) if run.metrics else None),
+        randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
+        # Seconds are private, so a public page has none.
+        seconds=over(lambda run: metrics.seconds(run) or None),
         difference=against(metrics.final_accuracy),
         personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(shown)),
         epsilon_at_accuracy=over(lambda run: epsilon_at_accuracy(run, equal.accuracy)) if equal else None,
         accuracy_at_epsilon=over(lambda run: accuracy_at_epsilon(run, equal.epsilon)) if equal else None,
-        fates=tuple(found for run in group.runs if (found := fate(run))),
-        gap=over(generalisation_gap),
-        rounds_to_accuracy=over(lambda run: rounds_to(run, equal.accuracy)) if equal else None,
+        fates=tuple(found for run in group.runs if (found := metrics.fate(run))),
+        gap=over(metrics.generalisation_gap),
+        rounds_to_accuracy=over(lambda run: metrics.rounds_to(run, equal.accuracy)) if equal else None,
+        against="" if group is first else first.label,
     )
 
 
@@ -120,26 +146,19 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
 
 
 def percent(value: float | None) -> str:
-    """A share as per cent with two decimals, without the sign."""
+    """Return a share as per cent with two decimals, without the sign."""
     return "–" if value is None else f"{100 * value:.2f}"
 
 
 def percent_spread(value: Spread | None) -> str:
-    """``78.41 ± 0.32``, in per cent."""
+    """Return ``78.41 ± 0.32``, in per cent."""
     if value is None:
         return "–"
     return percent(value.mean) + ("" if value.sd is None else f" ± {percent(value.sd)}")
 
 
-def epsilon_text(value: float | None) -> str:
-    """Three or more significant digits; ``∞ (none)`` where no finite ε is proven."""
-    if value is None:
-        return NO_EPSILON
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
-
-
 def epsilon_spread(value: Spread | None) -> str:
-    """``3.41 ± 0.12``; a dash where no ε was read."""
+    """Return ``3.41 ± 0.12``; a dash where no ε was read."""
     if value is None:
         return "–"
     sd = "" if value.sd is None else f" ± {value.sd:.3g}" if value.mean < 1 else f" ± {value.sd:.2f}"
@@ -147,7 +166,7 @@ def epsilon_spread(value: Spread | None) -> str:
 
 
 def duration(value: float | None) -> str:
-    """Seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if value is None:
         return "–"
     if value < 59.95:
@@ -184,27 +203,34 @@ def columns(table: Comparison) -> list[Column]:
     """The columns this comparison needs: personal accuracy, claimed ε and differences only where there are any."""
     rows = table.rows
     claimed = any(row.claimed_epsilon is not None for row in rows)
-    personal = any(row.personal for row in rows)
+    personal, proven = any(row.personal for row in rows), "ε of the mechanism" if table.seeded else "ε proven"
     found: list[tuple[bool, Column]] = [
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
         (True, Column("final", "accuracy %", _final_text)),
         (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
-        (True, Column("proven_epsilon", "ε proven", lambda row: epsilon_text(row.proven_epsilon))),
-        (claimed, Column("claimed_epsilon", "ε claimed", _claimed_text)),
+        (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),
+        (claimed, Column("claimed_epsilon", "ε claimed", lambda row: epsilon_text(row.claimed_epsilon, missing="–"))),
         *_equal_columns(table),
-        (True, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
+        (
+            any(row.seconds for row in rows),
+            Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None)),
+        ),
     ]
     return [column for wanted, column in found if wanted]
 
 
+def _mean(value: Spread | None) -> float | None:
+    return None if value is None else value.mean
+
+
 def _final_text(row: Row) -> str:
-    return percent_spread(row.final) + "".join(MARKS[found] for found in dict.fromkeys(row.fates))
+    return percent_spread(row.final) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
 
 
 def _equal_columns(table: Comparison) -> list[tuple[bool, Column]]:
-    """ε at equal accuracy; accuracy at equal ε only where the settings end at different ε."""
+    """Return ε at equal accuracy; accuracy at equal ε only where the settings end at different ε."""
     if table.equal is None:
         return []
     reached, limit = f"ε at {percent(table.equal.accuracy)} %", f"% at ε {epsilon_text(table.equal.epsilon)}"
@@ -214,29 +240,22 @@ def _equal_columns(table: Comparison) -> list[tuple[bool, Column]]:
     ]
 
 
-def _claimed_text(row: Row) -> str:
-    return "–" if row.claimed_epsilon is None else epsilon_text(row.claimed_epsilon)
-
-
-def notes(table: Comparison, *, differences: bool = True) -> list[str]:
-    """What a reader must know beside the table; first what was found, then what publishing all of it costs.
-
-    differences: whether they stand in the table."""
+def notes(table: Comparison) -> list[str]:
+    """Return what a reader must know beside the table: what was found, then what publishing all of it costs."""
     rows = table.rows
     found = [table.headline] if table.headline else []
-    found += cost_sentences(table.together)
+    found += [SEEDED.replace("this run", "these runs").replace("its seed", "their seeds")] if table.seeded else []
+    found += metrics.cost_sentences(table.together)
     found.append("Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds.")
-    if differences and any(row.difference for row in rows):
-        found.append(f"Differences (Δ) from {rows[0].method}: paired over common seeds, points, 95 % t interval.")
+    if any(row.difference for row in rows):
+        found.append(DIFFERENCES)
     deltas = sorted({row.delta for row in rows if row.proven_epsilon is not None and row.delta is not None})
     if len(deltas) > 1:
         found.append(f"ε is stated at different δ ({', '.join(f'{delta:g}' for delta in deltas)}): not one scale.")
     found += _equal_notes(table.equal)
     if any(row.personal for row in rows):
         found.append(PRIVATE_NOTE)
-    for row in rows:
-        for kind in dict.fromkeys(row.fates):
-            found.append(f"{MARKS[kind]} {row.method}: {row.fates.count(kind)} of {row.seeds} runs {FATES[kind]}.")
+    found += _fates(rows)
     for row in rows:
         if row.proven_epsilon is None:
             found.append(f"{row.method}: no finite ε is proven. {' '.join(row.reasons[:1])}".strip())
@@ -245,8 +264,16 @@ def notes(table: Comparison, *, differences: bool = True) -> list[str]:
     return found
 
 
+def _fates(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"{metrics.MARKS[kind]} {row.method}: {row.fates.count(kind)} of {row.seeds} runs {metrics.FATES[kind]}."
+        for row in rows
+        for kind in dict.fromkeys(row.fates)
+    ]
+
+
 def _equal_notes(equal: Targets | None) -> list[str]:
-    """The rule behind the targets, and why nobody may stop by them."""
+    """Return the rule behind the targets, and why nobody may stop by them."""
     if equal is None:
         return []
     accuracy, limit = percent(equal.accuracy), epsilon_text(equal.epsilon)
@@ -265,92 +292,88 @@ def _equal_notes(equal: Targets | None) -> list[str]:
 
 
 def clock(value: float | None) -> str:
-    """Seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
+    """Return the seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
     if value is None:
         return "–"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def to_rich(table: Comparison) -> Table:
-    """The main terminal table, at most 80 columns wide; long method names fold."""
-    shown = [column for column in columns(table) if column.key not in ("difference", *EQUAL)]
-    full = len(shown) == 7  # every optional column is there: method names get what is left of 80
-    made = _rich_table()
-    for column in shown:
-        heading = column.heading.replace(" ", "\n") if column.key == "claimed_epsilon" else column.heading
-        most = (17 if full else 28) if column.left else None
-        side: Literal["left", "right"] = "left" if column.left else "right"
-        made.add_column(heading, justify=side, overflow="fold", max_width=most, no_wrap=not column.left)
-    for row in table.rows:
-        times = {"seconds": clock(row.seconds.mean if row.seconds else None)}
-        made.add_row(*_texts([times.get(column.key) or column.text(row) for column in shown]))
-    return made
-
-
-def to_rich_differences(table: Comparison) -> Table | None:
-    """Paired differences from the first method with their intervals; ``None`` where there is nothing to pair."""
-    rows = [row for row in table.rows[1:] if row.difference or row.personal_difference]
-    if not rows:
-        return None
-    columns = 3 if any(row.personal_difference for row in rows) else 2
-    made = _rich_table()
-    made.add_column(f"difference from {table.rows[0].method}", overflow="fold", max_width=28)
-    for heading in ("accuracy, points", "personal, points")[: columns - 1]:
-        made.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [row.method, difference_text(row.difference), difference_text(row.personal_difference)]
-        made.add_row(*_texts(cells[:columns]))
-    return made
-
-
-def to_rich_equal(table: Comparison) -> Table | None:
-    """The private settings at equal accuracy and at equal ε; ``None`` where fewer than two are private."""
-    shown = [column for column in columns(table) if column.key in EQUAL]
-    if not shown:
-        return None
-    made = _rich_table()
-    made.add_column("compared at equal", overflow="fold", max_width=28)
-    for column in shown:
-        made.add_column(column.heading, justify="right", no_wrap=True)
-    for row in table.rows:
-        if row.epsilon_at_accuracy or row.accuracy_at_epsilon:
-            made.add_row(*_texts([row.method, *(column.text(row) for column in shown)]))
-    return made
-
-
-def _rich_table() -> Table:
+def to_rich(table: Comparison, width: int = 80) -> Table:
+    """Return the terminal's table, at most ``width`` columns wide: long method names fold, then the time goes."""
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = table.rows
+    crowded = sum(column.key in ("difference", "personal", "claimed_epsilon") for column in columns(table)) > 1
+    left_out = {*EQUAL, "seeds" if len({row.seeds for row in rows}) == 1 else "", "seconds" if crowded else ""}
+    shown = [column for column in columns(table) if column.key not in left_out]
+    heads = {"proven_epsilon": "ε, mechanism" if table.seeded else "ε", "claimed_epsilon": "claimed"}
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), width=None)
+    cells = [[_narrow(column, row) for column in shown] for row in rows]
+    rest = sum(
+        max(len(heads.get(column.key, column.heading)), *(len(line[place]) for line in cells)) + 2
+        for place, column in enumerate(shown)
+        if not column.left
+    )
+    for column in shown:
+        side: Literal["left", "right"] = "left" if column.left else "right"
+        most = max(8, width - rest) if column.left else None
+        heading = heads.get(column.key, column.heading)
+        made.add_column(heading, justify=side, overflow="fold", max_width=most, no_wrap=not column.left)
+    for place, line in enumerate(cells):
+        last = place + 1 < len(rows) and not rows[place + 1].against and any(row.against for row in rows)
+        made.add_row(*_texts(line), end_section=last)
+    return made
+
+
+def _narrow(column: Column, row: Row) -> str:
+    if column.key == "seconds":
+        return clock(_mean(row.seconds))
+    return column.text(row)
 
 
 def _texts(cells: Sequence[str]) -> list[Any]:
     from rich.text import Text
 
-    return [Text(cell) for cell in cells]  # Text: a name in [brackets] is not markup
+    # As Text, a name in [brackets] is not taken for markup.
+    return [Text(cell) for cell in cells]
 
 
 def to_terminal(table: Comparison, width: int = 80) -> str:
-    """The terminal tables with their notes as plain text, no line wider than ``width``."""
+    """Return the terminal's table and the notes that matter most, in ``BENEATH`` lines of ``width`` at most."""
     from rich.console import Console
 
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, force_terminal=False)
-    console.print(to_rich(table))
-    for more in (to_rich_differences(table), to_rich_equal(table)):
-        if more is not None:
-            console.print()
-            console.print(more)
-    console.print()
-    for note in _texts(notes(table)):
-        console.print(note)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(to_rich(table, width))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join([*lines, "", *beneath(table, width)]) + "\n"
+
+
+def beneath(table: Comparison, width: int = 80) -> list[str]:
+    """Return at most ``BENEATH`` lines: what came to nothing, what was found, the differences, the cost of it all."""
+    rows = table.rows
+    marked = {kind: [row.method for row in rows if kind in row.fates] for kind in metrics.FATES}
+    said = [f"{metrics.MARKS[kind]} {metrics.FATES[kind]}: {_few(names)}." for kind, names in marked.items() if names]
+    said += [PLAINLY] if table.seeded else []
+    said += [table.headline] if table.headline else []
+    said += [DIFFERENCES] if any(row.difference for row in rows) else []
+    said += metrics.cost_sentences(table.together)[:1]
+    said += [note for row in rows if row.proven_epsilon is None for note in row.reasons[:1]][:1]
+    said += [PRIVATE_NOTE] if any(row.personal for row in rows) else []
+    lines: list[str] = []
+    for sentence in said:
+        folded = textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
+        lines += folded if len(lines) + len(folded) <= BENEATH else []
+    return lines
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def to_markdown(table: Comparison) -> str:
-    """A Markdown table with its notes."""
+    """Return a Markdown table with its notes."""
 
     def safe(text: str) -> str:
         return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
@@ -363,36 +386,56 @@ def to_markdown(table: Comparison) -> str:
     return body + "\n\n" + "\n".join(f"- {safe(note)}" for note in notes(table)) + "\n"
 
 
-def to_records(table: Comparison) -> list[dict[str, Any]]:
-    """One plain dictionary per row; ``None`` for what is absent or infinite."""
+def record_of(table: Comparison) -> dict[str, Any]:
+    """Return the rows with full precision, what the private ones are compared at, and what publishing all costs.
+
+    All values are plain; what is absent or infinite is None.
+    """
+    equal = None if table.equal is None else metrics.plain(asdict(table.equal))
+    together = [metrics.plain(metrics.cost_record(cost)) for cost in table.together]
+    return {"rows": _records(table), "equal": equal, "together": together, "notes": notes(table)}
+
+
+def _records(table: Comparison) -> list[dict[str, Any]]:
     return [metrics.plain(asdict(row)) for row in table.rows]
 
 
 def to_json(table: Comparison) -> str:
-    """The rows with full precision, what the private ones are compared at, and what publishing all of them costs."""
-    found: dict[str, Any] = {"rows": to_records(table), "equal": equal_record(table)}
-    found |= {"together": together_record(table), "notes": notes(table)}
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-
-
-def equal_record(table: Comparison) -> dict[str, Any] | None:
-    """The targets of the equal columns as a plain dictionary."""
-    return None if table.equal is None else metrics.plain(asdict(table.equal))
-
-
-def together_record(table: Comparison) -> list[dict[str, Any]]:
-    """What publishing all runs costs, as plain dictionaries, one for each data set."""
-    return [metrics.plain(cost_record(cost)) for cost in table.together]
+    """Return ``record_of`` as JSON."""
+    return json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"
 
 
 def to_csv(table: Comparison) -> str:
-    """One line per row with full precision; nested values as ``final.mean``, ``difference.low`` and so on."""
-    records = [_flat(record) for record in to_records(table)]
+    """Return one line per row with full precision; nested values as ``final.mean``, ``difference.low`` and so on."""
+    records = [_flat(record) for record in _records(table)]
     names = list(dict.fromkeys(name for record in records for name in record))
     out = io.StringIO()
     writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
     writer.writeheader()
     writer.writerows(records)
+    return out.getvalue()
+
+
+def runs_csv(groups: Sequence[Group]) -> str:
+    """Return one line per run: method, the settings that differ, seed, ε, accuracy, how it ended, and its folder.
+
+    Rates are shares (0 to 1); an empty field is absent, or an ε that is infinite.
+    """
+    settings = {group.label: setting(group.runs[0]) for group in groups}
+    keys = [key for key in differing(list(settings.values())) if key not in ("name", "algorithm.name")]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    measured = ["rounds", "final_accuracy", "best_accuracy", "final_loss", "proven_epsilon", "claimed_epsilon", "delta"]
+    own = sorted({key for group in groups for run in group.runs for key in metrics.own_metrics(run.metrics)})
+    writer.writerow(["label", "method", "recipe", *keys, "seed", *measured, *own, "ended", "seconds", "folder"])
+    for group in groups:
+        for run in group.runs:
+            found = metrics.summary(run)
+            values = [settings[group.label].get(key) for key in keys]
+            points = [metrics.column(run.metrics, key) for key in own]
+            last = [each[-1][1] if each else None for each in points]
+            line = [group.label, run.algorithm, found["recipe"], *values, run.seed, *(found[key] for key in measured)]
+            writer.writerow([*line, *last, metrics.fate(run), f"{found['seconds']:.3f}", "/".join(run.path.parts[-2:])])
     return out.getvalue()
 
 
@@ -412,7 +455,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_latex(table: Comparison) -> str:
-    """A ``tabular`` with booktabs rules; its notes follow as comments."""
+    """Return a ``tabular`` with booktabs rules; its notes follow as comments."""
     cells = columns(table)
     lines = ["\\begin{tabular}{" + "".join("l" if column.left else "r" for column in cells) + "}", "\\toprule"]
     lines.append(" & ".join(_latex(column.heading) for column in cells) + " \\\\")
@@ -443,9 +486,5 @@ def _latex(text: str) -> str:
 
 
 RENDERERS: dict[str, Callable[[Comparison], str]] = {
-    "terminal": to_terminal,
-    "markdown": to_markdown,
-    "csv": to_csv,
-    "json": to_json,
-    "latex": to_latex,
-}
+    "terminal": to_terminal, "markdown": to_markdown, "csv": to_csv, "json": to_json, "latex": to_latex,
+}  # fmt: skip

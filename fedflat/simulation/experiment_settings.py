@@ -13,7 +13,7 @@ from typing import Any
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import InputError, wrong
-from fedflat.records.folder import RECIPE
+from fedflat.records.folder import RECIPE, check_name
 
 REQUESTED = "setting.yaml"  # the recipe as asked for, before defaults that depend on data are resolved
 
@@ -56,7 +56,7 @@ def split_top(text: str) -> list[str]:
 
 
 def axis(override: str) -> list[str]:
-    """The overrides that ``key=a,b`` stands for; one for a plain value, a quoted text or a YAML list in brackets."""
+    """Return the overrides that ``key=a,b`` stands for; one for a plain value, a quoted text or a list in brackets."""
     key, equals, value = override.partition("=")
     if not equals:
         return [override]
@@ -73,7 +73,7 @@ def axis(override: str) -> list[str]:
 
 
 def expand(recipes: Sequence[RecipeLike], overrides: Sequence[str], seeds: int) -> list[Setting]:
-    """Every setting of the experiment, its recipe and its method's options checked.
+    """Return every setting of the experiment, its recipe and its method's options checked.
 
     Raises InputError for anything wrong in any of them, or for the same setting twice.
     """
@@ -95,7 +95,9 @@ def expand(recipes: Sequence[RecipeLike], overrides: Sequence[str], seeds: int) 
 
 def _parsed(source: RecipeLike, overrides: Sequence[str]) -> Recipe:
     if isinstance(source, (str, Path)):
-        return Recipe.load(source, overrides)
+        recipe = Recipe.load(source, overrides)
+        check_name(recipe.name)
+        return recipe
     return Recipe.of(source, overrides)
 
 
@@ -109,7 +111,7 @@ def _marks(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _slug(recipe: Recipe, varied: Sequence[str]) -> str:
-    """Recipe, algorithm and varied values as a folder's name: the same whatever else is in the experiment."""
+    """Return recipe, algorithm and values as a folder's name: the same whatever else is in the experiment."""
     parts = [recipe.name, recipe.algorithm.name, *(f"{key}-{value}" for key, value in _marks(varied))]
     return "_".join(re.sub(r"[^\w.+-]+", "-", part).strip("-.") or "x" for part in parts)[:120]
 
@@ -120,14 +122,13 @@ def _label(recipe: Recipe, varied: Sequence[str]) -> str:
 
 
 def _distinct(settings: list[Setting]) -> list[Setting]:
-    """The settings, with labels that also name the recipe where they would be the same."""
+    """Return the settings, with labels that also name the recipe where they would be the same."""
     seen: dict[str, Setting] = {}
     for setting in settings:
         other = seen.setdefault(setting.slug, setting)
         if other is not setting:
-            same = (
-                "the same setting twice" if _asked(other) == _asked(setting) else f"two settings named {setting.slug}"
-            )
+            twice = _asked(other) == _asked(setting)
+            same = "the same setting twice" if twice else f"two settings named {setting.slug}"
             raise wrong("compare", same, "settings that differ, recipes with names of their own")
     labels = [setting.label for setting in settings]
     return [
@@ -137,10 +138,20 @@ def _distinct(settings: list[Setting]) -> list[Setting]:
 
 
 def _asked(setting: Setting) -> dict[str, Any]:
-    """What defines a setting: its recipe without the seed and without where it runs."""
+    """Return what defines a setting: its recipe without the seed and without where it runs."""
     dump = setting.recipe.dump()
     del dump["seed"], dump["engine"]
     return dump
+
+
+def unused_folder(settings: Sequence[Setting], first: Path = Path("runs/compare")) -> Path:
+    """Return ``first``, or the next of ``first-2``, ``first-3`` … that holds no setting of another comparison."""
+    own = {setting.slug for setting in settings}
+    folder, number = first, 1
+    while {place.parent.name for place in folder.glob(f"*/{REQUESTED}")} - own:
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
@@ -159,9 +170,8 @@ def claim(folder: Path, settings: Sequence[Setting]) -> None:
             place.mkdir(parents=True, exist_ok=True)
             durable.replace(place / REQUESTED, _text(setting), mode=0o644)
         except OSError as error:
-            raise wrong(
-                "--out", f"{folder}, which cannot be written ({error.strerror})", "a folder to write"
-            ) from error
+            found = f"{folder}, which cannot be written ({error.strerror})"
+            raise wrong("--out", found, "a folder to write") from error
 
 
 def _text(setting: Setting) -> str:
@@ -188,7 +198,7 @@ def _check_folder(place: Path, setting: Setting) -> None:
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> str:
-    """The first key in which two recipes differ, in words; empty if there is none."""
+    """Return the first key in which two recipes differ, in words; empty if there is none."""
     for key in dict.fromkeys([*there, *here]):
         old, new = there.get(key), here.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -201,7 +211,7 @@ def _difference(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "
 
 
 def tasks(folder: Path, settings: Sequence[Setting]) -> list[Task]:
-    """Every run: all settings of the first seed, then of the second, so that data loaded for a seed is used again."""
+    """Return every run: all settings of the first seed, then of the second, so that a seed's data are loaded once."""
     return [
         Task(f"{setting.slug}/seed-{setting.seeds[turn]}", recipe, folder / setting.slug / f"seed-{recipe.seed}")
         for turn in range(len(settings[0].seeds))

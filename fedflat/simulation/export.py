@@ -1,28 +1,44 @@
-"""``fedflat export``: what a run's guarantee covers, in a folder of its own, and nothing else."""
+"""Folders to hand over: ``fedflat export`` (what the guarantee covers), its programs, and ``fedflat attest``.
+
+An exported folder has the released weights, the records and a page; ``--program`` and ``--onnx`` add the model as a
+program that runs without this package. An attested one has the statement, the ledger and the signatures with a checker
+that needs nothing of fedflat.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib.util
+import io
 import json
-import math
+import logging
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.imports import missing
 from fedflat.models.representation import FILE
+from fedflat.privacy.compare import refuse_seeded
 from fedflat.privacy.ledger import read
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, METRICS, RECIPE, SEALED, STATEMENT
-from fedflat.report.metrics import Run, proven_epsilon, read_run
-from fedflat.report.together import uncounted
+from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, locked
+from fedflat.records.signing import SIGNATURE, TIPS, keyid, place, public_place, read_public
+from fedflat.records.signing import read as read_signature
+from fedflat.report import Run, proven_epsilon, read_run, uncounted
+from fedflat.simulation.inspection import refuse_damage
+from fedflat.simulation.recomputed import MODEL, REPORT
 
-MODEL, REPORT, SUMS = "model.safetensors", "report.html", SEALED
+SUMS, PREPARATION = SEALED, "preparation.json"
 TIMES = ("seconds",)
 """Keys of a round's released record that follow from who took part: how long a round takes tells its cohort's size."""
 
@@ -38,28 +54,33 @@ class Exported:
     """Whether a finite ε is proven of what was exported."""
 
 
-def export(run: str | Path, out: str | Path) -> Exported:
-    """Copy what the guarantee covers of a run's folder into the new folder ``out``; where none is proven, it is said.
+def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str, bytes]] = dict) -> Exported:
+    """Write what ``fedflat.export`` promises of the run in ``source`` into the new folder ``target``.
 
-    Written: the weights under the module's parameter names, statement, ledger, recipe, metrics, a report without what
-    is private to the simulation, and the checksums of all of them. Everything that was left is named, with the reason.
-
-    Raises:
-        InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already.
+    programs: makes further files, after all checks and before anything is written.
     """
-    source, target = Path(run), Path(out)
     found = read_run(source)
     for name in (LEDGER, STATEMENT):
         if not (source / name).is_file():
             raise wrong("export", f"{source} without {name}", "the folder of a run that released something")
+    if locked(source):
+        raise wrong("export", f"{source}, and {LOCKED}, where its records' seals lie", "the account that owns the run")
+    refuse_damage(source)
     if uncounted(found, read(source / LEDGER)):
         raise wrong("export", f"{source}, whose ledger has rounds that {STATEMENT} does not count", "a run at its end")
+    refuse_seeded("export", found.privacy)
     weights, facts = _weights(source)
     public, left = _public(found)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise wrong("export", f"{target}, which already exists", "a new folder")
-    target.mkdir(parents=True, exist_ok=True)
+    made = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise wrong("export", f"{target}, which cannot be created ({error.strerror})", "a new folder") from error
     _write(target, source, public, weights, facts)
+    for name, content in made.items():
+        (target / name).write_bytes(content)
     kept = {path.name for path in target.iterdir()}
     left |= _unwritten(source, kept)
     sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
@@ -68,27 +89,20 @@ def export(run: str | Path, out: str | Path) -> Exported:
 
 
 def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The last released weights by parameter name."""
-    newest = checkpoint.newest(source / "checkpoints")
+    """Return the last released weights by parameter name."""
+    newest = checkpoint.newest(source / "checkpoints", hidden=False)
     if newest is None:
         raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
     state, _, facts = newest
-    named = facts["tensors"][: facts["shared_tensors"]]
-    lengths = [math.prod(shape) for _, shape in named]
-    pieces = state.released.split(lengths)
-    return {name: piece.reshape(shape).clone() for (name, shape), piece in zip(named, pieces)}, {
-        "round": state.round,
-        "made_for": facts.get("made_for") or {},
-    }
+    return checkpoint.released(state, facts), {"round": state.round, "made_for": facts.get("made_for") or {}}
 
 
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
-    """The run without what its guarantee does not cover, and what was taken out."""
+    """Return the run without what its guarantee does not cover, and what was taken out."""
     left = {f"{METRICS}: {key}": "how long a round takes follows from who took part" for key in TIMES}
     recipe = dict(run.recipe)
-    if not (recipe.get("privacy") or {}).get("secure_rng"):
-        recipe.pop("seed", None)
-        left[f"{RECIPE}: seed"] = "whoever knows it can draw the noise again"
+    recipe.pop("seed", None)
+    left[f"{RECIPE}: seed"] = "whoever knows it can draw everything again that is not secret"
     metrics = [{key: value for key, value in line.items() if key not in TIMES} for line in run.metrics]
     named = str(recipe.get("name") or run.algorithm)  # the folder's name may tell the seed
     return dataclasses.replace(run, name=named, recipe=recipe, metrics=metrics, private=[], audits=[]), left
@@ -96,26 +110,29 @@ def _public(run: Run) -> tuple[Run, dict[str, str]]:
 
 def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
     import yaml
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    from fedflat.report.html import render
+    from fedflat.report import render
 
     about = {"format": "pt", "round": str(facts["round"]), "fedflat": "shared weights as released"}
     about["made_for"] = json.dumps(facts["made_for"])
-    save_file(weights, target / MODEL, metadata=about)
-    for name in (LEDGER, STATEMENT, *([FILE] if (source / FILE).is_file() else [])):
+    (target / MODEL).write_bytes(save(weights, metadata=about))  # save_file leaves it to its owner alone
+    for name in (LEDGER, STATEMENT, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)
+    if preparation := facts["made_for"].get("preparation"):
+        text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)
+        (target / PREPARATION).write_text(text + "\n", encoding="utf-8")
     text = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
     (target / RECIPE).write_text(text, encoding="utf-8")
     (target / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run.metrics), encoding="utf-8")
-    (target / REPORT).write_text(render([run]), encoding="utf-8")
+    (target / REPORT).write_text(render([dataclasses.replace(run, path=target)]), encoding="utf-8")
 
 
 def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
-    """Every file of the run that has no counterpart in the export."""
+    """Return every file of the run that has no counterpart in the export."""
     reasons = {
         "private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors",
-        "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the lines with their seconds",
+        "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the run's own lines",
     }  # fmt: skip
     names = sorted({path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()})
     return {
@@ -125,3 +142,131 @@ def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+PROGRAM, ONNX = "model.pt2", "model.onnx"
+
+
+def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
+    """Return the files asked for, by name: ``model.pt2``, and ``model.onnx`` with input ``inputs`` and output
+    ``outputs``; both take batches of any size.
+
+    Raises:
+        InputError: the module was given in Python and is not at hand, or onnx is not installed. RunError: the model
+            cannot be followed by ``torch.export``, or has no ONNX form.
+    """
+    found: dict[str, bytes] = {}
+    if onnx:
+        check_onnx()
+    if program or onnx:
+        traced = _traced(result, "--program" if program else "--onnx")
+    if program:
+        buffer = io.BytesIO()
+        torch.export.save(traced, buffer)
+        found[PROGRAM] = buffer.getvalue()
+    if onnx:
+        found[ONNX] = _onnx(traced)
+    return found
+
+
+def _onnx(program: torch.export.ExportedProgram) -> bytes:
+    try:
+        with _quiet():
+            names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
+            found = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
+    except Exception as error:
+        raise RunError(f"--onnx: this model has no ONNX form ({_first_line(error)}).") from error
+    if found is None:
+        raise RunError("--onnx: this model has no ONNX form.")
+    return bytes(found.model_proto.SerializeToString())
+
+
+def check_onnx() -> None:
+    """Refuse, before anything is written, where what torch's exporter needs is not installed."""
+    for name in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(name) is None:
+            raise missing("--onnx", name, "onnx")
+
+
+def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
+    """Return the run's model on a batch of any size, as ``torch.export`` follows it."""
+    facts = result.made_for
+    if "dtype" not in facts:
+        raise wrong(option, "a run that does not say its inputs' shape", "a run of fedflat 0.2 or later")
+    try:
+        module = result.model
+    except InputError:
+        given = f"{result.folder}, whose model was given in Python"
+        hint = f"In Python: fedflat.load(RUN, model=MODULE).export(FOLDER, {option.strip('-')}=True)."
+        raise wrong(option, given, "a model that the recipe names", hint=hint) from None
+    example = torch.zeros(2, *facts["input_shape"], dtype=getattr(torch, facts["dtype"]))
+    try:
+        found = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    except Exception as error:  # it fails in as many ways as there are models
+        raise RunError(f"{option}: torch.export cannot follow this model ({_first_line(error)}).") from error
+    for part in found.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # names files and folders of this machine
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch's exporter tells of every step; what fails is an exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+CHECKER = "check.py"
+
+
+def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[str]:
+    """Write the folder ``out`` from a run that ended, or from an exported one, and return its files' names.
+
+    key: the operator's public key. Default: this account's own, if that signed the run.
+
+    Raises:
+        InputError: no statement, a record that is wrong, or ``out`` holds something already.
+    """
+    source, target = Path(run), Path(out)
+    for name in (LEDGER, STATEMENT):
+        if not (source / name).is_file():
+            raise wrong("attest", f"{source} without {name}", "the folder of a run that ended, or an exported one")
+    refuse_damage(source)
+    refuse_seeded("attest", json.loads((source / STATEMENT).read_bytes()))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise wrong("attest", f"{target}, which already exists", "a new folder")
+    public = key if key is not None else _own_key(source)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name in (STATEMENT, LEDGER, SIGNATURE, TIPS):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+        if public is not None:
+            shutil.copyfile(public, target / "operator.pub")
+        for name, template in ((CHECKER, "attested_check.txt"), ("README.md", "attested_readme.md")):
+            text = resources.files("fedflat.simulation").joinpath(template).read_text(encoding="utf-8")
+            (target / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise wrong("attest", f"{target} ({error.strerror})", "a folder you may write to") from error
+    return sorted(path.name for path in target.iterdir())
+
+
+def _own_key(source: Path) -> Path | None:
+    """Return this account's public key, where it signed the run."""
+    own = public_place(place())
+    try:
+        signers = [each["keyid"] for each in read_signature(source / SIGNATURE)["signatures"]]
+        return own if keyid(read_public(own)) in signers else None
+    except (InputError, KeyError, TypeError):
+        return None

@@ -1,31 +1,35 @@
-"""``fedflat verify``: every record of a run checked against every other, and what cannot be checked named."""
+"""``fedflat verify``: every record of a run checked against every other, and what cannot be checked named.
+
+Example::
+
+    >>> for check in inspect_run("runs/quick-start"):  # doctest: +SKIP
+    ...     print(check.verdict, check.record, check.about)
+    ok ledger.jsonl 20 events in an unbroken chain
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import json
 import math
-import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import yaml
-
-from fedflat.core.cache import digest_of, read_tensors
 from fedflat.core.checks import InputError, wrong
+from fedflat.core.durable import digest_of, read_tensors
 from fedflat.engine.resume import compare
-from fedflat.models.representation import FILE, NAME
-from fedflat.privacy.ledger import Entry, LedgerError, read, run_of
+from fedflat.models.representation import FILE, KEPT
+from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import (
     LEDGER,
+    LOCK,
+    LOCKED,
     METRICS,
     OPENING,
     PRIVATE,
@@ -34,273 +38,262 @@ from fedflat.records.folder import (
     RunFolder,
     check_kinds,
     seals_of,
-)
+)  # fmt: skip
+from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening
-from fedflat.simulation.export import MODEL, SUMS
-from fedflat.simulation.tuning_records import CHARGE, WINNER, faults
+from fedflat.records.signing import SIGNATURE, TIPS, keyid, place, public_place, read_public
+from fedflat.records.signing import read as signing_read
+from fedflat.simulation.recomputed import (
+    CARDS,
+    MODEL,
+    REPORT,
+    UNREADABLE,
+    Check,
+    Records,
+    Verdict,
+    card_fits,
+    page_fits,
+    released_digest,
+    remade,
+    signatures,
+    tip_faults,
+)  # fmt: skip
+from fedflat.simulation.tuning_settings import CHARGE, WINNER, faults
 
-Verdict = Literal["ok", "wrong", "unchecked"]
 
-
-@dataclass(frozen=True)
-class Check:
-    """One record: what was checked, the outcome, and a sentence about it."""
-
-    record: str
-    verdict: Verdict
-    about: str
-
-
-def inspect_run(folder: str | Path) -> list[Check]:
+def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | None = None) -> list[Check]:
     """Check every record of a run's folder, or of an exported one.
 
+    key: the operator's public key, which must have signed the records. witness: a tip that a client kept.
+
     Raises:
-        InputError: the folder holds no run, or a folder where a record belongs.
+        InputError: the folder holds no run, or a folder where a record belongs; key holds no public key.
     """
     path = Path(folder)
+    public = None if key is None else read_public(key)
     if (path / CHARGE).is_file():
         return [*check_selection(path), *_of_the_winner(path / WINNER)]
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
     check_kinds(path)
-    return [check for each in CHECKS for check in each(path)]
+    run = Records(path)
+    return [*(check for each in CHECKS for check in each(run)), *check_signed(run, public, witness)]
 
 
 def check_selection(path: Path) -> Iterator[Check]:
-    """A folder of fedflat tune: what was charged, what was public, what the winner states."""
+    """Check a folder of fedflat tune: what was charged, what was public, what the winner states."""
     try:
-        wrongs = faults(path)
+        found = faults(path)
     except InputError as error:
-        wrongs = [str(error)]
-    for fault in wrongs:
-        yield Check(CHARGE, "wrong", fault)
-    if not wrongs:
+        found = [str(error)]
+    yield from (Check(CHARGE, "wrong", fault) for fault in found)
+    if not found:
         yield Check(CHARGE, "ok", "one charge of the selection that selection.yaml describes, not below the winner's ε")
-    yield Check(
-        "the trials", "unchecked", "how many there were and which scored best is secret, and the losers deleted"
-    )
+    hidden = "how many there were and which scored best is secret, and the losers deleted"
+    yield Check("the trials", "unchecked", hidden)
 
 
 def _of_the_winner(path: Path) -> list[Check]:
     if not path.is_dir():
         return [Check(WINNER, "unchecked", "there is none (yet)")]
-    return [Check(f"{WINNER}/{check.record}", check.verdict, check.about) for check in inspect_run(path)]
+    return [check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path)]
 
 
 def refuse_damage(folder: Path) -> None:
-    """Check every record that has a checksum, without working out ε again.
+    """Ask the same checks before a run's records are used, without the second accountant; pages and modes may differ.
 
     Raises:
-        InputError: the first that is not as it was written.
+        InputError: the first record that is not as it was written, or says what the run does not give.
     """
     check_kinds(folder)
     read(folder / LEDGER)
-    found = [
-        check for each in (check_opening, check_recipe, check_body, check_rounds, check_sums) for check in each(folder)
-    ]
-    found += [check for check in check_checkpoints(folder) if ".damaged" not in check.record]
-    if not _whole_statement(folder):
-        found.append(Check(STATEMENT, "wrong", "not as it was written"))
-    for check in found:
-        if check.verdict == "wrong":
-            hint = f"See fedflat verify {folder}."
-            raise wrong(str(folder / check.record), check.about, "the record as it was written", hint=hint)
+    run = Records(folder)
+    for each in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_checkpoints, check_tips,
+                 check_statement, check_fields, check_signed):  # fmt: skip
+        for check in each(run):
+            if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
+                hint = f"See fedflat verify {folder}."
+                raise wrong(str(folder / check.record), check.about, "the record as it was written", hint=hint)
 
 
-def _opening(path: Path) -> Opening | None:
+def check_opening(run: Records) -> Iterator[Check]:
+    """Check that private/run.json is whole, and that the ledger's lines are its run's."""
+    verdict, about = _opening_verdict(run)
+    yield Check(OPENING, verdict, about)
+    if verdict == "ok":
+        only = "only keyed digests are kept; --resume compares them with the data at hand"
+        yield Check("data, model", "unchecked", only)
+
+
+def _opening_verdict(run: Records) -> tuple[Verdict, str]:
+    if run.locked:
+        return "unchecked", f"{LOCKED}, where the seals of recipe and metrics lie; its owner can"
+    if run.old:
+        return "unchecked", "a run of fedflat 0.1 has none, nor seals and checksums"
+    if not (run.folder / "private").is_dir() and run.exported:
+        return "unchecked", "not in this folder, which is an exported one"
+    if not (run.folder / "private").is_dir():
+        return "wrong", f"missing, and this is no exported folder: it has no {SUMS}"
     try:
-        return Opening.read(path)
-    except InputError:
-        return None
-
-
-def check_opening(path: Path) -> Iterator[Check]:
-    """private/run.json is whole, and the ledger's lines are its run's."""
-    name = "private/run.json"
-    if _old(path):
-        yield Check(name, "unchecked", "a run of fedflat 0.1 has none, nor seals and checksums")
-        return
-    if not (path / "private").is_dir():
-        if (path / SUMS).is_file():
-            yield Check(name, "unchecked", "not in this folder, which is an exported one")
-        else:
-            yield Check(name, "wrong", f"missing, and this is no exported folder: it has no {SUMS}")
-        return
-    try:
-        opening = Opening.read(path)
+        opening, first = Opening.read(run.folder), run.first
     except InputError as error:
-        yield Check(name, "wrong", str(error))
-        return
-    try:
-        carried = run_of(read(path / LEDGER)) if (path / LEDGER).exists() else None
-    except InputError:
-        carried = None  # the ledger's own check says why
-    if carried is not None and {key: carried.get(key) for key in ("id", *opening.digests)} != {
-        "id": opening.run,
-        **opening.digests,
-    }:
-        yield Check(name, "wrong", "the ledger's lines are another run's")
-        return
-    if carried is not None and opening.attempt < carried.get("attempt", 1):
-        yield Check(name, "wrong", f"of attempt {opening.attempt}, older than the ledger's {carried['attempt']}")
-        return
-    yield Check(name, "ok", "the run's id and keyed digests are those that the ledger's lines carry")
-    yield Check("data, model", "unchecked", "only keyed digests are kept; --resume compares them with the data at hand")
+        return "wrong", str(error)
+    digests = {"id": opening.run, **opening.digests}
+    if first is not None and {key: first.get(key) for key in digests} != digests:
+        return "wrong", "the ledger's lines are another run's"
+    if first is not None and opening.attempt < first.get("attempt", 1):
+        return "wrong", f"of attempt {opening.attempt}, older than the ledger's {first['attempt']}"
+    return "ok", "the run's id and keyed digests are those that the ledger's lines carry"
 
 
-def _old(path: Path) -> bool:
-    """Whether this is a run of fedflat 0.1: its ledger names no run, and its statement has no checksum."""
-    if (path / OPENING).exists() or (path / SUMS).is_file() or not (path / LEDGER).is_file():
-        return False
-    body: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        body = json.loads((path / STATEMENT).read_bytes())
-    sealed = isinstance(body, dict) and "checksum" in body
-    return not sealed and run_of(_entries(path)) is None and not (path / seals_of(METRICS)).exists()
-
-
-def _going(path: Path) -> bool:
-    """Whether a process has the run's ledger open for writing."""
-    try:
-        lock = os.open((path / LEDGER).with_suffix(".lock"), os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
-
-
-def _unfinished(path: Path) -> str:
-    """Why there is no statement yet, of a run that goes on or was interrupted; "" where there should be one."""
-    if (path / SUMS).is_file():
+def _unfinished(run: Records) -> str:
+    """Return why there is no statement yet, of a run that goes on or was interrupted; "" where there should be one."""
+    if run.exported:
         return ""
-    if _going(path):
+    if run.going:
         return "the run goes on; it is written when it ends"
-    planned = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        planned = int(yaml.safe_load((path / RECIPE).read_bytes())["rounds"])
-    done = max([_finished(path), *(1 + entry["round"] for entry in _entries(path))])
-    if done >= planned:
+    planned, done = run.given("rounds"), max([run.stated_rounds, *(1 + entry["round"] for entry in run.entries)])
+    if not isinstance(planned, int) or done >= planned:
         return ""
     return f"the run was interrupted (round {done} of {planned}); it is written when it ends"
 
 
-def check_recipe(path: Path) -> Iterator[Check]:
-    """recipe.yaml as it was written."""
-    opening = _opening(path)
-    if not (path / RECIPE).is_file():
+def check_recipe(run: Records) -> Iterator[Check]:
+    """Check that recipe.yaml is as it was written."""
+    if not (run.folder / RECIPE).is_file():
         yield Check(RECIPE, "wrong", "missing")
-    elif opening is None:
-        yield Check(RECIPE, "unchecked", "its checksum lies in private/run.json, which is missing or damaged")
-    elif opening.is_recipe((path / RECIPE).read_bytes()):
-        yield Check(RECIPE, "ok", "as it was written")
+    elif run.opening is None:
+        why = "its checksum lies in private/run.json, which is missing, damaged or not readable"
+        yield Check(RECIPE, "unchecked", why)
     else:
-        yield Check(RECIPE, "wrong", "not as it was written")
+        yield _same(RECIPE, run.opening.is_recipe((run.folder / RECIPE).read_bytes()), "as it was written")
 
 
-def check_body(path: Path) -> Iterator[Check]:
-    """The frozen body beside the weights, against the digest that recipe.yaml names."""
-    wanted: Any = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        model = yaml.safe_load((path / RECIPE).read_bytes())["model"]
-        wanted = model["sha256"] if model["name"] == NAME else None
-    if not wanted and not (path / FILE).exists():
-        return
-    if not (path / FILE).is_file():
+def _same(record: str, good: bool, about: str) -> Check:
+    return Check(record, "ok" if good else "wrong", about if good else f"not {about}")
+
+
+def check_body(run: Records) -> Iterator[Check]:
+    """Check the frozen body beside the weights against the digest that recipe.yaml names."""
+    path = run.folder / FILE
+    wanted = run.given("model", "sha256") if run.given("model", "name") in KEPT else None
+    if wanted and not path.is_file():
         yield Check(FILE, "wrong", "missing")
-        return
-    found = read_tensors(path / FILE)
-    same = found is not None and digest_of(found) == wanted
-    yield Check(FILE, "ok" if same else "wrong", "as recipe.yaml names it" if same else "not the one of recipe.yaml")
+    elif wanted or path.exists():
+        found = read_tensors(path) if path.is_file() else None
+        good = found is not None and digest_of(found) == wanted
+        yield _same(FILE, good, "as recipe.yaml names it")
 
 
-def check_privacy(path: Path) -> Iterator[Check]:
-    """Ledger, statement and metrics: the chain, ε by a second accountant, a line for every released round."""
-    why = _unfinished(path)
-    if not (path / LEDGER).is_file():
-        begun = not why or _finished(path) or (path / METRICS).exists()
+def check_privacy(run: Records) -> Iterator[Check]:
+    """Check ledger, statement and metrics: the chain, ε by a second accountant, a line for every released round."""
+    why, ledger = _unfinished(run), run.folder / LEDGER
+    if not ledger.is_file():
+        begun = not why or run.stated_rounds or (run.folder / METRICS).exists()
         yield Check(LEDGER, "wrong" if begun else "unchecked", "missing" if begun else "no round was begun")
         return
     try:
-        entries = read(path / LEDGER)
-        yield Check(LEDGER, "ok", f"{_count(len(entries), 'event')} in an unbroken chain")
+        read(ledger)
+        yield Check(LEDGER, "ok", f"{_count(len(run.entries), 'event')} in an unbroken chain")
+        if not ledger.read_bytes().endswith(b"\n") and run.entries and not run.going:
+            torn = "a torn last line, of an event whose round was not released"
+            yield Check(LEDGER, "unchecked" if why else "wrong", f"{torn}; --resume sets it aside" if why else torn)
     except LedgerError as error:
         yield Check(LEDGER, "wrong", str(error))
-        entries = []
-    if not (path / STATEMENT).is_file() or (why and _going(path)):
+    if not (run.folder / STATEMENT).is_file() or (why and run.going):
         yield Check(STATEMENT, "unchecked" if why else "wrong", why or "missing")
-        missing = set(range(_finished(path))) - {entry["round"] for entry in entries}
-        if missing:
+        if missing := set(range(run.stated_rounds)) - {entry["round"] for entry in run.entries}:
             yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
         return
     try:
-        found = verify_run(path)
+        found = verify_run(run.folder)
     except InputError as error:
         yield Check(STATEMENT, "wrong", str(error))
         return
-    about = figures(found)
-    notes = [*found.notes, *([] if _whole_statement(path) else ["not as it was written"])]
-    yield Check(STATEMENT, "wrong" if notes else "ok", "; ".join([about, *notes]))
+    notes = [*found.notes, *(check.about for check in check_statement(run))]
+    yield Check(STATEMENT, "wrong" if notes else "ok", "; ".join([figures(found), *notes]))
 
 
 def figures(found: Verification) -> str:
-    """The stated and the recomputed ε in words."""
+    """Return the stated and the recomputed ε in words."""
     if math.isinf(found.epsilon_recorded):
         return "no finite ε is stated, so there is none to check"
     return f"ε stated {found.epsilon_recorded:.6g}, recomputed {found.epsilon_recomputed:.6g} ({found.method})"
 
 
-def _whole_statement(path: Path) -> bool:
-    """Whether privacy.json is as it was written, and this run's; one of before 0.2, whose ledger names no run, has no
-    checksum."""
-    body: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        body = json.loads((path / STATEMENT).read_bytes())
-    if not isinstance(body, dict):
-        return False
-    opening, carried = _opening(path), run_of(_entries(path))
-    if "checksum" not in body:
-        return not (path / OPENING).exists() and carried is None
-    here = opening.run if opening is not None else (carried or {}).get("id")
-    return bool(body["checksum"] == checksum(body)) and (here is None or body.get("run", here) == here)
+def check_statement(run: Records) -> Iterator[Check]:
+    """Check that privacy.json is as it was written, and this run's.
+
+    One of before 0.2, whose ledger names no run, has no checksum.
+    """
+    body, first = run.statement, run.first
+    here = run.opening.run if run.opening is not None else (first or {}).get("id")
+    if body is None:
+        good = False
+    elif "checksum" in body:
+        good = body["checksum"] == checksum(body) and (here is None or body.get("run", here) == here)
+    else:
+        good = not run.locked and not (run.folder / OPENING).exists() and first is None
+    if not good:
+        yield Check(STATEMENT, "wrong", "not as it was written")
 
 
-def check_rounds(path: Path) -> Iterator[Check]:
-    """metrics.jsonl and private.jsonl: every line as it was sealed, no round missing."""
-    opening = _opening(path)
-    for name in (METRICS, PRIVATE):
-        if not (path / name).exists():
-            if (path / seals_of(name)).exists() or (name == METRICS and _finished(path)):
+def check_fields(run: Records) -> Iterator[Check]:
+    """Check every figure and sentence of privacy.json against the statement that recipe, ledger and code give."""
+    complete = run.statement is not None and run.statement.get("rounds") == run.finished_rounds
+    if not (run.folder / STATEMENT).is_file() or run.going or (_unfinished(run) and not complete):
+        return
+    record = f"{STATEMENT}, every field"
+    try:
+        different, unchecked = remade(run)
+    except UNREADABLE as error:
+        about = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
+        yield Check(record, "wrong" if run.terms else "unchecked", about)
+        return
+    yield from (Check(record, "unchecked", each) for each in unchecked)
+    yield from (Check(record, "wrong", str(difference)) for difference in different[:5])
+    if not different:
+        yield Check(record, "ok", "as recipe, ledger, metrics and this code give it")
+    yield from _check_weights(run, run.statement or {})
+
+
+def _check_weights(run: Records, stated: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the weights that the statement is about."""
+    found = released_digest(run.folder, int(stated["rounds"]))
+    if found is not None and "weights" in stated:
+        good = stated["weights"] == found
+        about = "those of the statement" if good else "of another run or round"
+        yield Check("the weights", "ok" if good else "wrong", about)
+    elif found is not None and run.terms:
+        yield Check(STATEMENT, "wrong", "names no weights")
+    elif found is not None:
+        yield Check("the weights", "unchecked", "a statement of fedflat 0.2 does not name them")
+
+
+def check_rounds(run: Records) -> Iterator[Check]:
+    """Check that every line of metrics.jsonl and private.jsonl is as it was sealed, and no round is missing."""
+    for name in (METRICS,) if run.locked else (METRICS, PRIVATE):
+        if not (run.folder / name).exists():
+            if (run.folder / seals_of(name)).exists() or (name == METRICS and run.stated_rounds):
                 yield Check(name, "wrong", "missing, although rounds were finished")
-            continue
-        if opening is None:
+        elif run.opening is None:
             yield Check(name, "unchecked", "its seals need private/run.json")
-            continue
-        found = _sealed(RunFolder(path, run=opening.run), name)
-        if found.verdict == "wrong" and _going(path):
-            found = Check(name, "unchecked", "the run goes on, and lines are being written")
-        yield found
+        else:
+            found = _check_seals(run, RunFolder(run.folder, run=run.opening.run), name)
+            growing = found.verdict == "wrong" and run.going
+            yield found._replace(verdict="unchecked", about=WRITING) if growing else found
 
 
-def _finished(path: Path) -> int:
-    """The number of finished rounds that other files know of."""
-    saved = [checkpoint.round_of(file) for file in (path / "checkpoints").glob("round-*.safetensors")]
-    stated = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # its own check says why
-        stated = int(json.loads((path / STATEMENT).read_bytes())["rounds"])
-    return max([0, stated, *saved])
+WRITING = "the run goes on, and lines are being written"
 
 
-def _sealed(folder: RunFolder, name: str) -> Check:
-    text = (folder.path / name).read_bytes()
+def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
+    text, seals = (run.folder / name).read_bytes(), b""
+    if (run.folder / seals_of(name)).exists():
+        seals = (run.folder / seals_of(name)).read_bytes()
     lines, sealed = text.count(b"\n"), folder.sealed_rounds(name)
-    gaps = sorted(set(range(max(_finished(folder.path), max(sealed, default=-1) + 1))) - sealed)
-    seals = (folder.path / seals_of(name)).read_bytes() if (folder.path / seals_of(name)).exists() else b""
+    gaps = sorted(set(range(max(run.stated_rounds, max(sealed, default=-1) + 1))) - sealed)
     torn = any(content and not content.endswith(b"\n") for content in (text, seals))
     if len(sealed) != lines or gaps or torn or any(len(line.split()) != 2 for line in seals.splitlines()):
         missing = f"; no sound line for round {gaps[0]}" if gaps else ""
@@ -312,120 +305,149 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _entries(path: Path) -> list[Entry]:
-    try:
-        return read(path / LEDGER)
-    except InputError:
-        return []
-
-
-def _events(path: Path) -> int:
-    return len(_entries(path))
-
-
-def check_checkpoints(path: Path) -> Iterator[Check]:
-    """Both halves of every checkpoint against their checksums, and against the ledger."""
-    found = sorted((path / "checkpoints").glob("round-*.safetensors"))
-    for file in found:
+def check_checkpoints(run: Records) -> Iterator[Check]:
+    """Check both halves of every checkpoint against their checksums, the run's id, the ledger and tips.jsonl."""
+    path, rounds = run.folder, []
+    for file in sorted((path / "checkpoints").glob("round-*.safetensors")):
         name = f"checkpoints/{file.name}"
+        rounds.append(checkpoint.round_of(file))
         try:
-            _, _, facts = checkpoint.load(file)
+            _, _, facts = checkpoint.load(file, hidden=not run.locked)
         except InputError as error:
-            if _old(path) and checkpoint.unsealed(file):
+            if run.old and checkpoint.unsealed(file):
                 yield Check(name, "unchecked", "of fedflat 0.1, without a checksum")
             else:
                 yield Check(name, "wrong", str(error))
             continue
-        mark = facts.get("ledger") or {}
-        follows = _follows(path, mark)
-        if not follows:
-            yield Check(name, "wrong", "not made after the ledger's events")
-            continue
-        yield Check(name, "ok", f"checksums match, made after {_count(mark['events'], 'event')}")
-    newest = max(map(checkpoint.round_of, found), default=0)
-    if (path / "private").is_dir() and newest < _finished(path):
-        yield Check("checkpoints/", "wrong", f"the newest is of round {newest}, the run finished {_finished(path)}")
+        fault, events = _foreign(run, facts), (facts.get("ledger") or {}).get("events", 0)
+        yield Check(name, "wrong" if fault else "ok", fault or f"this run's, made after {_count(events, 'event')}")
+    newest, done = max(rounds, default=0), run.stated_rounds
+    if (path / "private").is_dir() and newest < done:
+        yield Check("checkpoints/", "wrong", f"the newest is of round {newest}, the run finished {done}")
+    older = set(range(max(1, newest - checkpoint.KEPT + 1), newest)) - set(rounds)
+    if older and not list(path.rglob("*.damaged*")):
+        yield Check("checkpoints/", "wrong", f"none of round {', '.join(map(str, sorted(older)))}, which is kept")
     for file in sorted(path.rglob("*.damaged*")):
         yield Check(str(file.relative_to(path)), "wrong", "set aside as damaged when the run was resumed")
 
 
-def _follows(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether the ledger begins with the events that a checkpoint was made after."""
-    try:
-        entries = read(path / LEDGER)
-    except InputError:
-        return False
-    if not mark or mark["events"] > len(entries):
-        return False
-    events = mark["events"]
-    return bool(events == len(entries) or entries[events]["previous"] == mark["tip"])
+def _foreign(run: Records, facts: Mapping[str, Any]) -> str:
+    """Return why a sound checkpoint is not this run's, or ""."""
+    mark, tip = facts.get("ledger") or {}, run.tips.get(facts["round"])
+    if run.id and facts.get("run", run.id) != run.id:
+        return "of another run"
+    if mark.get("tip") is None or run.tip_at(mark.get("events")) != mark["tip"]:
+        return "not made after the ledger's events"
+    if tip is None:  # a run of 0.2 has no tips, which name checkpoints
+        return f"{TIPS} has no line for it" if run.terms else ""
+    return "" if tip.get("checkpoint") == facts["sha256"] else f"not the one that {TIPS} names"
 
 
-def check_mark(path: Path) -> Iterator[Check]:
-    """The mark beside the noise key, of runs with a key of their own."""
-    opening, name = _opening(path), "noise key's mark"
-    if opening is None or not (path / LEDGER).exists():
+def check_tips(run: Records) -> Iterator[Check]:
+    """Check that tips.jsonl has a line for each finished round, with the ledger's tip then."""
+    if not run.terms and not (run.folder / TIPS).exists():
         return
-    if not keys.Mark(opening.run).path.exists():
-        if _keyed_by_entropy(path):
+    found = tip_faults(run)
+    if found and run.going:
+        yield Check(TIPS, "unchecked", WRITING)
+        return
+    yield from (Check(TIPS, "wrong", fault) for fault in found)
+    if not found:
+        yield Check(TIPS, "ok", f"{_count(len(run.tips), 'round')}, each with the ledger's tip")
+
+
+def check_mark(run: Records) -> Iterator[Check]:
+    """Check the mark beside the noise key, of runs with a key of their own."""
+    name = "noise key's mark"
+    if run.opening is None or not (run.folder / LEDGER).exists():
+        return
+    if not keys.Mark(run.opening.run).path.exists():
+        older = "secret" if run.given("privacy", "secure_rng") else ""  # the key of recipes of 0.1
+        if (run.given("privacy", "randomness") or older) == "secret":
             yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     try:
-        lost, why = compare(opening.run, read(path / LEDGER))
+        lost, why = compare(run.opening.run, read(run.folder / LEDGER))
     except InputError as error:
         yield Check(name, "wrong", str(error))
         return
-    good = not lost and not why
-    yield Check(name, "ok" if good else "wrong", why or f"{_count(_events(path), 'event')}, as in the ledger")
+    about = why or f"{_count(len(run.entries), 'event')}, as in the ledger"
+    yield Check(name, "wrong" if lost or why else "ok", about)
 
 
-def _keyed_by_entropy(path: Path) -> bool:
-    """Whether the run's recipe asks for a key of its own."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return bool(yaml.safe_load((path / RECIPE).read_bytes())["privacy"]["secure_rng"])
-    return False
-
-
-def check_sums(path: Path) -> Iterator[Check]:
-    """SHA256SUMS of an exported folder."""
-    if not (path / SUMS).is_file():
+def check_sums(run: Records) -> Iterator[Check]:
+    """Check the files of an exported folder against its SHA256SUMS."""
+    if not run.exported:
         return
+    path = run.folder
     wanted = [line.split("  ", 1) for line in (path / SUMS).read_text("utf-8", "replace").splitlines()]
     for name in sorted({MODEL, LEDGER, STATEMENT, RECIPE, METRICS} - {pair[-1] for pair in wanted}):
         yield Check(SUMS, "wrong", f"no line for {name}")
-    strange = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    for name in sorted(strange - {SUMS, *(pair[-1] for pair in wanted)}):
+    for name in sorted(set(run.files) - {SUMS, *(pair[-1] for pair in wanted)}):
         yield Check(name, "wrong", f"not in {SUMS}: nobody exported it")
     for known, name in (pair for pair in wanted if len(pair) == 2):
         file = path / name
-        same = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
-        yield Check(name, "ok" if same else "wrong", "as it was exported" if same else "not as it was exported")
+        good = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
+        yield _same(name, good, "as it was exported")
 
 
-def check_limits(path: Path) -> Iterator[Check]:
-    """What no record can show."""
-    yield Check("the whole", "unchecked", "chains and checksums are no signature: who rewrites every file goes unseen")
+def check_signed(run: Records, public: Any = None, witness: Path | None = None) -> Iterator[Check]:
+    """Check what an operator signed, and what a client saw. Without a key, this account's is tried, if it has one."""
+    if public is None and public_place(place()).is_file() and (run.folder / SIGNATURE).is_file():
+        with contextlib.suppress(InputError, KeyError, TypeError):
+            own = read_public(public_place(place()))
+            signers = [each["keyid"] for each in signing_read(run.folder / SIGNATURE)["signatures"]]
+            public = own if keyid(own) in signers else None
+    return signatures(run, public, witness)
 
 
-def check_modes(path: Path) -> Iterator[Check]:
-    """private/ is for its owner only."""
-    if not (path / "private").is_dir():
+def check_pages(run: Records) -> Iterator[Check]:
+    """Check report.html and the cards, made again from the records."""
+    for name in (REPORT, *CARDS):
+        if not (run.folder / name).is_file() or run.going:
+            continue
+        try:
+            fits = page_fits(run.folder) if name == REPORT else card_fits(run.folder, name)
+        except InputError as error:
+            yield Check(name, "unchecked", str(error))
+            continue
+        if fits:
+            yield Check(name, "ok", "shows what the records say")
+        elif fits is None:
+            yield Check(name, "unchecked", "of several runs, or made with what is not here; fedflat makes it again")
+        else:
+            yield Check(name, "wrong", "shows something else than the records; fedflat report or card makes it again")
+
+
+def check_strangers(run: Records) -> Iterator[Check]:
+    """Name the files of the folder that no check looks at; in an exported one ``check_sums`` names them."""
+    known = [] if run.exported else KNOWN
+    strange = [file for file in run.files if known and not any(fnmatchcase(file, one) for one in known)]
+    for name in strange[:20]:
+        yield Check(name, "unchecked", "no record of a run: nothing here covers it")
+    if len(strange) > 20:
+        yield Check("other files", "unchecked", f"{len(strange) - 20} more that are no records of a run")
+
+
+KNOWN = (
+    RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE), TIPS, SIGNATURE,
+    FILE, REPORT, f"private/{REPORT}", *CARDS, "registry.yaml", "audit.json", "ledger.torn", "server.lock",
+    "ended.json", "*.damaged*", "checkpoints/round-*.safetensors", "private/heads/round-*.safetensors",
+)  # fmt: skip
+"""Files that other checks look at, or that hold nothing which a guarantee rests on."""
+
+
+def check_modes(run: Records) -> Iterator[Check]:
+    """Check that private/ is for its owner only."""
+    if not (run.folder / "private").is_dir():
         return
-    inside = [path / "private", *(path / "private").rglob("*")]
+    inside = [run.folder / "private", *([] if run.locked else (run.folder / "private").rglob("*"))]
     open_to_others = [file for file in inside if stat.S_IMODE(file.stat().st_mode) & 0o077]
-    shown = ", ".join(str(file.relative_to(path)) for file in open_to_others[:3])
-    yield Check("private/", "wrong" if shown else "ok", f"readable by others: {shown}" if shown else "its owner's only")
+    named = ", ".join(str(file.relative_to(run.folder)) for file in open_to_others[:3])
+    yield Check("private/", "wrong" if named else "ok", f"readable by others: {named}" if named else "its owner's only")
 
 
-CHECKS: tuple[Callable[[Path], Iterator[Check]], ...] = (
-    check_opening,
-    check_recipe,
-    check_body,
-    check_privacy,
-    check_rounds,
-    check_checkpoints,
-    check_mark,
-    check_sums,
-    check_modes,
-    check_limits,
-)
+CHECKS: tuple[Callable[[Records], Iterable[Check]], ...] = (
+    check_opening, check_recipe, check_body, check_privacy, check_fields, check_rounds, check_checkpoints, check_tips,
+    check_mark, check_sums, check_pages, check_strangers, check_modes,
+)  # fmt: skip

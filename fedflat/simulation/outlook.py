@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedflat.core.checks import InputError
-from fedflat.core.cohorts import Fixed, Poisson
-from fedflat.core.schedules import MinSeparation
+from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 from fedflat.privacy.correlated import scheduled_plan
 from fedflat.privacy.plan import Plan
@@ -41,7 +40,7 @@ class Best:
 
 
 def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
-    """At best m/(σ√d) over ``coordinates`` d that carry noise; None where nothing is noised.
+    """Return at best m/(σ√d) over ``coordinates`` d that carry noise; None where nothing is noised.
 
     noise: see :data:`Noise`.
     """
@@ -53,7 +52,7 @@ def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
 
 
 def drowning(found: Best | None) -> str:
-    """What to say of a run before it starts, empty where its noise leaves something to learn from."""
+    """Return what to say of a run before it starts, empty where its noise leaves something to learn from."""
     if found is None or not found.drowned:
         return ""
     return (
@@ -81,7 +80,7 @@ class Alternative:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         ratio = {} if self.best is None else {"round": self.best.round, "run": self.best.run}
         found = {"what": self.what, "noise_multiplier": self.noise_multiplier}
         return found | {"signal_to_noise_at_best": ratio, "note": self.note}
@@ -103,14 +102,6 @@ def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
     return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
 
 
-def _more_clients(plan: Plan, coordinates: int) -> Changed | None:
-    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
-
-
-def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
-    return Changed(plan, max(1, coordinates // 10), "for example a linear head on a public representation")
-
-
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
     half = plan.rounds // 2
     if half < (1 if plan.first == 1 else 2):
@@ -120,10 +111,10 @@ def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
 
 
 def _bands(plan: Plan, coordinates: int) -> Changed | None:
-    """A public round-robin with banded noise, in place of secret coins."""
+    """Return a public round-robin with banded noise, in place of secret coins."""
     sampler = plan.sampler
     apart, size = int(sampler.clients / sampler.size), int(sampler.size)
-    if plan.trust != "central" or plan.count_noise is not None or plan.first != 1 or apart < 2 or size != sampler.size:
+    if plan.trust != "central" or plan.count_std is not None or plan.first != 1 or apart < 2 or size != sampler.size:
         return None
     law = MinSeparation(sampler.clients, size, apart)
     kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
@@ -135,12 +126,33 @@ Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
     ("full participation", _full),
     ("twice the cohort", _larger_cohort),
-    ("twice the clients, twice the cohort", _more_clients),
-    ("a tenth of the parameters", _fewer_parameters),
+    (
+        "twice the clients, twice the cohort",
+        lambda plan, n: Changed(_with(plan, _times(plan.sampler, 2, 2)), n, "δ stays; 0.1/M would be half of it"),
+    ),
+    (
+        "a tenth of the parameters",
+        lambda plan, n: Changed(plan, max(1, n // 10), "for example a linear head on a public representation"),
+    ),
     ("half the rounds", _fewer_rounds),
     ("correlated noise, clients in turns", _bands),
 )
 """What is tried, and how the setting changes; None where it does not apply."""
+
+PUBLIC_BODY = "a linear head on a public network"
+FEATURES = 1280
+"""Of EfficientNet-Lite, whose linear head is what ``on_public_body`` compares with."""
+
+
+def on_public_body(classes: int) -> tuple[str, Maker]:
+    """Return the change to a frozen public image network, for a recipe that trains another model on images."""
+
+    def make(plan: Plan, coordinates: int) -> Changed | None:
+        own, cost = (FEATURES + 1) * classes, "model: {name: image-encoder, body: efficientnet-lite0}, fedflat[vision]"
+        return Changed(plan, own, cost) if own < coordinates else None
+
+    return PUBLIC_BODY, make
+
 
 CLIP = (
     "A larger clip changes no figure here: σ and the best ratio are relative to it. It helps while most updates are "
@@ -151,7 +163,7 @@ CLIP = (
 def alternatives(
     plan: Plan, coordinates: int, noise: Noise, makers: Sequence[tuple[str, Maker]] = ALTERNATIVES
 ) -> list[Alternative]:
-    """What each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum."""
+    """Return what each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum."""
     target = plan.epsilon()
     if not plan.private or plan.mechanism or plan.noise_cohort or not 0 < target < math.inf:
         return []
@@ -172,7 +184,7 @@ def alternatives(
 
 
 def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
-    """The same law for so many times the clients, and a cohort as many times as large."""
+    """Return the same law for so many times the clients, and a cohort as many times as large."""
     changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
     if sampler.maximum is not None:
         changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
@@ -180,7 +192,7 @@ def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
 
 
 def _with(plan: Plan, sampler: Any) -> Plan:
-    """The plan for another cohort law, with what follows from it: n_min, and the adaptive clip's count noise m/20."""
+    """Return the plan for another cohort law, with what follows: n_min, and the adaptive clip's count noise m/20."""
     count = None if plan.count_noise is None else plan.count_noise * sampler.size / plan.sampler.size
     plan = replace(plan, sampler=sampler, count_noise=count)
     if plan.trust != "distributed":

@@ -19,22 +19,30 @@ from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.tasks import objective_of, suited
-from fedflat.backends.trial import STEPS, seconds_per_client
+from fedflat.backends.timing import STEPS, seconds_per_client
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import layout_of
+from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.threads import using_threads
-from fedflat.core.types import Aggregate, GridMechanism, MeanView
-from fedflat.data.clients import FederatedData
-from fedflat.engine.parts import Parts
-from fedflat.engine.round import broadcast_of, mean_view
-from fedflat.engine.train import Job
+from fedflat.core.types import Aggregate, MeanView
+from fedflat.data.clients import FederatedData, made_rows
+from fedflat.engine.job import Job
+from fedflat.engine.round import RoundParts, broadcast_of, mean_view
 from fedflat.methods import noise as noising
 from fedflat.privacy.accounting.factorisation import noise_in_model
 from fedflat.privacy.attacker import SLOW, Attacker, attacker
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
-from fedflat.simulation.outlook import CLIP, Alternative, Best, alternatives, best, drowning
+from fedflat.simulation.outlook import (
+    ALTERNATIVES,
+    CLIP,
+    Alternative,
+    Best,
+    alternatives,
+    best,
+    drowning,
+    on_public_body,
+)
 
 TRIED = 16
 """Clients of a trial at most, unless a whole round is quick."""
@@ -72,7 +80,7 @@ class Forecast:
     says: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for ``--json``; an infinite ε is None."""
+        """Return plain values for ``--json``; an infinite ε is None."""
         plan, bound = self.plan, self.attacker
         ratio = None if self.best is None else {"round": self.best.round, "run": self.best.run}
         return {
@@ -95,7 +103,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
-    """What ``recipe`` will cost and what can come of it.
+    """Return what ``recipe`` will cost and what can come of it.
 
     trial: time local training on made-up examples.
     Raises InputError for whatever a run of it would refuse.
@@ -120,46 +128,44 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     noise = _noise_of(recipe, job)
     found = best(plan, coordinates, noise)
     why = _why_not(plan)
-    bound = None if why or _slow(plan) else attacker(lines(plan, job.threshold), plan.epsilon(), plan.delta)
+    slow = getattr(plan.mechanism, "name", "") in SLOW
+    bound = None if why or slow else attacker(lines(plan, job.threshold), plan.epsilon(), plan.delta)
     seconds, about = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
     drowned = drowning(found)
+    scratch = drowned and len(data.input_shape) == 3 and not getattr(job.problem.pristine, "frozen", False)
+    makers = (*([on_public_body(data.classes)] if scratch else []), *ALTERNATIVES)
+    others = tuple(alternatives(plan, coordinates, noise, makers))
     return Forecast(
         recipe.name, parts.algorithm.name, plan, parts.layout.dimension, why,
         () if plan.protocol == "published" or not plan.private else _by_round(plan), plan.rounds_within_budget(), bound,
-        None if found is None else 1 / found.round, found, tuple(alternatives(plan, coordinates, noise)), seconds,
+        None if found is None else 1 / found.round, found, others, seconds,
         about, _memory(job, held, trial), _traffic(parts), read,
         tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""])),
     )  # fmt: skip
 
 
 def drowned(recipe: Recipe, job: Job) -> list[str]:
-    """What to say of a job's noise before it starts, at most one sentence."""
+    """Return what to say of a job's noise before it starts, at most one sentence."""
     said = drowning(best(job.parts.plan, noised(job), _noise_of(recipe, job)))
     return [f"{said} fedflat plan says what would help."] if said else []
 
 
 def _quick(recipe: Recipe, data: FederatedData, steps: int) -> bool:
-    """Whether a whole round is timed: its module is built once more to count parameters."""
+    """Return whether a whole round is timed: its module is built once more to count parameters."""
     method = algorithm_of(recipe)
-    module, _ = module_of(recipe, None, data, objective_of(recipe, None))
+    module, _, _ = module_of(recipe, None, data, objective_of(recipe, None))
     work = layout_of(module, method.head).size * steps * recipe.local.batch_size * recipe.cohort.size
     return work * len(method.phases) <= QUICK
 
 
 def made_up(real: FederatedData, task: str) -> FederatedData:
-    """Random examples of the same form: every client has the same n̄ rows, and none is anybody's."""
-    generator, count = stream(0, "made-up examples"), real.examples_per_client
-
-    def examples(like: torch.Tensor, below: int) -> torch.Tensor:
-        shape = (count, *like.shape[1:])
-        if like.is_floating_point():
-            return torch.from_numpy(generator.standard_normal(shape)).to(like.dtype)
-        return torch.from_numpy(generator.integers(0, max(below, 1), shape)).to(like.dtype)
-
-    tokens = real.vocabulary or (1 if real.inputs.is_floating_point() else int(real.inputs.max()) + 1)
-    inputs, targets = examples(real.inputs, tokens), examples(real.targets, real.classes)
+    """Return random examples of the same form: every client has the same n̄ rows, and none is anybody's."""
+    count, tokens = real.examples_per_client, real.vocabulary
+    if not real.inputs.is_floating_point():
+        tokens = tokens or int(real.inputs.max()) + 1
+    inputs, targets = made_rows(replace(real, vocabulary=tokens), count, stream(0, "made-up examples"))
     if task == "multilabel":
-        targets = (targets > 0).to(real.targets.dtype)
+        targets = (targets > 0.5).to(real.targets.dtype)
     held = max(1, count // 5) if any(map(len, real.held_back)) else 0
     rows = np.arange(count, dtype=np.int64)
     tested = real.test_inputs is not None
@@ -169,34 +175,30 @@ def made_up(real: FederatedData, task: str) -> FederatedData:
     )  # fmt: skip
 
 
-def _slow(plan: Plan) -> bool:
-    return getattr(plan.mechanism, "name", "") in SLOW
-
-
 def lines(plan: Plan, bound: float) -> list[dict[str, Any]]:
-    """The ledger that a whole run of ``plan`` would write, but for each round's own ε."""
+    """Return the ledger that a whole run of ``plan`` would write, but for each round's own ε."""
     first = plan.records(0, bound)
     later = first if plan.first == 1 else replace(plan, first=1.0).records(0, bound)
     return [{**line, "round": turn} for turn in range(plan.rounds) for line in (later if turn else first)]
 
 
 def noised(job: Job) -> int:
-    """Coordinates of a message that carry noise: all of them, or those of the round's common mask."""
+    """Return how many coordinates of a message carry noise: all of them, or those of the round's common mask."""
     parts = job.parts
     if parts.algorithm.mask is None:
         return parts.message_length
-    state = parts.first_state(job.first[: parts.layout.dimension], job.threshold)
-    mask = broadcast_of(parts, state, job.seed, lambda: stream_like(job.first[: parts.layout.dimension])).mask
+    state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
+    mask = broadcast_of(parts, state, job.seed, lambda: stream_like(job.initial_weights[: parts.layout.dimension])).mask
     return parts.message_length if mask is None else max(1, int(mask.sum()))
 
 
 def stream_like(vector: torch.Tensor) -> torch.Tensor:
-    """Random numbers in place of an update of public data, whose place in a mask changes no count."""
+    """Return random numbers in place of an update of public data, whose place in a mask changes no count."""
     return torch.from_numpy(stream(0, "made-up update").standard_normal(vector.numel())).to(vector.dtype)
 
 
 def _noise_of(recipe: Recipe, job: Job) -> Any:
-    """Std of the noise in a coordinate of the mean, over the clip, of the run's plan or of one changed from it."""
+    """Return the noise of a plan: its std in a coordinate of the mean, over the clip."""
     bound = job.parts.clip.bound(job.threshold)
 
     def noise(plan: Plan) -> float:
@@ -231,14 +233,14 @@ def _by_round(plan: Plan) -> tuple[tuple[int, float], ...]:
 
 
 def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
-    """Seconds of a round, and what was measured."""
+    """Return seconds of a round, and what was measured."""
     parts = job.parts
     if parts.algorithm.kind == "votes":
         return None, "not measured: a round of votes trains each client once"
     most = parts.plan.sampler.clients if few == steps else TRIED
     count = max(1, min(math.ceil(parts.plan.sampler.size), most))
     with using_threads(1):
-        each = seconds_per_client(job.backend, parts, job.data, job.first, count)
+        each = seconds_per_client(job.backend, parts, job.initial_weights, count)
         drawn = _noise_seconds(job)
     if not math.isfinite(each):
         return None, "not measured: the trial failed"
@@ -251,11 +253,11 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
 
 def _noise_seconds(job: Job) -> float:
     parts = job.parts
-    if isinstance(parts.mechanism, GridMechanism) or not parts.plan.private:
+    if parts.mechanism.exact or not parts.plan.private:
         return 0.0
     nothing = torch.zeros(parts.message_length, dtype=torch.float64)
     empty = torch.zeros(0, dtype=torch.float64)
-    state = parts.first_state(job.first[: parts.layout.dimension], job.threshold)
+    state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
     aggregate = Aggregate(nothing, 1, 0.0, empty, empty, {})
     broadcast = replace(broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed))
     began = time.perf_counter()
@@ -264,9 +266,10 @@ def _noise_seconds(job: Job) -> float:
 
 
 def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
-    """Bytes that are surely needed; activations are in the process's figure only, after a trial."""
+    """Return bytes that are surely needed; activations are in the process's figure only, after a trial."""
     parts = job.parts
-    slots = sum(v.numel() * v.element_size() for v in parts.first_state(job.first, job.threshold).slots.values())
+    state = parts.first_state(job.initial_weights, job.threshold)
+    slots = sum(slot.numel() * slot.element_size() for slot in state.slots.values())
     found = {
         "data": data, "model": 4 * parts.layout.size, "server's sum": 8 * parts.message_length, "server's state": slots,
         "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
@@ -279,8 +282,8 @@ def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
     return found
 
 
-def _traffic(parts: Parts) -> dict[str, int]:
-    """Bytes of the vectors that a deployment sends, without headers: a round is the expected cohort's."""
+def _traffic(parts: RoundParts) -> dict[str, int]:
+    """Return bytes of the vectors that a deployment sends, without headers: a round is the expected cohort's."""
     bits = int(getattr(parts.plan.mechanism, "bits", 32))
     down = 4 * parts.layout.dimension * (1 + len(parts.broadcast))
     up = parts.message_length * bits // 8

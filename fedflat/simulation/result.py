@@ -1,21 +1,37 @@
-"""What a run gives back, and what can be read of a run's folder."""
+"""What a run gives back, and ``fedflat.load``, which gives the same from its folder or from an exported one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+import json
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedflat.assembly.inputs import data_of, options_for
+from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
+from fedflat.core.checks import whole, wrong
+from fedflat.core.params import put
+from fedflat.data.own import prepared
+from fedflat.data.preparation import Preparation, answers, check_probable, probabilities
 from fedflat.engine.train import Record
-from fedflat.report.cautions import cautions
-from fedflat.report.endings import summary_rows
-from fedflat.report.metrics import own_metrics
+from fedflat.models import build
+from fedflat.models.representation import FILE, KEPT
+from fedflat.privacy.compare import is_seeded
+from fedflat.records import checkpoint
+from fedflat.records.folder import LOCKED, METRICS, PRIVATE, RECIPE, STATEMENT, locked, read_lines
+from fedflat.report import cautions, own_metrics, summary_rows
+from fedflat.simulation.export import Exported, programs, write_export
+from fedflat.simulation.inspection import refuse_damage
+from fedflat.simulation.recomputed import MODEL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +44,8 @@ class Result:
 
     history: one record per round, the keys of metrics.jsonl. private_history: the keys of private/private.jsonl.
     privacy: the statement. folder: the files', or None. stopped: why, if before the last round. heads: personal heads
-    by client. stages: seconds by stage. notes: what was found on resuming, a sentence each.
+    by client. stages: seconds by stage. notes: what was found on resuming, a sentence each. made_for: what the model
+    takes, see ``preparation``.
     """
 
     history: list[Record]
@@ -41,6 +58,7 @@ class Result:
     stages: dict[str, float]
     made: Callable[[], nn.Module] = field(compare=False)
     notes: tuple[str, ...] = ()
+    made_for: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -51,12 +69,63 @@ class Result:
         return self.made()
 
     @cached_property
+    def preparation(self) -> Preparation | None:
+        """The public steps from a row to the model's input; None where the run was given tensors."""
+        found = self.made_for.get("preparation")
+        return None if found is None else Preparation.read(found)
+
+    def predict(self, rows: Any, batch_size: int = 500) -> Any:
+        """Return the model's answer for each row, as an array.
+
+        Classes by their names where the run knows them, else by number; numbers in the target's own units; a 0 or 1
+        for each of several labels; a token's number at each place.
+
+        rows: a table with the input columns of the run (pandas, Polars, pyarrow, Hugging Face); or, where tensors
+        were trained on, a tensor or array of inputs.
+        Raises InputError for a column that is missing, a value that cannot be used, or rows of another shape.
+        """
+        return answers(self._outputs(rows, batch_size), self.recipe.task, self.preparation)
+
+    def predict_proba(self, rows: Any, batch_size: int = 500) -> Any:
+        """Return the probability of each class ``(N, classes)``, in the order of ``classes``, or of each label.
+
+        rows: as in ``predict``. Raises InputError for a regression, which has none.
+        """
+        check_probable(self.recipe.task)
+        return probabilities(self._outputs(rows, batch_size), self.recipe.task)
+
+    @property
+    def classes(self) -> tuple[Any, ...]:
+        """Names of the classes in the order of the model's outputs; empty where they are numbers."""
+        return () if self.preparation is None else self.preparation.names
+
+    def export(self, out: str | Path, *, program: bool = False, onnx: bool = False) -> Path:
+        """Write what the guarantee covers into the new folder ``out``; as ``fedflat.export``.
+
+        Raises InputError where the run wrote no files.
+        """
+        return self.exported(out, program=program, onnx=onnx).folder
+
+    def exported(self, out: str | Path, *, program: bool = False, onnx: bool = False) -> Exported:
+        """Export as ``export`` does; return what was written, and what stayed behind and why."""
+        if self.folder is None:
+            raise wrong("export", "a run without files", "fedflat.run(…, out=FOLDER)")
+        return write_export(self.folder, Path(out), lambda: programs(self, program=program, onnx=onnx))
+
+    def _outputs(self, rows: Any, batch_size: int) -> torch.Tensor:
+        """Return the model's outputs ``(N, ...)`` for rows."""
+        inputs = prepared(rows, self.preparation, self.made_for)
+        whole("batch_size", batch_size, 1)
+        with torch.no_grad():
+            return torch.cat([self.model(some) for some in inputs.split(batch_size)]).float()
+
+    @cached_property
     def warnings(self) -> list[str]:
         """What to look at twice, a sentence each: also in the terminal, the report and ``--json``."""
         return cautions(self.privacy, self.history, self.private_history)
 
     def to_frame(self, *, private: bool = False) -> pd.DataFrame:
-        """The rounds as a table, one row per round. private: with what is private to the simulation, its columns
+        """Return the rounds as a table, one row per round. private: with what is private to the simulation, its columns
         called ``private.…``."""
         import pandas as pd
 
@@ -67,7 +136,7 @@ class Result:
         return frame.join(hidden.drop(columns=["private.round"], errors="ignore"))
 
     def plot(self) -> Figure:
-        """Accuracy or loss on public test data, and ε, over the rounds: a matplotlib figure."""
+        """Draw accuracy or loss on public test data, and ε, over the rounds: a matplotlib figure."""
         from matplotlib.figure import Figure
 
         shown = [key for key in ("test_accuracy", "test_loss") if any(r.get(key) is not None for r in self.history)][:1]
@@ -77,7 +146,8 @@ class Result:
             points = [(r["round"] + 1, r[key]) for r in self.history if r.get(key) is not None]
             axes.plot(*(zip(*points) if points else ((), ())), marker="." if len(points) < 30 else "")
             axes.set_xlabel("round")
-            axes.set_title("ε spent" if key == "epsilon" else key.replace("_", " "))
+            spent = "ε of the mechanism" if is_seeded(self.privacy) else "ε spent"
+            axes.set_title(spent if key == "epsilon" else key.replace("_", " "))
         return figure
 
     def __repr__(self) -> str:
@@ -87,12 +157,127 @@ class Result:
             self.recipe.algorithm.name,
             f"{facts['rounds']} rounds",
             f"{rows[2][0]} {rows[2][1].partition(';')[0]}",
-            f"proven ε {facts['proven ε'].partition(':')[0]}",
+            *(f"{n} {facts[n].partition(':')[0]}" for n in ("proven ε", "ε of the mechanism") if n in facts),
             f"{len(self.warnings)} warning{'' if len(self.warnings) == 1 else 's'}",
         ]
         return f"<fedflat run: {', '.join(said)}>"
 
     def _repr_html_(self) -> str:
-        from fedflat.report.pages import filled
+        from fedflat.report import filled
 
         return filled("result.html", rows=summary_rows(self), warnings=self.warnings)
+
+
+def load(path: str | Path, model: nn.Module | None = None) -> Result:
+    """Return a run that ended, or an exported folder, with every record checked against its checksums.
+
+    model: the module, where it was given in Python; its weights do not matter, and it is not changed. The weights are
+    those after the last round. Nothing is trained, and data are read only if a folder of before 0.2 asks for them.
+    Raises InputError: no run, one that has not ended, a damaged record (named), a module that does not fit.
+
+    >>> import tempfile
+    >>> from fedflat.simulation.run import run
+    >>> recipe = {"rounds": 1, "local": {"steps": 1, "lr": 0.1}, "cohort": {"size": 2}, "algorithm": "dp-fedavg"}
+    >>> recipe["privacy"] = {"clip": 0.5, "noise_multiplier": 1.0}
+    >>> pairs = [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))] * 10
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run(recipe, model=nn.Linear(3, 2), clients=pairs, out=f"{folder}/first").folder.name
+    ...     len(load(f"{folder}/first").history)
+    'first'
+    1
+    """
+    folder = Path(path)
+    if not (folder / RECIPE).is_file():
+        raise wrong("load", str(path), "the folder of a run, or an exported one")
+    if not (folder / STATEMENT).is_file():
+        hint = f"Go on with: fedflat run --resume {path}"
+        raise wrong("load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)
+    refuse_damage(folder)
+    recipe, history = Recipe.load(folder), read_lines(folder / METRICS)
+    weights, facts, heads = _released(folder)
+    if locked(folder):
+        left = "private_history and personal parts are left out, and the seals that lie there were not compared"
+        warnings.warn(f"{folder}: {LOCKED}: {left}", stacklevel=2)
+    seeded = "seed:" in (folder / RECIPE).read_text(encoding="utf-8")
+    return Result(
+        history=history,
+        private_history=[] if locked(folder) else read_lines(folder / PRIVATE),
+        privacy=json.loads((folder / STATEMENT).read_bytes()),
+        recipe=recipe,
+        folder=folder,
+        stopped="" if len(history) >= recipe.rounds else f"stopped after {len(history)} rounds",
+        heads=heads,
+        stages={},
+        made=functools.partial(_module, recipe, weights, facts, model, seeded, folder),
+        made_for=facts,
+    )
+
+
+def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
+    """Return the last weights by parameter name, what the module was made for, and the personal heads there are."""
+    if (folder / MODEL).is_file():
+        from safetensors import safe_open
+
+        with safe_open(folder / MODEL, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("made_for", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, about, {}  # noqa: SIM118
+    newest = checkpoint.newest(folder / "checkpoints", hidden=not locked(folder))
+    if newest is None:
+        raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
+    _, heads, facts = newest
+    return checkpoint.named(newest), facts.get("made_for") or {}, dict(heads.kept)
+
+
+def _module(
+    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | None, seeded: bool,
+    folder: Path,
+) -> nn.Module:  # fmt: skip
+    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, seeded, folder)
+    put(module, weights, "load: model", "the run")
+    return module.eval()
+
+
+def _built(
+    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], seeded: bool, folder: Path
+) -> nn.Module:
+    """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
+    if recipe.model.name == GIVEN:
+        raise wrong("load: model", "none, and the run's was given in Python", "fedflat.load(path, model=MODULE)")
+    facts = dict(known)
+    if "classes" not in known:  # a folder of before 0.2, whose data say what the model takes
+        data = data_of(recipe, None, None)
+        facts = {name: getattr(data, name) for name in ("input_shape", "classes", "vocabulary", "padding")}
+    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
+    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
+    if recipe.model.name in KEPT and (folder / FILE).is_file():
+        options["path"] = str(folder / FILE)
+    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
+    module = make(seed=recipe.seed)
+    if not seeded:
+        other = make(seed=recipe.seed + 1).state_dict()
+        for name, value in module.state_dict().items():
+            if name not in weights and not torch.equal(value, other[name]):
+                found = f"an exported folder without {name}, which was drawn by the run's seed"
+                raise wrong("load: model", found, "fedflat.load(path, model=MODULE), or the run's own folder")
+    return module
+
+
+def export(run: str | Path | Result, out: str | Path, *, program: bool = False, onnx: bool = False) -> Exported:
+    """Copy what the guarantee covers of a run's folder into the new folder ``out``; where none is proven, it is said.
+
+    Written: the weights under the module's parameter names, statement, ledger, recipe, metrics, a report without what
+    is private to the simulation, how rows become inputs (``preparation.json``), and the checksums of all of them.
+    Everything that was left is named, with the reason. Nothing is written before all is known to succeed.
+
+    run: the folder of a run, or a result, which has the module that was given in Python. program, onnx: also the model
+    as ``model.pt2`` for torch.export, and as ``model.onnx``.
+
+    Raises:
+        InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or the program
+            needs a module that was given in Python. RunError: the model has no such form.
+    """
+    if not isinstance(run, Result) and not (program or onnx):
+        return write_export(Path(run), Path(out))
+    if isinstance(run, Result):
+        return run.exported(out, program=program, onnx=onnx)
+    return write_export(Path(run), Path(out), lambda: programs(load(run), program=program, onnx=onnx))

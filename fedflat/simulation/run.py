@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import secrets
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,43 +16,39 @@ from torch import nn
 from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.records import resolved, state_privacy, write_frozen
-from fedflat.config.recipe import Recipe, RecipeLike
+from fedflat.assembly.records import is_seeded, resolved, write_frozen
+from fedflat.assembly.stating import Terms, state_privacy
+from fedflat.config.reading import names
+from fedflat.config.recipe import Recipe, RecipeLike, refuse_beside
 from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.core.loss import CustomLoss
+from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
-from fedflat.core.threads import using_threads
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.evaluate import Metric
+from fedflat.engine.job import Job, OnRound, Outcome, RoundResult
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import Job, OnRound, Outcome, final_module, train
+from fedflat.engine.train import Record, final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
-from fedflat.records.folder import RECIPE, STATEMENT, RunFolder, check_kinds, check_new
+from fedflat.records.folder import LEDGER, OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.opening import Opening
+from fedflat.records.signing import Operator, check_outside, sign_run
+from fedflat.report import Progress
 from fedflat.simulation.result import Result
 
 
 def run(
-    recipe: RecipeLike,
-    model: nn.Module | None = None,
-    clients: Clients | None = None,
-    test: Any = None,
-    out: str | Path | None = None,
-    *,
-    task: str | None = None,
-    loss: CustomLoss | None = None,
-    metrics: Mapping[str, Metric] | Sequence[str] | None = None,
-    algorithm: Algorithm | Factory | None = None,
-    data: FederatedData | None = None,
-    resume: bool = False,
-    on_round: OnRound | None = None,
-    on_start: Callable[[Job], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Result:
+    recipe: RecipeLike, model: nn.Module | None = None, clients: Clients | None = None, test: Any = None,
+    out: str | Path | None = None, *, task: str | None = None, loss: CustomLoss | None = None,
+    metrics: Mapping[str, Metric] | Sequence[str] | None = None, algorithm: Algorithm | Factory | None = None,
+    data: FederatedData | None = None, resume: bool = False, key: str | Path | None = None,
+    on_round: OnRound | None = None, on_start: Callable[[Job], None] | None = None,
+    should_stop: Callable[[], bool] | None = None, progress: bool | None = None,
+) -> Result:  # fmt: skip
     """Simulate a recipe on this machine: train, write the run's files, return what came of it.
 
     recipe: a Recipe, a dict, a packaged name or a path. model: any module; its weights are w^0 (it is not changed).
@@ -61,10 +59,13 @@ def run(
     torchmetrics object, on the whole public test set: ``test_NAME`` in the history; or names of ``evaluation.metrics``.
     data: the recipe's federation where it is loaded already.
     out: folder for the run's files; nothing is written without it. resume: go on with the run in ``out``.
+    key: the private key that signs the run's records (``fedflat keys new``); default: the one in the usual place, if
+    somebody made one, else the run is not signed.
     on_round: called after each round with its released record and the state it left (``state.model()`` is the released
     module, ``state.private`` the private record); True ends the run, which then costs what its whole plan costs.
     on_start: called with the job before the first round. should_stop: asked before each round; for interruptions, which
     no release decides: the ε stated is that of the rounds taken. One that follows private values has no ε at all.
+    progress: whether stderr shows how far the run is; None: where stderr is a terminal.
     Raises InputError for anything wrong in what was given, before any work is done, and RunError for what fails later.
 
     >>> import torch
@@ -75,58 +76,92 @@ def run(
     >>> len(result.history), result.privacy["adversaries"][0]["adversary"]
     (2, 'recipients')
     """
-    for name, given in (("on_round", on_round), ("on_start", on_start), ("should_stop", should_stop)):
+    _check_call(out, resume, progress, on_round=on_round, on_start=on_start, should_stop=should_stop)
+    asked = _asked(recipe, algorithm, task, out if resume else None)
+    if not isinstance(recipe, Recipe) and recipe not in names():  # keys that the caller wrote, for this run
+        refuse_beside(asked, {"model": model is not None, "clients": clients is not None, "loss": loss is not None})
+    parsed = as_given(asked, model, clients, data, algorithm, loss)
+    speaks = sys.stderr.isatty() if progress is None else progress
+    with Progress(parsed, quiet=not speaks, stderr=True) as shown:
+        job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
+        job.stored = not is_seeded(parsed) and job.identity.method is not None
+        if out is not None:
+            job.operator = _operator(key, Path(out))
+            (_reopen if resume else _open)(Path(out), parsed, job)
+        shown.start(job)  # after the folder is claimed: a refused run must not look as if it had begun
+        if on_start is not None:
+            on_start(job)
+
+        def after(released: Record, state: RoundResult) -> object:
+            shown.round(released, {})  # private values are not read: no early end follows from them
+            return None if on_round is None else on_round(released, state)
+
+        with using_threads(1):
+            outcome = train(job, on_round=after if speaks else on_round, should_stop=should_stop)
+    return _result(parsed, job, outcome)
+
+
+def _check_call(out: str | Path | None, resume: bool, progress: bool | None, **calls: object) -> None:
+    """Raise InputError for what is wrong in a call of ``run``, before anything is loaded."""
+    for name, given in calls.items():
         if given is not None and not callable(given):
             raise wrong(name, given, "a function, or None")
-    if out is not None and not resume:
-        check_new(Path(out))  # before anything is loaded
-    parsed = as_given(_asked(recipe, algorithm, task, out if resume else None), model, clients, data, algorithm, loss)
-    job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
-    job.stored = parsed.privacy.secure_rng and job.identity.method is not None
-    if out is not None:
-        (_reopen if resume else _open)(Path(out), parsed, job)
-    elif resume:
+    if out == "":
+        raise wrong("out", "nothing", "a folder, or None")
+    if out is None and resume:
         raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
-    elif parsed.privacy.secure_rng:
-        job.key = fresh_key()
-    if on_start is not None:
-        on_start(job)
-    with using_threads(1):
-        outcome = train(job, on_round=on_round, should_stop=should_stop)
-    return _result(parsed, job, outcome)
+    if out is not None and not resume:
+        check_new(Path(out))
+    if progress is not None and not isinstance(progress, bool):
+        raise wrong("progress", progress, "True, False, or None: on where stderr is a terminal")
 
 
 def _asked(
     recipe: RecipeLike, algorithm: Algorithm | Factory | None, task: str | None, resumed: str | Path | None
 ) -> Recipe:
-    """The recipe as it is asked for; one that is resumed keeps the engine it was started on."""
+    """Return the recipe as it is asked for; one that is resumed keeps the engine it was started on."""
     if algorithm is not None and isinstance(recipe, Mapping):
-        recipe = {"algorithm": "dp-fedavg", **recipe}  # whose place the given one takes
+        recipe = {"algorithm": getattr(algorithm, "name", "dp-fedavg"), **recipe}
     parsed = Recipe.of(recipe)
+    if isinstance(algorithm, Algorithm) and isinstance(recipe, Mapping) and algorithm.name != parsed.algorithm.name:
+        found = f"algorithm.name: {parsed.algorithm.name} has no effect beside algorithm=, which is {algorithm.name}"
+        warnings.warn(found, stacklevel=3)
     if task is not None:
         parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")
     return parsed if resumed is None else _on_the_same_engine(parsed, Path(resumed))
 
 
 def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
-    """What a run gives back; its statement is written, and the key of a run that is over forgotten."""
+    """Return what a run gives back; its statement is written, and the key of a run that is over forgotten."""
     facts = state_privacy(recipe, job, outcome)
     if job.folder is not None:
-        write_statement(job.folder.path / STATEMENT, facts, job.folder.run)
+        write_ending(job, facts, outcome)
         if job.stored and job.opening is not None and outcome.complete:
             keys.forget(job.opening.run)
+    module, folder = final_module(job, outcome), None if job.folder is None else job.folder.path
     return Result(
-        made=functools.partial(_as_it_is, final_module(job, outcome)),
-        history=outcome.history,
-        private_history=outcome.private,
-        privacy=facts,
-        recipe=recipe,
-        folder=None if job.folder is None else job.folder.path,
-        stopped=outcome.stopped,
-        heads=dict(outcome.heads.kept),
-        stages=dict(job.stages),
-        notes=outcome.notes,
-    )
+        history=outcome.history, private_history=outcome.private, privacy=facts, recipe=recipe, folder=folder,
+        stopped=outcome.stopped, heads=dict(outcome.heads.kept), stages=dict(job.stages), notes=outcome.notes,
+        made=functools.partial(_as_it_is, module), made_for=job.made_for,
+    )  # fmt: skip
+
+
+def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
+    """Write a run's statement, and sign it with ledger and released weights where the job has an operator's key."""
+    folder = job.folder
+    if folder is None:
+        raise TypeError("a run without a folder has no records")
+    weights = weights_digest(job, outcome.state)
+    write_statement(folder.path / STATEMENT, facts, folder.run, weights)
+    sign_run(folder.path, folder.run, (LEDGER, STATEMENT), weights, job.operator)
+
+
+def _operator(key: str | Path | None, out: Path) -> Operator | None:
+    """Return the key that was asked for, or the one in the usual place."""
+    if key is None:
+        return Operator.of_account()
+    check_outside(Path(key), out)
+    return Operator.load(Path(key))
 
 
 def _as_it_is(module: nn.Module) -> nn.Module:
@@ -134,9 +169,11 @@ def _as_it_is(module: nn.Module) -> nn.Module:
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with the engine that the run in ``path`` was started on; what is asked for otherwise stays."""
+    """Return the recipe with the engine that the run in ``path`` was started on; what is asked for otherwise stays."""
     if not (path / RECIPE).is_file():
         return recipe
+    if (path / OPENING).is_file():
+        Opening.read(path).refuse_older("--resume", path)
     started, asked = Recipe.load(path).engine, recipe.engine
     here = "cpu" if started.device == "auto" else started.device  # a folder of before there were GPUs
     if asked.device == "auto" and asked.backend not in PROCESSES:
@@ -157,7 +194,8 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         name = secrets.token_hex(16) if job.stored else None
         text = resolved(recipe, job, name)
         root = fresh_key() if job.stored or job.identity.method is None else job.key
-        job.opening = Opening.of(job.identity, root, text, software_of(job), name)
+        terms = Terms.of(recipe, job).record()
+        job.opening = Opening.of(job.identity, root, text, software_of(job), name, terms)
         if name is not None:
             keys.create(name)
         job.opening.write(path)

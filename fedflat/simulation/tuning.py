@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedflat.assembly.inputs import data_of, on_proxy
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.tasks import objective_of
 from fedflat.config.recipe import Recipe
@@ -34,10 +35,27 @@ from fedflat.privacy.accounting.selection import Trials
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
 from fedflat.records import keys
+from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
-from fedflat.report.progress import RunEvent
-from fedflat.simulation.tuning_records import CHARGE, PUBLIC, WINNER, charge, public_digest, read_public
-from fedflat.simulation.tuning_settings import Axis, Settings, applied, axes, checked, draw, law_classes
+from fedflat.report import RunEvent, write_csv, write_picture
+from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment_settings import expand, tasks
+from fedflat.simulation.tuning_settings import (
+    CHARGE,
+    PUBLIC,
+    WINNER,
+    Axis,
+    Settings,
+    applied,
+    axes,
+    charge,
+    checked,
+    draw,
+    grid,
+    law_classes,
+    public_digest,
+    read_public,
+)
 
 DRAW, TRIALS = "private/draw.json", "private/trials"
 APART = 0.5
@@ -73,7 +91,7 @@ class Asked:
         return found
 
     def public(self) -> dict[str, Any]:
-        """Everything that may be known of it: the content of ``selection.yaml``."""
+        """Return everything that may be known of it: the content of ``selection.yaml``."""
         recipe = {name: keys for name, keys in self.recipe.dump().items() if name not in ("engine", "evaluation")}
         return {
             "settings": [axis.text for axis in self.axes],
@@ -105,7 +123,7 @@ class Selected:
 
 
 def laws(plans: Sequence[Plan]) -> tuple[tuning.Law, ...]:
-    """The rounds of each plan, in public numbers."""
+    """Return the rounds of each plan, in public numbers."""
     return tuple(tuning.Law(plan.rounds, plan.sampler.size, plan.event_multiplier) for plan in plans)
 
 
@@ -145,12 +163,12 @@ def _plan(recipe: Recipe, clients: int) -> Plan:
 
 
 def _noised(recipe: Recipe, sigma: float) -> Recipe:
-    """The recipe with its noise given, so that its plan is checked without a calibration."""
+    """Return the recipe with its noise given, so that its plan is checked without a calibration."""
     return applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
 
 
 def _together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """The plans, each knowing the others' rounds; where ε is a target, with as much more noise as all need together."""
+    """Return the plans, each knowing the others' rounds; where ε is a target, with the noise that all need together."""
     if len(plans) == 1:
         return tuple(plans)
 
@@ -197,9 +215,8 @@ def _claim(place: Path, asked: Asked) -> None:
     public = json.loads(json.dumps(asked.public()))
     if (place / PUBLIC).is_file():
         if read_public(place) != public:
-            raise wrong(
-                "--out", f"{place}, which holds another selection", "the same recipe and options, or a new folder"
-            )
+            allowed = "the same recipe and options, or a new folder"
+            raise wrong("--out", f"{place}, which holds another selection", allowed)
         return
     if place.is_dir() and any(place.iterdir()):
         raise wrong("--out", f"{place}, which holds something else", "a new folder")
@@ -212,7 +229,7 @@ def _claim(place: Path, asked: Asked) -> None:
 
 
 def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
-    """The number of trials and their settings: as they were drawn before, or drawn now and written down."""
+    """Return the number of trials and their settings: as they were drawn before, or drawn now and written down."""
     path, public = place / DRAW, public_digest(asked.public())
     if path.is_file():
         try:
@@ -225,8 +242,7 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     if charged:
         hint = "Drawing again is another selection with a charge of its own: choose a new folder."
         raise wrong(str(path), "no such file", "the draw of the selection that was charged", hint=hint)
-    root: int | bytes = fresh_key() if asked.recipe.privacy.secure_rng else asked.recipe.seed
-    key = noise_key(root, "private selection", public)
+    key = noise_key(fresh_key(), "private selection", public)  # that nobody knows how many there are is in the proof
     count = asked.trials.draw(stream(key, "number of trials"))
     every = [
         {"name": digest(key, "name of a trial", i).hex()[:16], "settings": draw(asked.axes, stream(key, "settings", i))}
@@ -243,40 +259,25 @@ def _keep(place: Path, drawn: Mapping[str, Any]) -> None:
 
 
 def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
-    """The whole recipe of one trial, its noise and its place in the selection included."""
+    """Return the whole recipe of one trial, its noise and its place in the selection included."""
     recipe = applied(asked.recipe, trial["settings"])
     wanted = (recipe.rounds, recipe.cohort.size)
     plan = next((plan for plan in asked.plans if (plan.rounds, plan.sampler.size) == wanted), asked.plan)
-    selection = {**asked.selection.record(), "trial": trial["name"]}
-    return applied(
-        recipe.model_copy(update={"name": f"{asked.recipe.name}-{trial['name'][:8]}"}),
-        {},
-        privacy={
-            "epsilon": None,
-            "noise_multiplier": plan.noise_multiplier,
-            "budget": max(asked.plan.budget or 0.0, asked.plan.epsilon()),
-            "selection": selection,
-        },
-    )
+    selection, budget = asked.selection.record(), max(asked.plan.budget or 0.0, asked.plan.epsilon())
+    privacy = {"epsilon": None, "noise_multiplier": plan.noise_multiplier, "budget": budget}
+    named = recipe.model_copy(update={"name": f"{asked.recipe.name}-{trial['name'][:8]}"})
+    return applied(named, {}, privacy={**privacy, "selection": {**selection, "trial": trial["name"]}})
 
 
 def _folder(place: Path, recipe: Recipe) -> Path:
-    from fedflat.simulation.experiment_settings import expand, tasks
-
     return tasks(place / TRIALS, expand([recipe], [], 1))[0].folder
 
 
 def _work(
-    place: Path,
-    asked: Asked,
-    drawn: dict[str, Any],
-    public: tuple[Tensor, Tensor],
-    processes: int | None,
+    place: Path, asked: Asked, drawn: dict[str, Any], public: tuple[Tensor, Tensor], processes: int | None,
     update: Update | None,
-) -> Selected | None:
+) -> Selected | None:  # fmt: skip
     """Run every trial, score it and note the winner; what is left where some are not done."""
-    from fedflat.simulation.experiment import compare
-
     recipes = [trial_recipe(asked, trial) for trial in drawn["trials"]]
     if recipes:
         (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
@@ -294,7 +295,7 @@ def _work(
 def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
     """How good a run's release is on public examples: accuracy, or minus the loss of a task without one; -1e300 for a
     release that is not finite."""
-    from fedflat.simulation.load import load
+    from fedflat.simulation.result import load
 
     objective, model = objective_of(recipe, None), load(run).model
     with torch.no_grad():
@@ -306,7 +307,7 @@ def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
 
 def _release(place: Path, drawn: Mapping[str, Any]) -> None:
     """Move the winner's folder out of ``private/``, and delete the losers', their noise keys and marks."""
-    from fedflat.report.html import write_report
+    from fedflat.report import write_report
 
     trials, target = place / TRIALS, place / WINNER
     for run in sorted(trials.glob("*/*/recipe.yaml")):
@@ -334,8 +335,88 @@ def _forget(run: Path) -> None:
 
 def _hide_times(place: Path) -> None:
     """Give everything outside ``private/`` the time of the charge, so that no file tells how long the trials took."""
+    # The number of trials is part of the proof's secret, and times would tell how long all of them took.
     when = (place / CHARGE).stat().st_mtime_ns
     inside = sorted((place / WINNER).rglob("*"), key=lambda path: -len(path.parts)) if (place / WINNER).is_dir() else []
     for path in (*inside, *(place / name for name in RANKED), (place / CHARGE).with_suffix(".lock")):
         if path.exists():
             os.utime(path, ns=(when, when))
+
+
+CHOSEN, TABLE, PICTURE = "chosen.yaml", "settings.csv", "settings.svg"
+
+
+@dataclass(frozen=True)
+class OnProxy:
+    """What a search on a random process found.
+
+    rows: settings and accuracy on the process's own test examples, the best first. chosen: the recipe with the best
+    ones, as a file that ``fedflat run`` takes; None while trials are left. dataset: the process's name.
+    """
+
+    folder: Path
+    dataset: str
+    rows: tuple[tuple[Settings, float], ...] = ()
+    chosen: Path | None = None
+    left: int = 0
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def settings_to_try(every: Sequence[Axis], count: int, seed: int) -> list[Settings]:
+    """Return every combination of listed values, if there are at most ``count``; else so many different draws."""
+    all_of_them = grid(every)
+    if all_of_them is not None and len(all_of_them) <= count:
+        return all_of_them
+    found: dict[tuple[str, ...], Settings] = {}
+    for number in range(20 * count):
+        one = draw(every, stream(seed, "settings on a proxy", number))
+        found.setdefault(tuple(one.values()), one)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def tune_on_proxy(
+    recipe: Recipe, varied: Sequence[str], count: int, folder: str | Path, processes: int | None = None,
+    update: Update | None = None,
+) -> OnProxy:  # fmt: skip
+    """Run ``count`` settings on a random process and write the recipe with the best; what is done already is kept.
+
+    Of the recipe's data only public numbers are taken: the form of examples, classes, clients, and examples per client.
+    Raises InputError: a setting that no recipe can have, data that are no images, or another search in ``folder``.
+    """
+    every, place = axes(varied), Path(folder)
+    checked(recipe, every)
+    there = on_proxy(recipe, data_of(recipe, None, None))
+    tried = settings_to_try(every, count, recipe.seed)
+    recipes = [
+        applied(there, one).model_copy(update={"name": f"{number:03d} {_short(one)}"})
+        for number, one in enumerate(tried, start=1)
+    ]
+    done = compare(recipes, (), 1, place, processes, update)
+    if not done.complete:
+        return OnProxy(place, there.data.dataset, left=done.left, failed=done.failed)
+    runs = tasks(place, expand(recipes, (), 1))
+    rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
+    chosen = applied(recipe, rows[0][0])
+    durable.replace(place / CHOSEN, _yaml(chosen), mode=0o644)
+    write_csv(place / TABLE, rows)
+    write_picture(place / PICTURE, rows)
+    return OnProxy(place, there.data.dataset, tuple(rows), place / CHOSEN)
+
+
+def _short(settings: Settings) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
+
+
+def _accuracy(run: Path) -> float:
+    """Return the last accuracy; of a task without one, minus the last loss."""
+    last = read_lines(run / METRICS)[-1]
+    accuracy, loss = last.get("test_accuracy"), last.get("test_loss")
+    return float(accuracy) if accuracy is not None else -float(loss) if loss is not None else -math.inf
+
+
+def _yaml(recipe: Recipe) -> str:
+    import yaml
+
+    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)

@@ -1,21 +1,33 @@
-"""The public distribution that trials draw their settings from: what may vary, between which values, and the draw.
+"""What is public of a selection: the distribution of its settings, its charge, and what choosing costs before a run.
 
-Each key is drawn by itself: uniformly from a list, or from a range. Nothing of it may depend on anybody's data.
+Each key is drawn by itself: uniformly from a list, or from a range. Nothing of it may depend on anybody's data. The
+charge is written before the first trial starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.reading import parse_value
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.privacy.accounting.epsilon import calibrate
+from fedflat.privacy.accounting.selection import LAWS, Trials
+from fedflat.privacy.ledger import LedgerError, read
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.tuning import Selection, check
 from fedflat.simulation.experiment_settings import split_top
 
 RANGES = ("log", "uniform", "whole")
@@ -23,7 +35,7 @@ RANGES = ("log", "uniform", "whole")
 VARIES = ("local", "server", "algorithm", "model")
 """Sections whose keys may vary; and ``SINGLE`` keys of others."""
 SINGLE = ("rounds", "cohort.size", "privacy.clip")
-LAWS = ("rounds", "cohort.size")
+PRICED = ("rounds", "cohort.size")
 """Keys that change what a trial's rounds cost: they take lists only, so that the dearest of them is known."""
 HOW = "KEY=a,b,c or KEY=log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH"
 Settings = dict[str, str]
@@ -40,7 +52,7 @@ class Axis:
     high: float = 0.0
 
     def draw(self, generator: np.random.Generator) -> str:
-        """One value, as text."""
+        """Draw one value, as text."""
         if self.values:
             return self.values[int(generator.integers(len(self.values)))]
         if self.kind == "whole":
@@ -53,7 +65,7 @@ class Axis:
         return f"{float(f'{min(max(found, self.low), self.high):.3g}'):g}"
 
     def ends(self) -> tuple[str, ...]:
-        """Every listed value, or the ends of the range: what is tried before anything is drawn."""
+        """Return every listed value, or the ends of the range: what is tried before anything is drawn."""
         return self.values or (f"{self.low:g}", f"{self.high:g}")
 
     @property
@@ -63,7 +75,7 @@ class Axis:
 
 
 def axes(varied: Sequence[str]) -> tuple[Axis, ...]:
-    """What ``--vary`` options say.
+    """Return what ``--vary`` options say.
 
     Raises:
         InputError: nothing varies, a key that may not, a key twice, or values that make no list and no range.
@@ -108,18 +120,18 @@ def _range(text: str, key: str, kind: str, rest: str) -> Axis:
     if not good or (kind == "whole" and any(end != int(end) for end in numbers)):
         allowed = {"log": "two numbers, 0 < LOW < HIGH", "uniform": "two numbers, LOW < HIGH"}
         raise wrong(f"--vary {key}", f"{kind}:{rest}", allowed.get(kind, "two whole numbers, LOW < HIGH"))
-    if key in LAWS:
+    if key in PRICED:
         raise wrong(f"--vary {key}", f"{kind}:{rest}", "a list of values, since each has a cost of its own")
     return Axis(key, (), kind, float(numbers[0]), float(numbers[1]))
 
 
 def draw(every: Sequence[Axis], generator: np.random.Generator) -> Settings:
-    """One trial's settings, each key by itself."""
+    """Draw one trial's settings, each key by itself."""
     return {axis.key: axis.draw(generator) for axis in every}
 
 
 def grid(every: Sequence[Axis]) -> list[Settings] | None:
-    """Every combination of listed values; None where a key has a range."""
+    """Return every combination of listed values; None where a key has a range."""
     if any(not axis.values for axis in every):
         return None
     return [
@@ -129,12 +141,12 @@ def grid(every: Sequence[Axis]) -> list[Settings] | None:
 
 
 def overrides(settings: Mapping[str, str]) -> list[str]:
-    """As ``-o`` takes them; names first, since another name drops the options of the one before."""
+    """Return settings as ``-o`` takes them; names first, since another name drops the options of the one before."""
     return [f"{key}={value}" for key, value in sorted(settings.items(), key=lambda item: not item[0].endswith("name"))]
 
 
 def applied(recipe: Recipe, settings: Mapping[str, str], **sections: Mapping[str, Any]) -> Recipe:
-    """The recipe with settings, and then with keys of sections."""
+    """Return the recipe with settings, and then with keys of sections."""
     changed = Recipe.of(recipe, overrides(settings)).dump()
     for name, keys in sections.items():
         changed[name] = {**changed[name], **keys}
@@ -142,7 +154,7 @@ def applied(recipe: Recipe, settings: Mapping[str, str], **sections: Mapping[str
 
 
 def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
-    """The recipe with each listed value, and each end of a range, by itself.
+    """Return the recipe with each listed value, and each end of a range, by itself.
 
     Raises:
         InputError: one that no recipe can have.
@@ -161,5 +173,117 @@ def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
 
 
 def law_classes(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
-    """The recipe with every combination of the values that change what rounds cost; the recipe itself if none does."""
-    return [applied(recipe, settings) for settings in grid([axis for axis in every if axis.key in LAWS]) or [{}]]
+    """Return the recipe with every combination of values that change what rounds cost; itself if none does."""
+    return [applied(recipe, settings) for settings in grid([axis for axis in every if axis.key in PRICED]) or [{}]]
+
+
+PUBLIC, CHARGE, WINNER = "selection.yaml", "charge.jsonl", "winner"
+
+
+def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one line of ``charge.jsonl``: the whole selection, and the digest of what is public of it."""
+    told = ("sampling", "relation", "trust", "clients", "delta", "accountant", "epsilon", "selection")
+    line = plan.record(0, 1.0)
+    return {
+        "round": 0,
+        "mechanism": "selection",
+        **{name: line[name] for name in told},
+        "rounds": public["rounds"],
+        "public": public_digest(public),
+    }
+
+
+def public_digest(public: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what ``selection.yaml`` says."""
+    return hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()
+
+
+def read_public(folder: Path) -> dict[str, Any]:
+    """Return what ``selection.yaml`` says.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = folder / PUBLIC
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise wrong(str(path), "a file that cannot be read", "the file that fedflat tune wrote") from error
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def faults(folder: Path) -> list[str]:
+    """Return what is wrong with a selection's public records and, where there is a winner, with what it states.
+
+    Raises:
+        InputError: ``selection.yaml`` cannot be read.
+    """
+    try:
+        entries = read(folder / CHARGE)
+    except LedgerError as error:
+        return [str(error)]
+    if len(entries) != 1:
+        return [f"{CHARGE}: {len(entries)} lines where one charge belongs"]
+    line, found = entries[0], []
+    if line.get("public") != public_digest(read_public(folder)):
+        found.append(f"{PUBLIC} is not what was charged")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        stated = json.loads((folder / WINNER / "privacy.json").read_bytes())["proven_epsilon"]
+        first = read(folder / WINNER / "ledger.jsonl")[0]
+        if stated is None or stated > line["epsilon"]:
+            found.append(f"the winner states ε = {stated}, but {line['epsilon']:.6g} was charged")
+        if first.get("selection") != line["selection"]:
+            found.append("the winner's ledger names another selection")
+    return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One way of choosing. epsilon: of all of it, with ``noise_multiplier`` in each run. needed: the noise with which
+    all of it stays within what one run may spend (None: no noise does)."""
+
+    what: str
+    epsilon: float
+    needed: float | None
+    chance_of_one: float | None = None
+
+
+def costs(plan: Plan, count: int) -> list[Cost]:
+    """Return ways of trying about ``count`` settings with runs of ``plan``, with ε and needed noise of each.
+
+    plan: of one run, without a selection; its ε is the target.
+    """
+    target = plan.epsilon()
+    found = [Cost("one run, settings fixed", target, plan.noise_multiplier)]
+    grid = replace(plan, rounds=plan.rounds * count, budget=None)
+    found.append(Cost(f"a grid of {count} runs, all counted", grid.epsilon(), _needed(grid, target)))
+    for name, eta in LAWS.items():
+        trials = Trials(float(count), eta)
+        chosen = replace(plan, selection=Selection(trials), accountant="rdp")
+        first = next(chance for number, chance in trials.chances() if number == 1)
+        what = f"private selection, {name}, {count} in the mean"
+        found.append(Cost(what, chosen.epsilon(), _needed(chosen, target), first))
+    return found
+
+
+def _needed(plan: Plan, target: float) -> float | None:
+    try:
+        return calibrate(lambda sigma: plan.at(sigma).epsilon(), target, 2 * plan.event_multiplier)
+    except InputError:
+        return None
+
+
+def costs_of(recipe: Recipe, varied: Sequence[str], count: int, clients: int) -> list[Cost]:
+    """Return the costs for the dearest run that settings may make of a recipe; nothing is read and nothing drawn.
+
+    Raises InputError: a recipe or a setting that has no proof.
+    """
+    classes = law_classes(recipe, axes(varied)) if varied else [recipe]
+    plans = [replace(plan_of(each, algorithm_of(each), clients), accountant="rdp", budget=None) for each in classes]
+    for plan in plans:
+        if not plan.private:
+            allowed = "a private method: others cost nothing and prove nothing"
+            raise wrong("algorithm.name", recipe.algorithm.name, allowed)
+        check(plan)
+    dearest = max(plans, key=lambda plan: plan.epsilon())
+    return costs(replace(dearest, accountant=recipe.privacy.accountant), count)

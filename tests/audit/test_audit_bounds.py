@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from defects import largest_bound
 from scipy.stats import binom, norm
 
 from fedflat.audit.bounds import (
@@ -15,7 +16,6 @@ from fedflat.audit.bounds import (
     event_bound,
     gaussian_pair_epsilon,
     highest_rate,
-    largest_bound,
     lowest_rate,
     one_run_bound,
     one_run_p_value,

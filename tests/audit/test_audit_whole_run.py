@@ -12,11 +12,9 @@ import torch
 
 from fedflat.assembly.jobs import prepare
 from fedflat.audit import AuditResult, audit_run
-from fedflat.audit.injection import CanaryBackend, Directions, observe, with_canaries
-from fedflat.audit.one_run import guess
-from fedflat.audit.one_shot import estimate, spread
-from fedflat.audit.whole_run import write_audit
-from fedflat.cli.audit import _failed, table
+from fedflat.audit.injection import CanaryBackend, Directions, estimate, guess, observe, spread, with_canaries
+from fedflat.audit.mechanism import write_audit
+from fedflat.cli.audit import table
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
@@ -173,22 +171,20 @@ def result(**changes):
 
 
 def test_exit_status_follows_the_findings():
-    assert not _failed(result())
-    assert _failed(result(lower_bound=1.3))
-    assert _failed(result(violations=("the noise is not the same",)))
-    assert not _failed(result(kind="defect", lower_bound=2.0, proven=math.inf, violations=("as planted",)))
-    assert _failed(result(kind="defect", lower_bound=1.0, proven=math.inf))
-    assert not _failed(result(kind="canaries", lower_bound=None, estimate=5.0, confidence=None))
+    assert not result().exceeds_proven
+    assert result(lower_bound=1.3).exceeds_proven
+    assert result(violations=("the noise is not the same",)).exceeds_proven
+    assert not result(kind="canaries", lower_bound=None, estimate=5.0, confidence=None).exceeds_proven
 
 
 def test_table_fits_eighty_columns_and_shows_claim_and_proof_together():
     text = table([
-        result(), result(kind="defect", method="published clip", lower_bound=2.6, proven=6.57, violations=("x " * 70,)),
+        result(), result(method="published clip", violations=("x " * 70,)),
         result(kind="canaries", lower_bound=None, estimate=2.0, confidence=None), result(proven=math.inf, claimed=1.0),
         result(lower_bound=1.5), result(violations=("broken",)),
     ])  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("within the proof", "found: over the claim", "an estimate, no bound", "OVER THE PROVEN ε", "none",
+    for words in ("within the proof", "an estimate, no bound", "OVER THE PROVEN ε", "none",
                   "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What canaries rests on"):  # fmt: skip
         assert words in text
 
@@ -229,7 +225,7 @@ def test_command_without_anything_says_what_to_give():
 def worlds(**details):
     facts = {
         "movement": 1.0, "limit": 1.002, "back_end": "lowrank", "data": "ordinary", "left_out": 3,
-        "refused": {"graphs": "engine.backend: " + "no GPU " * 20},
+        "refused": {"ray": "engine.backend: " + "no GPU " * 20},
         "table": {"ordinary": {"sequential": 1.0, "lowrank": 1.0}, "a very long name | of others": {"lowrank": 3.4e6}},
     }  # fmt: skip
     return result(kind="worlds", lower_bound=None, confidence=None, canary="ordinary", details=facts | details)
@@ -244,7 +240,7 @@ def test_worlds_are_shown_beside_the_epsilons_in_eighty_columns():
         "within C",
         "3.4e+06",
         "3 pairs were left out",
-        "graphs: engine.backend",
+        "ray: engine.backend",
         "vect.-fp32",
         "∞ C",
     ):
@@ -254,13 +250,10 @@ def test_worlds_are_shown_beside_the_epsilons_in_eighty_columns():
 
 def test_a_movement_over_c_is_said_and_fails():
     over = dataclasses.replace(worlds(movement=2.7), violations=("lowrank, huge: the release moves by 2.7·C",))
-    assert _failed(over)
-    assert not _failed(worlds())
+    assert over.exceeds_proven
+    assert not worlds().exceeds_proven
     text = table([over])
     assert "OVER C" in text and "the release moves by 2.7·C" in text
-    planted = result(kind="defect", lower_bound=None, details={"movement": 2.0, "limit": 1.002}, violations=("x",))
-    assert not _failed(planted) and _failed(dataclasses.replace(planted, violations=()))
-    assert "found: over C" in table([planted])
 
 
 def test_worlds_of_a_recipe_and_where_there_are_none(monkeypatch):

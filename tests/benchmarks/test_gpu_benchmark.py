@@ -19,7 +19,7 @@ from benchmarks import agreement, gpu
 from benchmarks.systems import central, ours
 from benchmarks.systems.central import BATCHES, Central, best, search, sizes_of
 from benchmarks.table_gpu import limit, markdown_gpu, share
-from benchmarks.workloads import BY_NAME, G1, network, write_data
+from benchmarks.workloads import BY_NAME, G1, network
 from fedflat.models import build
 
 MACHINE = {"cpu": "a cpu", "cores": 4, "load_before": 0.1}
@@ -110,12 +110,12 @@ def entry(seconds: float, **facts: Any) -> dict[str, Any]:
 def report() -> dict[str, Any]:
     stages = {"local training, clip and sum": 0.9, "noise, ledger and server": 0.1}
     systems = {
-        "fedflat": entry(0.5, backend="graphs", block=1, streams=4, compiled=False, stages=stages),
-        "graphs-8": {"seconds": [], "error": "CUDA error: out of memory"},
+        "fedflat": entry(0.5, backend="vectorized", block=8, stages=stages),
+        "vectorized": {"seconds": [], "error": "CUDA error: out of memory"},
         "limit": entry(0.4, batch=800, rates={"400": 12_000.0, "800": 12_500.0}),
         "limit-graph": entry(0.288, batch=1600, samples=4800, rates={"1600": 16_666.0}),
     }
-    row = {"method": "dp-fedavg", "apart": {"graphs": 3e-7, "vectorized": "a | fault\nof two lines"}, "same": False}
+    row = {"method": "dp-fedavg", "apart": {"sequential": 3e-7, "vectorized": "a | fault\nof two lines"}, "same": False}
     return {
         "machine": MACHINE,
         "gpu": GPU | {"cudnn": 9},
@@ -132,9 +132,9 @@ def test_the_table_is_beside_the_fastest_limit_and_says_what_failed() -> None:
     assert share(made, "G1") == pytest.approx(0.6)
     text = markdown_gpu(made)
     assert "a gpu (140 GiB, power limit 700 W), driver 1.2" in text
-    how = "graphs, streams: 4, local training 90% of the round"
+    how = "vectorized, blocks of 8, local training 90% of the round"
     assert f"| fedflat | 10,000 | 11,111 | 0.60 | 0.5000 | 0.4500 | {how} |" in text
-    assert "| graphs-8 | – | – | – | – | – | failed: 'CUDA error: out of memory' |" in text
+    assert "| vectorized | – | – | – | – | – | failed: 'CUDA error: out of memory' |" in text
     assert "limit, examples/s by batch size: 400: 12,000, 800: 12,500." in text and "| batch 800 |" in text
     assert "| G1: fedflat of the limit | 0.7 | 0.60 | no |" in text and "G1-bf16" not in text
     assert "| dp-fedavg | 3.0e-07 | failed: a / fault of two lines | 0.002 |" in text
@@ -143,7 +143,7 @@ def test_the_table_is_beside_the_fastest_limit_and_says_what_failed() -> None:
 
 def test_a_target_is_met_from_its_share_on_and_nothing_is_said_of_what_was_not_measured() -> None:
     made = report()
-    made["workloads"]["G1"]["systems"]["fedflat"] = entry(0.3 / 0.75, backend="graphs")
+    made["workloads"]["G1"]["systems"]["fedflat"] = entry(0.3 / 0.75, backend="vectorized")
     text = markdown_gpu(made)
     assert "| 0.7 | 0.75 | yes |" in text and "| 0.9 | 0.75 | no |" in text
     del made["workloads"]["G1"]["systems"]["fedflat"]
@@ -197,31 +197,13 @@ def test_options_that_belong_to_the_other_device_are_refused(words: str, capsys:
 
 
 def test_parts_and_recipes_name_what_runs() -> None:
-    assert [s.name for s in gpu.systems_of("G1", ["limit", "graphs-8"])] == ["graphs-8", "limit"]
+    assert [s.name for s in gpu.systems_of("G1", ["limit", "vectorized"])] == ["vectorized", "limit"]
     assert {s.precision for s in gpu.systems_of("G1-bf16", list(gpu.KINDS))} == {"bf16"}
-    found = ours.recipe(G1, "graphs:4:compile", "bf16", "cuda")["engine"]
-    assert found == {"backend": "graphs", "precision": "bf16", "device": "cuda", "processes": 4, "compile": True}
+    found = ours.recipe(G1, "workers:4", "bf16", "cpu")["engine"]
+    assert found == {"backend": "workers", "precision": "bf16", "device": "cpu", "processes": 4}
     assert ours.recipe(G1, "auto", "fp32", "cpu")["engine"] == {
         "backend": "auto", "precision": "fp32", "device": "cpu"
     }  # fmt: skip
-
-
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "engine"))
-    from pretended_gpu import pretended_gpu
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    with pretended_gpu(monkeypatch):
-        yield
-
-
-def test_sums_on_a_pretended_gpu_agree(pretended: None) -> None:
-    rows = agreement.compare("cuda", ["dp-fedavg"], kernels=False)
-    assert [row["method"] for row in rows] == ["dp-fedavg", "dp-fedavg, dense"]
-    assert all(row["same"] and max(row["apart"].values()) < row["tolerance"] for row in rows), rows
-    assert set(agreement.DENSE) == set(rows[1]["apart"])
 
 
 def test_a_wrong_or_failing_sum_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,43 +215,13 @@ def test_a_wrong_or_failing_sum_is_no_agreement(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("no such kernel")
         wrong = torch.zeros_like(right)
         wrong[2, 5] = 0.01
-        return right + wrong if device == "cuda" and backend == "graphs" else right
+        return right + wrong if device == "cuda" and backend == "sequential" else right
 
     monkeypatch.setattr(agreement, "sums", made)
     row = agreement.row("dp-fedavg", "cuda", False, "fp32", agreement.WAYS)
-    assert not row["same"] and row["apart"]["sequential"] == 0.0 and row["apart"]["vectorized"] == "no such kernel"
-    assert row["apart"]["graphs, 1 stream"] == pytest.approx(0.01 / float(right[2].norm()))
+    assert not row["same"] and row["apart"]["vectorized"] == "no such kernel"
+    assert row["apart"]["sequential"] == pytest.approx(0.01 / float(right[2].norm()))
     assert agreement.apart(torch.full((1, 2), torch.nan), torch.ones(1, 2)) == np.inf
-
-
-class Paused:
-    """A gate that lets two rounds through."""
-
-    said: list[dict[str, Any]]
-
-    def __init__(self, synchronize: Any) -> None:
-        assert synchronize is torch.cuda.synchronize
-        Paused.said = []
-
-    def wait(self) -> None:
-        if len(Paused.said) == 2:
-            raise EOFError
-
-    def done(self, **facts: Any) -> None:
-        Paused.said.append(json.loads(json.dumps(facts)))
-
-
-def test_fedflat_runs_a_workload_on_the_device_it_is_told(
-    pretended: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    tiny = dataclasses.replace(BY_NAME["W2"], name="tiny", clients=6, cohort=3)
-    monkeypatch.setitem(BY_NAME, "tiny", tiny)
-    monkeypatch.setattr(ours, "Gate", Paused)
-    write_data(tiny, tmp_path)
-    with pytest.raises(EOFError):
-        ours.main("tiny", str(tmp_path), "graphs:2", "fp32", "cuda")
-    facts = Paused.said[0]
-    assert (facts["backend"], facts["streams"], facts["samples"], facts["compiled"]) == ("graphs", 2, 60, False)
 
 
 def test_what_the_check_cannot_answer_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

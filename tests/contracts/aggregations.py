@@ -56,7 +56,7 @@ def honest(method: str, **changes: dict) -> Aggregation:
 
     @functools.cache
     def aggregate(cohort: tuple[Member, ...], sigma: float) -> Released:
-        parts, first = made[sigma].parts, made[sigma].first
+        parts, first = made[sigma].parts, made[sigma].initial_weights
         state = parts.first_state(first[: parts.layout.dimension], made[sigma].threshold)
         broadcast = broadcast_of(parts, state, seed=1)
         accumulator = accumulator_of(parts, broadcast, KEY)

@@ -18,7 +18,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.types import ServerView
-from fedflat.engine.train import Job
+from fedflat.engine.job import Job
 from fedflat.pieces.server import optimizer
 
 PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
@@ -115,7 +115,7 @@ def recipe(method: str, changes: Mapping[str, Any] | None = None, **options: Any
         "algorithm": {"name": method, **options},
         "local": {"steps": 2, "batch_size": 100, "lr": 0.3},
         "cohort": {"size": len(SIZES)},
-        "privacy": {"clip": 0.2, "noise_multiplier": 1.5, "delta": 1e-5},
+        "privacy": {"clip": 0.2, "noise_multiplier": 1.5, "delta": 1e-5, "randomness": "seeded", "benchmark": True},
         "engine": {"backend": "sequential"},
     }
     for section, values in (changes or {}).items():
@@ -149,7 +149,7 @@ def at_the_sum(made: Job) -> Job:
     caught = Caught(made.parts.layout.dimension)
     bare = replace(made.parts.algorithm, server=(caught, *keep))
     made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)
-    made.first = torch.zeros_like(made.first)
+    made.initial_weights = torch.zeros_like(made.initial_weights)
     return made
 
 

@@ -27,11 +27,13 @@ ROUNDS = 4
 def recipe(secure: bool) -> dict[str, Any]:
     return {
         "rounds": ROUNDS,
+        "data": {"classes": 3},
         "model": {"name": "mlp", "hidden": 4},
         "algorithm": {"name": "dp-fedavg" if secure else "dp2-fedsam"},
         "local": {"steps": 1, "batch_size": 4, "momentum": 0.0},
         "cohort": {"size": 4},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": secure},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": secure}
+        | ({} if secure else {"randomness": "seeded", "benchmark": True}),
         "engine": {"backend": "sequential"},
     }
 

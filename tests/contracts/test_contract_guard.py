@@ -21,11 +21,9 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import stream
 from fedflat.core.rounding import ROUNDING
 from fedflat.guard import GIVEN, SOURCE, Guard
-from fedflat.pieces.mechanisms import gaussian
-from fedflat.pieces.secure import GridNoise
+from fedflat.pieces.mechanisms import GridNoise, gaussian
 from fedflat.privacy.ledger import Ledger, read
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.statement import render_text
 from fedflat.privacy.verify import recompute
 
 D = 20_000
@@ -387,7 +385,7 @@ def test_the_statement_and_the_ledger(tmp_path: Path) -> None:
         assert guard.epsilon == found["proven_epsilon"] == pytest.approx(4, rel=1e-3)
         assert (found["algorithm"], found["rounds"], found["noise_source"]) == ("mine", 5, SOURCE)
         assert recompute(lines).epsilon == pytest.approx(4, rel=1e-3)
-        assert "withstands floating-point attacks" in render_text(found)
+        assert "withstands floating-point attacks" in found["floating_point"]
         assert json.dumps(found)
 
 
@@ -399,7 +397,7 @@ def test_the_statement_is_of_every_start(tmp_path: Path, order: tuple[int, int])
         with made(tmp_path, **kinds[kind]) as guard:
             guard.release(turn, zeros(guard, turn, 3))
             found = guard.statement()
-    assert found["noise_source"] == GIVEN and "withstands floating-point" not in render_text(found)
+    assert found["noise_source"] == GIVEN and "withstands floating-point" not in found["floating_point"]
 
 
 def test_plans(tmp_path: Path) -> None:

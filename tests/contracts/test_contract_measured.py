@@ -18,10 +18,9 @@ from small_federation import recipe
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.mlp.lowrank import LowRankProblem
+from fedflat.backends.mlp import LowRankProblem
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import flatten, layout_of
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState, flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
 from fedflat.engine import accumulate, measured
@@ -29,6 +28,7 @@ from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Factored, Trace
 from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch
+from fedflat.engine.reduce import RoundSum
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.pieces.clipping import Adaptive, PerTensor, WholeVector, norms_of
 from fedflat.privacy.plan import build_plan
@@ -86,10 +86,11 @@ def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: in
         "privacy": {"clip": clip},
     }
     made = prepare(Recipe.of(recipe("dp-fedavg", changes)), network, clients)
-    state = made.parts.first_state(made.first, made.threshold)
+    state = made.parts.first_state(made.initial_weights, made.threshold)
     broadcast = broadcast_of(made.parts, state, made.seed)
     sink = accumulator_of(made.parts, broadcast, made.key)
-    made.backend.train(made.parts.plan.sampler.select(None), broadcast, sink, PersonalState(made.first[:0]))
+    reduced = RoundSum(made.parts.algorithm, made.parts.local, broadcast, sink, PersonalState(made.initial_weights[:0]))
+    reduced.add_cohort(made.backend, made.parts.plan.sampler.select(None))
     found: Tensor = sink.result().total
     return found
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fedflat
 from fedflat.algorithms import ALGORITHMS
+from fedflat.core.types import MOMENTUM
 
 ROUNDS, STEPS, LR, DECAY = 3, 4, 0.3, 0.9
 
@@ -59,7 +60,7 @@ def difference(found: Tensor, method: str) -> float:
     """Distance to plain FedAvg, relative to how far FedAvg went."""
     frozen = {"2.weight", "2.bias"} if ALGORITHMS[method]().head is not None else set()
     frozen |= {"2.bias"} if method == "dp-fedavg-la" else set()  # held, at any strength
-    twin = plain_fedavg(module(), ALGORITHMS[method]().momentum, frozen)
+    twin = plain_fedavg(module(), MOMENTUM if (own := ALGORITHMS[method]().momentum) is None else own, frozen)
     first = weights(module()).double()
     return float(torch.linalg.vector_norm(found.double() - twin) / torch.linalg.vector_norm(twin - first))
 

@@ -19,8 +19,8 @@ import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.core.cohorts import Poisson
 from fedflat.core.rounding import ROUNDING
+from fedflat.engine.job import Job
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
-from fedflat.engine.train import Job
 
 WIDE = 1500  # hidden units: about 15,000 weights
 RARE = 0.01  # expected cohort
@@ -30,7 +30,7 @@ def sums(made: Job, rounds: int, key: bytes = agg.KEY, members: int = 0) -> list
     """The noisy sums of rounds in which ``members`` clients sent zero."""
     made = at_the_sum(made)
     parts, found = made.parts, []
-    state = parts.first_state(made.first[: parts.layout.dimension], made.threshold)
+    state = parts.first_state(made.initial_weights[: parts.layout.dimension], made.threshold)
     for _ in range(rounds):
         broadcast = broadcast_of(parts, state, 3)
         accumulator = accumulator_of(parts, broadcast, key)
@@ -165,7 +165,7 @@ def test_a_ledger_that_cannot_be_written_stops_the_release() -> None:
 
     made = job("dp-fedavg")
     parts = made.parts
-    state = parts.first_state(made.first, made.threshold)
+    state = parts.first_state(made.initial_weights, made.threshold)
     broadcast = broadcast_of(parts, state, 1)
     with pytest.raises(OSError, match="no space"):
         finish_round(parts, state, broadcast, accumulator_of(parts, broadcast, agg.KEY).result(), agg.KEY, full_disk)
@@ -193,7 +193,7 @@ def test_an_empty_cohort_is_divided_by_the_same_constant() -> None:
     (noise,) = sums(job("dp-fedavg", {"cohort": {"size": 0.5}}, module(WIDE)), 1)
     assert fits(noise, 0.3)
     made = at_the_sum(job("dp-fedavg", {"cohort": {"size": 0.5}}, module(WIDE)))
-    state = made.parts.first_state(made.first, made.threshold)
+    state = made.parts.first_state(made.initial_weights, made.threshold)
     broadcast = broadcast_of(made.parts, state, 3)
     total = accumulator_of(made.parts, broadcast, agg.KEY).result()
     new, _ = finish_round(made.parts, state, broadcast, total, agg.KEY, print)

@@ -12,7 +12,6 @@ from small_federation import clients, recipe
 from torch import Tensor, nn
 
 import fedflat
-from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import InputError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, ClientState, Phase, ServerView
@@ -144,11 +143,11 @@ def _as_it_was(self: MethodScale, norms: Tensor, threshold: float) -> Tensor:
     return self.rule(norms, threshold).to(norms)
 
 
-TWINS: dict[str, tuple[Any, str, Any]] = {
-    "rule_writes_into_the_broadcast": (Broadcast, "own", lambda self: self),
-    "transform_writes_into_the_broadcast": (Broadcast, "own", lambda self: self),
-    "state_writes_into_the_broadcast": (Broadcast, "own", lambda self: self),
-    "transform_hides_what_it_saw": (Sequential, "settle", lambda self: None),
+TWINS: dict[str, tuple[Any, ...]] = {
+    "rule_writes_into_the_broadcast": (Broadcast, "for_one_client", lambda self: self),
+    "transform_writes_into_the_broadcast": (Broadcast, "for_one_client", lambda self: self),
+    "state_writes_into_the_broadcast": (Broadcast, "for_one_client", lambda self: self),
+    "transform_hides_what_it_saw": ("fedflat.backends.sequential.refuse_change", lambda *_, **how: None),
     "factor_of_the_whole_block": (MethodScale, "_asked", _as_it_was),
     "factor_that_shortens_the_norms": (MethodScale, "_asked", _as_it_was),
     "factor_that_remembers": (MethodScale, "_asked", _as_it_was),
@@ -158,10 +157,8 @@ TWINS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 def test_as_it_was_it_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*TWINS[name])
-    if name.startswith("factor"):  # which was neither tried nor a reason to train clients one by one
-        monkeypatch.setattr("fedflat.assembly.jobs.packaged", lambda method: True)
-        monkeypatch.setattr("fedflat.assembly.trial_of_pieces._try_scale", lambda rule: None)
-    assert movement(METHODS[name], "vectorized") > 1.002
+    monkeypatch.setattr("fedflat.assembly.piece_check._try_scale", lambda rule: None)
+    assert movement(METHODS[name], "vectorized" if name.startswith("factor") else "sequential") > 1.002
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 import fedflat
+from fedflat.engine import resume
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint
 from fedflat.records.folder import RunFolder, plain
+from fedflat.records.opening import Opening
 
 ROUNDS = 16
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports for every kill
@@ -47,6 +51,7 @@ def recipe(method: str) -> dict[str, Any]:
         "privacy": {
             "clip": {"kind": "adaptive", "initial": 0.3, "count_noise": 2.0} if method == "dp-fedsam" else 0.3,
             "noise_multiplier": 1.0,
+            "randomness": "seeded",
         },
         "server": SERVER.get(method, {"momentum": 0.5}),
         "engine": {"backend": "sequential"},
@@ -172,6 +177,42 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     charged = [line["round"] for line in lines(tmp_path / "torn" / "ledger.jsonl") if "round" in line]
     assert set(charged) == set(range(4))
+
+
+def forge(path: Path) -> None:
+    """Other weights with a checksum that fits, as whoever may write to the folder would make them."""
+    tensors, facts = checkpoint._read(path)
+    tensors["shared"], facts = tensors["shared"] + 1, {k: v for k, v in facts.items() if k != "sha256"}
+    checkpoint._write(path, tensors, {**facts, "sha256": checkpoint._seal(tensors, facts)})
+
+
+def test_a_newest_checkpoint_that_the_run_did_not_write_is_refused(tmp_path: Path) -> None:
+    """As verify does: its checksum must be that in tips.jsonl, and its round that of its name."""
+    small, count = recipe("dp-fedavg") | {"rounds": 4}, iter(range(9))
+    fedflat.run(small, out=tmp_path / "run", should_stop=lambda: next(count) > 2)
+    for name in ("forged", "renamed", "unnamed", "twin"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+    newest = "checkpoints/round-000003.safetensors"
+    forge(tmp_path / "forged" / newest)
+    (tmp_path / "unnamed" / "tips.jsonl").unlink()
+    for name in ("forged", "unnamed"):
+        with pytest.raises(fedflat.InputError, match=r"round-000003.*that tips\.jsonl does not name"):
+            fedflat.run(small, out=tmp_path / name, resume=True)
+    shutil.copyfile(tmp_path / "run/checkpoints/round-000002.safetensors", tmp_path / "renamed" / newest)
+    found = fedflat.run(small, out=tmp_path / "renamed", resume=True)  # set aside, and gone on from the one before
+    assert any("found the one of round 2" in note for note in found.notes)
+    forge(tmp_path / "twin" / newest)
+    with pytest.MonkeyPatch.context() as patch:  # broken twin: nothing compares
+        patch.setattr(resume, "_check_noted", lambda job, round, facts: None)
+        fedflat.run(small, out=tmp_path / "twin", resume=True)
+
+
+def test_a_run_of_0_2_says_which_version_resumes_it(tmp_path: Path) -> None:
+    small, count = recipe("dp-fedavg") | {"rounds": 2}, iter(range(9))
+    fedflat.run(small, out=tmp_path / "run", should_stop=lambda: next(count) > 0)
+    replace(Opening.read(tmp_path / "run"), terms={}).write(tmp_path / "run")
+    with pytest.raises(fedflat.InputError, match=r"a run of fedflat 0\.2; allowed: fedflat 0\.2, which resumes it"):
+        fedflat.run(small, out=tmp_path / "run", resume=True)
 
 
 SHORT = 5

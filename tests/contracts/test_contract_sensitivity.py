@@ -17,11 +17,12 @@ from torch import Tensor
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.reduce import RoundSum
 from fedflat.engine.round import accumulator_of, broadcast_of
-from fedflat.methods.ae_dpfl.rounds import VoteClip
+from fedflat.methods.votes import VoteClip
 
 
 @pytest.mark.parametrize("method", PRIVATE)
@@ -64,7 +65,7 @@ def test_per_tensor_clips_earn_the_root_of_their_squares() -> None:
     parts = made.parts
     assert parts.clip.bound(made.threshold) == pytest.approx(bound, rel=1e-12)
     assert parts.plan.std(parts.clip.bound(made.threshold)) == pytest.approx(2 * bound * (1 + ROUNDING), rel=1e-12)
-    state = parts.first_state(made.first, made.threshold)
+    state = parts.first_state(made.initial_weights, made.threshold)
     lengths = []
     for member in agg.canaries(parts.layout.dimension, parts.layout.tensors("shared")).values():
         accumulator = accumulator_of(parts, broadcast_of(parts, state, 1), agg.KEY)
@@ -80,7 +81,7 @@ def test_the_adaptive_clips_count_moves_by_one_half() -> None:
     made = agg.job("dp-fedsam", {"privacy": {"clip": clip}})
     parts = made.parts
     d, tensors = parts.layout.dimension, parts.layout.tensors("shared")
-    state = parts.first_state(made.first, made.threshold)
+    state = parts.first_state(made.initial_weights, made.threshold)
 
     def bits(cohort: list[agg.Member]) -> float:
         accumulator = accumulator_of(parts, broadcast_of(parts, state, 1), agg.KEY)
@@ -129,7 +130,7 @@ def test_a_message_outside_the_common_mask_is_not_released() -> None:
     """Noise lives on the mask, so nothing else may leave, whatever a client sends."""
     made = agg.at_the_sum(agg.job("fed-smp-randk", keep=0.3))
     parts = made.parts
-    state = parts.first_state(made.first, made.threshold)
+    state = parts.first_state(made.initial_weights, made.threshold)
     broadcast = broadcast_of(parts, state, 1)
     accumulator = accumulator_of(parts, broadcast, agg.KEY)
     accumulator.add(torch.ones(parts.layout.dimension), [1])
@@ -159,7 +160,7 @@ def test_sums_on_a_grid_hold_too(method: str, changes: dict[str, Any]) -> None:
     made = agg.job(method, changes)
     parts = made.parts
     d, tensors = parts.message_length, parts.message_tensors
-    state = parts.first_state(made.first, made.threshold)
+    state = parts.first_state(made.initial_weights, made.threshold)
     broadcast = broadcast_of(parts, state, 1)
 
     def total(cohort: list[agg.Member]) -> Tensor:
@@ -213,12 +214,12 @@ def _sum(method: str, backend: str, kind: str, network: torch.nn.Module) -> Tens
     """The noiseless sum of one round through the real back end."""
     made = prepare(Recipe.of(recipe(method, {"engine": {"backend": backend}})), network, _poisoned(kind))
     parts = made.parts
-    state = parts.first_state(made.first[: parts.layout.dimension], made.threshold)
+    state = parts.first_state(made.initial_weights[: parts.layout.dimension], made.threshold)
     broadcast = broadcast_of(parts, state, made.seed)
     accumulator = accumulator_of(parts, broadcast, made.key)
-    made.backend.train(
-        parts.plan.sampler.select(None), broadcast, accumulator, PersonalState(made.first[parts.layout.dimension :])
-    )
+    kept = PersonalState(made.initial_weights[parts.layout.dimension :])
+    reduced = RoundSum(parts.algorithm, parts.local, broadcast, accumulator, kept)
+    reduced.add_cohort(made.backend, parts.plan.sampler.select(None))
     return accumulator.result().total
 
 

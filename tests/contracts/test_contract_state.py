@@ -20,12 +20,16 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.cohorts import Poisson
-from fedflat.core.personal import PersonalState
-from fedflat.core.types import Algorithm, ClientState, LocalView, Phase, ServerView, StateView, UpdateView
-from fedflat.engine import kept
+from fedflat.core.params import PersonalState
+from fedflat.core.types import Algorithm, ClientState, ClientView, Phase, ServerView
+from fedflat.engine import reduce
 from fedflat.engine.client import LocalResult
+from fedflat.engine.job import Job
+from fedflat.engine.reduce import RoundSum, Trained
 from fedflat.engine.round import accumulator_of, broadcast_of
-from fedflat.engine.train import Job, train
+from fedflat.engine.train import train
+
+pytestmark = pytest.mark.usefixtures("noise_of_any_engine")
 
 KEEPING = ["dp-scaffold", "fed-normec"]
 ENGINES: list[dict[str, Any]] = [
@@ -39,7 +43,7 @@ ENGINES: list[dict[str, Any]] = [
 class Sum:
     """A state that is all a client ever sent."""
 
-    def __call__(self, sent: Tensor, view: StateView) -> Tensor:
+    def __call__(self, sent: Tensor, view: ClientView) -> Tensor:
         return view.state["sent"] + sent
 
 
@@ -59,10 +63,12 @@ def made(method: Algorithm | str, changes: dict[str, Any] | None = None, data: A
 
 def one_round(job: Job) -> tuple[Tensor, PersonalState]:
     """The noiseless sum of a round, and what clients keep after it."""
-    parts, heads = job.parts, PersonalState(job.first[job.parts.layout.dimension :])
-    broadcast = broadcast_of(parts, parts.first_state(job.first[: parts.layout.dimension], job.threshold), job.seed)
+    parts, heads = job.parts, PersonalState(job.initial_weights[job.parts.layout.dimension :])
+    broadcast = broadcast_of(
+        parts, parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold), job.seed
+    )
     accumulator = accumulator_of(parts, broadcast, job.key)
-    job.backend.train(np.arange(5), broadcast, accumulator, heads)
+    RoundSum(parts.algorithm, parts.local, broadcast, accumulator, heads).add_cohort(job.backend, np.arange(5))
     return accumulator.result().total, heads
 
 
@@ -83,7 +89,7 @@ def test_what_is_remembered_is_what_was_added(engine: dict[str, Any], clip: Any)
 
 
 def test_a_memory_of_the_unclipped_message_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "as_added", lambda message, factors, tensors: message)
+    monkeypatch.setattr(reduce, "as_added", lambda message, factors, tensors: message)
     with pytest.raises(AssertionError):
         remembered_is_added(ENGINES[0], 0.05)
 
@@ -103,7 +109,8 @@ def test_a_message_that_is_not_finite_moves_no_state() -> None:
         message = torch.full((parts.message_length,), 1.0)
         message[3] = number
         result = LocalResult(message, torch.zeros(0), zero, zero)
-        kept.add_trained(accumulator, heads, parts.algorithm, parts.local, broadcast, client, 5, result)
+        reduced = RoundSum(parts.algorithm, parts.local, broadcast, accumulator, heads)
+        reduced.add(Trained.of([client], [5], result))
     states = heads.states["sent"]
     assert not bool(states[0].any()) and not bool(states[1].any())
     torch.testing.assert_close(states[2].double(), accumulator.result().total)
@@ -112,7 +119,7 @@ def test_a_message_that_is_not_finite_moves_no_state() -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    def __call__(self, sent: Tensor, view: StateView) -> Tensor:
+    def __call__(self, sent: Tensor, view: ClientView) -> Tensor:
         return sent / 0
 
 
@@ -130,11 +137,13 @@ def test_the_others_states_do_not_see_a_client(method: str, monkeypatch: pytest.
     kept_by = []
     for data in (clients(), poisoned):
         job = made(method, {"engine": {"backend": "vectorized", "block": 3}}, data)
-        heads = PersonalState(job.first[job.parts.layout.dimension :])
-        state = job.parts.first_state(job.first, job.threshold)
+        heads = PersonalState(job.initial_weights[job.parts.layout.dimension :])
+        state = job.parts.first_state(job.initial_weights, job.threshold)
         for round in range(2):
             broadcast = broadcast_of(job.parts, replace(state, round=round), job.seed)
-            job.backend.train(np.arange(5), broadcast, accumulator_of(job.parts, broadcast, job.key), heads)
+            total = accumulator_of(job.parts, broadcast, job.key)
+            method, local = job.parts.algorithm, job.parts.local
+            RoundSum(method, local, broadcast, total, heads).add_cohort(job.backend, np.arange(5))
         kept_by.append(heads)
     for name, states in kept_by[0].states.items():
         assert all(torch.equal(states[i], kept_by[1].states[name][i]) for i in (0, 1, 3, 4))
@@ -272,8 +281,8 @@ class Jitter:
 
     seen: tuple[list[float], ...] = ()
 
-    def __call__(self, given: Any, view: LocalView | UpdateView) -> Any:
-        if isinstance(view, LocalView):
+    def __call__(self, given: Any, view: ClientView) -> Any:
+        if view.start is not None:  # a gradient rule
             return lambda w: given(w) + 0.01 * torch.from_numpy(view.generator.standard_normal(w.shape)).to(w)
         return given * (1 + 0.01 * float(view.generator.standard_normal()))
 
@@ -285,7 +294,9 @@ def drawing(rule: bool) -> Algorithm:
 @pytest.mark.parametrize("rule", [True, False])
 def test_a_clients_generator_is_its_own_on_every_back_end(rule: bool) -> None:
     wide = {"privacy": {"clip": 10.0}}
-    sums: Sequence[Tensor] = [one_round(made(drawing(rule), {"engine": engine, **wide}))[0] for engine in ENGINES]
+    alone = [engine for engine in ENGINES if engine["backend"] not in ("vectorized", "lowrank")]
+    with pytest.warns(UserWarning, match=r"draws from view\.generator, so clients train one by one"):
+        sums: Sequence[Tensor] = [one_round(made(drawing(rule), {"engine": engine, **wide}))[0] for engine in alone]
     plain = one_round(made("dp-fedavg", wide))[0]
     for found in sums[1:]:
         torch.testing.assert_close(found, sums[0], rtol=1e-6, atol=1e-9)
@@ -294,6 +305,6 @@ def test_a_clients_generator_is_its_own_on_every_back_end(rule: bool) -> None:
 
 def test_a_block_has_no_generator() -> None:
     job = made("dp-fedavg", {"engine": {"backend": "vectorized", "block": 3}})
-    job.backend = replace(job.backend, algorithm=drawing(False), random=False, alone=None)  # type: ignore[type-var]
+    job.backend = replace(job.backend, algorithm=drawing(False))  # type: ignore[type-var]
     with pytest.raises(fedflat.RunError, match=r"view\.generator is for clients that train alone"):
         one_round(job)

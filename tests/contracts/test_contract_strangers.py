@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.vectorized import Vectorized
+from fedflat.backends.vectorized import placed_in_blocks
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.personal import PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import from_pairs
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.accumulate import EMPTY, Accumulator
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.factored import Factored
+from fedflat.engine.reduce import RoundSum
 from fedflat.engine.round import broadcast_of
 
 WATCHED = 2
@@ -94,9 +95,11 @@ def messages_of(made: Any, change: Any = None) -> dict[int, Tensor]:
     parts, backend = made.parts, made.backend
     if change is not None:
         change(backend)
-    broadcast = broadcast_of(parts, parts.first_state(made.first[: parts.layout.dimension], 1.0), made.seed)
+    broadcast = broadcast_of(parts, parts.first_state(made.initial_weights[: parts.layout.dimension], 1.0), made.seed)
     sink = Messages(parts)
-    backend.train(np.arange(made.data.clients), broadcast, sink, PersonalState(made.first[parts.layout.dimension :]))
+    kept = PersonalState(made.initial_weights[parts.layout.dimension :])
+    reduced = RoundSum(parts.algorithm, parts.local, broadcast, sink, kept)
+    reduced.add_cohort(backend, np.arange(made.data.clients))
     if hasattr(backend, "close"):
         backend.close()
     present = [client for client in range(made.data.clients) if made.data.sizes[client]]
@@ -123,7 +126,6 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
     ("dense", {"backend": "sequential"}),
     ("convolution", {"backend": "vectorized"}),
     ("convolution", {"backend": "vectorized", "block": 2, "processes": 2}),
-    ("dropout", {"backend": "vectorized"}),
     ("dropout", {"backend": "sequential"}),
     ("dropout", {"backend": "auto"}),
 ]
@@ -142,39 +144,74 @@ def test_nobodys_message_depends_on_another_clients_data(kind: str, engine: dict
     strangers(kind, method, **engine)
 
 
-def test_masks_are_those_of_the_client_alone_in_every_back_end() -> None:
-    alone = messages("present", "dropout", "dp-fedsam", backend="sequential")
-    for engine in ({"backend": "vectorized"}, {"backend": "vectorized", "block": 2}, {"backend": "auto"}):
-        found = messages("present", "dropout", "dp-fedsam", **engine)
-        assert all(torch.equal(found[client], message) for client, message in alone.items())
+def test_what_draws_random_numbers_is_refused_in_blocks() -> None:
+    with pytest.raises(InputError, match=r"engine.backend: found vectorized with training that draws random numbers"):
+        messages("present", "dropout", "dp-fedsam", backend="vectorized")
 
 
-def test_a_block_that_draws_without_warning_is_trained_again_one_by_one() -> None:
-    """Nobody said that the model is random: the block's outcome is thrown away."""
-
-    def unknown(backend: Vectorized) -> None:
-        assert backend.random
-        backend.random = False
-
-    strangers("dropout", "dp-fedavg", unknown, backend="vectorized")
-    alone = messages("present", "dropout", "dp-fedavg", backend="sequential")
-    found = messages("present", "dropout", "dp-fedavg", unknown, backend="vectorized")
-    assert all(torch.equal(found[client], message) for client, message in alone.items())
+# ------------------------------------------------------- with training that makes another rounding another message
 
 
-# ---------------------------------------------------------------- broken twins
+BLOCKS = [("vectorized", None), ("vectorized", 7), ("vectorized", 16), ("lowrank", None), ("lowrank", 7)]
+THERE = np.array([0, 3, 4, 5, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23])
 
 
-def _shared_masks(backend: Vectorized) -> None:
-    """Blocks cut from those who have data, one generator for a block: as it was."""
-    backend.random, backend.alone = False, None
-    whole, sizes = backend.train, backend.data.sizes
-    backend.train = lambda cohort, *rest: whole(cohort[sizes[cohort] > 0], *rest)  # type: ignore[method-assign]
+def chaotic(backend: str, block: int | None) -> Any:
+    """SAM with a large radius on contradictory labels: a difference in the last bit becomes one of the clip's size."""
+    draw = np.random.default_rng(1)
+    inputs = [torch.from_numpy(2 * draw.standard_normal((6, 24), dtype=np.float32)).repeat(2, 1) for _ in range(24)]
+    labels = torch.arange(6).repeat(2).add(torch.arange(2).repeat_interleave(6)) % 3
+    network = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 3))
+    with seeded_torch(0, "weights"), torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    changes = {
+        "algorithm": {"name": "dp-fedsam", "rho": 5.0},
+        "cohort": {"size": 12},
+        "local": {"steps": 40, "batch_size": 5, "lr": 1.0, "momentum": 0.0},
+        "engine": {"backend": backend, "block": block, "processes": 2},
+    }
+    return prepare(Recipe.of(recipe("dp-fedsam", changes)), network, [(x, labels) for x in inputs])
 
 
-def test_the_twin_with_one_generator_for_a_block_is_caught() -> None:
-    with pytest.raises(AssertionError):
-        strangers("dropout", "dp-fedavg", _shared_masks, backend="vectorized")
+def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
+    """Everybody's message, added in one world."""
+    parts, sink = made.parts, Messages(made.parts)
+    broadcast = broadcast_of(parts, parts.first_state(made.initial_weights[: parts.layout.dimension], 1.0), made.seed)
+    kept = PersonalState(made.initial_weights[parts.layout.dimension :])
+    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(made.backend, cohort)
+    return dict(zip(cohort.tolist(), sink.kept))
+
+
+def moved_by_a_coin(made: Any) -> int:
+    """How many messages are not the same bits, whoever else is in the cohort."""
+    whole, worlds = sent_by(made, THERE), [THERE[1:], np.delete(THERE, 6), THERE[::2], THERE[:1]]
+    found = [(client, message) for world in worlds for client, message in sent_by(made, world).items()]
+    return sum(not torch.equal(whole[client], message) for client, message in found)
+
+
+@pytest.mark.parametrize(("backend", "block"), BLOCKS)
+def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block: int | None) -> None:
+    assert moved_by_a_coin(chaotic(backend, block)) == 0
+
+
+def in_order(clients: np.ndarray, size: int) -> np.ndarray:
+    """Blocks cut from the cohort as it comes, so that a coin moves the places of all behind it: as it was."""
+    whole = np.concatenate([clients, np.full(-len(clients) % size, EMPTY)])
+    return whole.reshape(-1, size)
+
+
+@pytest.mark.parametrize("block", [5, 7])
+def test_the_twin_with_places_that_follow_the_cohort_is_caught(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedflat.backends.vectorized.placed_in_blocks", in_order)
+    assert moved_by_a_coin(chaotic("vectorized", block)) > 0
+
+
+def test_a_place_follows_from_the_clients_number_alone() -> None:
+    blocks = placed_in_blocks(np.array([1, 4, 6, 7, 9]), 3)
+    assert blocks.tolist() == [[6, 1, EMPTY], [9, 4, EMPTY], [EMPTY, 7, EMPTY]]
+    assert placed_in_blocks(np.arange(6), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert placed_in_blocks(np.array([], dtype=np.int64), 3).shape == (0, 3)
 
 
 def shapes(world: str) -> list[Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pytest
@@ -14,9 +14,8 @@ from torch import nn
 from fedflat.core import checks, rng
 from fedflat.core.checks import InputError
 from fedflat.core.loss import IGNORE, example_loss, weighted_mean
-from fedflat.core.offered import Offered
 from fedflat.core.params import flatten, last_linear, layout_of, load
-from fedflat.core.share import count_of
+from fedflat.pieces.transforms import count_of
 
 
 def network() -> nn.Module:
@@ -234,47 +233,12 @@ def test_many_streams_are_each_bit_for_bit_the_stream_of_that_name() -> None:
     assert list(rng.Streams(3, "batches").each([])) == []
 
 
-# ---------------------------------------------------------------- protocols
+# ---------------------------------------------------------------- doors
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-@runtime_checkable
-class ByTyping(Named, Protocol):
-    size: int
-
-    def __call__(self) -> int: ...
-
-
-@runtime_checkable
-class Quick(Named, Protocol, metaclass=Offered):
-    size: int
-
-    def __call__(self) -> int: ...
-
-
-@pytest.mark.parametrize("asked", [ByTyping, Quick])
-def test_a_protocol_is_asked_for_as_typing_does(asked: Any) -> None:
-    class Whole:
-        name = "whole"
-
-        def __init__(self) -> None:
-            self.size = 1
-
-        def __call__(self) -> int:
-            return 1
-
-    class Derived(asked):  # type: ignore[misc]
-        name, size = "derived", 2
-
-    class Called(Whole):
-        __call__ = None  # type: ignore[assignment]
-
-    emptied = Whole()
-    del emptied.size
-    found = [isinstance(thing, asked) for thing in (Whole(), Derived(), emptied, Called(), 3, Whole)]
-    assert found == [True, True, False, False, False, False]
-    assert isinstance(Derived(), Derived) and not isinstance(Whole(), Derived)
+@pytest.mark.parametrize("room", ["backends", "config", "core", "data", "engine", "methods", "pieces"])
+def test_a_room_gives_what_its_door_names_and_nothing_else(room: str) -> None:
+    door = importlib.import_module(f"fedflat.{room}")
+    assert all(getattr(door, name) is not None for name in door._PLACES)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        door.nothing  # noqa: B018

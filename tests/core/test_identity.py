@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import functools
+import itertools
+import math
+import os
 import subprocess
 import sys
+import time
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +24,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import dp_fedsam
+from fedflat.core import identity
 from fedflat.core.identity import identity_of
 
 
@@ -80,6 +88,7 @@ def inside(x: float) -> float:
 
 
 settings = types.ModuleType("settings_of_a_user")
+settings.inner = types.ModuleType("settings_of_a_user.inner")  # type: ignore[attr-defined]
 
 
 def of_a_module(x: float) -> float:
@@ -116,12 +125,32 @@ def _order(value: float) -> nn.Module:
     return nn.Sequential(OrderedDict(sorted(layers.items(), reverse=value > 1)))
 
 
+def _nested(value: float) -> Any:
+    steps = {"add": 1.0, "scale": 2.0}
+    return Holder([{"steps": dict(sorted(steps.items(), reverse=value > 1))}])
+
+
+def _mode(value: float) -> Any:
+    class Mode(enum.Enum):
+        A = "a"
+
+        def act(self, x: float) -> float:
+            return x * self.scale()
+
+        scale = (lambda self: 1.0) if value < 2 else (lambda self: 2.0)
+
+    return Mode
+
+
 ONLY: dict[str, Callable[[float], Any]] = {
+    "what a member of an enumeration does": lambda value: _mode(value).A,
+    "what a missing key of a map gives": lambda value: defaultdict(plus(value)),
     "a global of an inner function": _global,
     "a constant of a user's module": _setting,
     "a field named training": lambda value: Trained(training=value),
     "a field named grad": lambda value: Trained(grad=value),
     "the order of layers": _order,
+    "the order of a map inside a list": _nested,
     "the owner of a built-in method": lambda value: [value].__getitem__,
     "a function's attribute": lambda value: _attribute(plus(1.0), value),
     "a number's attribute": lambda value: _attribute(Counted(1), value),
@@ -166,6 +195,92 @@ def test_a_trained_mode_changes_nothing_and_a_weight_does() -> None:
 @pytest.mark.parametrize("value", [iter([1]), np.array([object()]), Holder(iter("a")), (x for x in "a")])
 def test_what_cannot_be_looked_into_is_not_identified(value: Any) -> None:
     assert identity_of(value) is None
+
+
+def reads_the_environment(x: float) -> float:
+    return x * float(os.environ.get("SCALE", "1"))
+
+
+def reads_the_environment_inside(x: float) -> float:
+    from os import getenv
+
+    return x * float(getenv("SCALE", "1"))
+
+
+def reads_a_file(x: float) -> float:
+    with open("scale.txt") as file:
+        return x * float(file.read())
+
+
+def reads_a_tensor(x: float) -> Any:
+    return x * torch.load("scale.pt")
+
+
+def reads_a_global_by_its_name(x: float) -> Any:
+    return x * globals()["SCA" + "LE"]
+
+
+def reads_a_module_by_name(x: float) -> Any:
+    return x * getattr(settings, "sca" + "le")
+
+
+def reads_the_clock(x: float) -> float:
+    return x * time.time()
+
+
+def reads_a_module_of_a_module(x: float) -> Any:
+    return settings.inner.scale * x
+
+
+def imports_as_it_runs(x: float) -> Any:
+    import settings_of_a_user  # type: ignore[import-not-found]
+
+    return x * settings_of_a_user.scale
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (lambda: x * float(Path("scale.txt").read_text()))()
+
+
+class Deque(deque):  # type: ignore[type-arg]
+    """A C object with a dictionary of attributes, and its values elsewhere."""
+
+
+OUTSIDE: list[Any] = [
+    reads_the_environment, reads_the_environment_inside, reads_a_file, reads_a_tensor, reads_a_global_by_its_name,
+    reads_a_module_by_name, reads_a_module_of_a_module, reads_the_clock, imports_as_it_runs, Reads(),
+    functools.partial(reads_a_file),
+    ctypes.c_int(3), ctypes.c_double(3.0), Holder(ctypes.c_int(3)), (ctypes.c_int * 2)(1, 2), Deque([1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OUTSIDE, ids=[getattr(v, "__name__", type(v).__name__) for v in OUTSIDE])
+def test_what_reads_the_outside_is_not_identified(value: Any) -> None:
+    assert identity_of(value) is None
+
+
+@functools.cache
+def cached(x: float) -> float:
+    return x * SCALE
+
+
+def of_the_library(x: Any) -> Any:
+    return np.load_like(x) + math.sqrt(itertools.count())  # type: ignore[attr-defined,arg-type,type-var]
+
+
+def test_code_that_keeps_to_itself_is_identified() -> None:
+    """Else every method of one's own would do without the seed."""
+    for value in (cached, of_the_library, Net(), nn.Sequential(nn.Linear(2, 2)), Slotted(1), Counted(1)):
+        assert identity_of(value) is not None, value
+
+
+def test_identity_that_sorts_maps_or_reads_names_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twins: no look at names that reach outside, and none at what C objects hold."""
+    monkeypatch.setattr(identity, "_refuse_outside", lambda value, names: None)
+    assert identity_of(reads_the_environment) is not None
+    monkeypatch.setattr(identity, "_has_hidden", lambda kind: False)
+    assert identity_of(ctypes.c_int(3)) == identity_of(ctypes.c_int(4)) is not None
 
 
 def test_the_same_in_another_process() -> None:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from fedflat.core.checks import InputError
-from fedflat.core.cohorts import make_sampler
+from fedflat.core.cohorts import NEVER, CyclicPoisson, Full, MinSeparation, Scheduled, make_sampler, separated
 from fedflat.core.rng import stream
-from fedflat.core.schedules import NEVER, CyclicPoisson, Full, MinSeparation, Scheduled, separated
 
 SECRET = stream(b"\1" * 32, "cohort", 0)
 

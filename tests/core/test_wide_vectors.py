@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from fedflat.core import wide
+from fedflat.core import rounding
 
-LENGTHS = (1, 7, wide.CACHED, wide.CACHED + 1, 3 * wide.CACHED + 5)
+LENGTHS = (1, 7, rounding.CACHED, rounding.CACHED + 1, 3 * rounding.CACHED + 5)
 
 
 def vector(length: int, scale: float = 1.0) -> torch.Tensor:
@@ -20,10 +20,10 @@ def vector(length: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_norms_and_distances(length: int, scale: float) -> None:
     v, w = vector(length, scale), vector(length + 1, scale)[:length]
-    assert float(wide.norm(v)) == pytest.approx(math.sqrt(math.fsum(x * x for x in v.double().tolist())), rel=1e-13)
-    assert wide.norm(v).dtype == torch.float64
-    assert wide.distance(v, w.double()) == pytest.approx(float((v.double() - w.double()).norm()), rel=1e-12)
-    assert wide.distance(v, v.double()) == 0.0
+    assert float(rounding.norm(v)) == pytest.approx(math.sqrt(math.fsum(x * x for x in v.double().tolist())), rel=1e-13)
+    assert rounding.norm(v).dtype == torch.float64
+    assert rounding.distance(v, w.double()) == pytest.approx(float((v.double() - w.double()).norm()), rel=1e-12)
+    assert rounding.distance(v, v.double()) == 0.0
     # the twin: float32 squares are lost or infinite
     if scale != 1.0:
         assert float((v * v).sum().sqrt()) in (0.0, math.inf)
@@ -33,15 +33,15 @@ def test_norms_and_distances(length: int, scale: float) -> None:
 def test_sums_are_those_at_once_to_the_bit(length: int) -> None:
     total, v = vector(length).double() / 3, vector(length + 1)[:length]
     before = total.clone()
-    assert torch.equal(wide.plus(total, v), before + v.double())
+    assert torch.equal(rounding.plus(total, v), before + v.double())
     assert torch.equal(total, before)
-    wide.add_scaled(total, v, 0.3)
+    rounding.add_scaled(total, v, 0.3)
     assert torch.equal(total, before.add_(v.double(), alpha=0.3))
 
 
-@pytest.mark.parametrize("place", [0, wide.CACHED + 3])
+@pytest.mark.parametrize("place", [0, rounding.CACHED + 3])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_entry_that_is_not_finite_shows(place: int, bad: float) -> None:
-    v = vector(2 * wide.CACHED)
+    v = vector(2 * rounding.CACHED)
     v[place] = bad
-    assert not math.isfinite(float(wide.norm(v)))
+    assert not math.isfinite(float(rounding.norm(v)))

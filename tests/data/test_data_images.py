@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.data.images import cached, decode, fingerprint, normalise
+from fedflat.data.decoding import cached, decode, fingerprint, normalise
 
 PIXELS = stream(0, "pixels").integers(0, 256, (5, 6, 4, 3)).astype(np.uint8)
 

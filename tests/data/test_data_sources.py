@@ -16,9 +16,9 @@ from PIL import Image
 
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import stream
-from fedflat.data import images
+from fedflat.data import decoding
+from fedflat.data.decoding import tokenize
 from fedflat.data.sources import DATASETS, Source, load
-from fedflat.data.text import tokenize
 
 REAL = Path(os.environ.get("FEDFLAT_DATA", "/nonexistent"))
 PIXELS = stream(0, "source pixels").integers(0, 256, (30, 4, 4, 3)).astype(np.uint8)
@@ -84,11 +84,11 @@ def test_a_file_or_an_object_will_do_and_seeds_decide(folder: Path) -> None:
     )
     data, again, other = load(spec, 0), load(spec, 0), load(spec, 1)
     assert data.fingerprint() == again.fingerprint() != other.fingerprint()
-    assert len(data.inputs) == 16 and data.test_inputs is not None and len(data.test_inputs) == 4, "one file: 20 % test"
-    rows = {tuple(row.flatten().tolist()) for row in torch.cat([data.inputs, data.test_inputs])}
+    assert data.test_inputs is None and len(data.inputs) == 20, "no row becomes public unasked"
+    asked = load({"dataset": spec.dataset, "partition": "iid", "clients": 2, "test_fraction": 0.2})
+    assert len(asked.inputs) == 16 and asked.test_inputs is not None and len(asked.test_inputs) == 4
+    rows = {tuple(row.flatten().tolist()) for row in torch.cat([asked.inputs, asked.test_inputs])}
     assert len(rows) == 20, "train and test share nothing"
-    none = load({"dataset": spec.dataset, "partition": "iid", "clients": 2, "test_fraction": 0.0})
-    assert none.test_inputs is None and len(none.inputs) == 20
 
 
 def test_limits(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_second_load_reads_the_cache(folder: Path, monkeypatch: pytest.MonkeyPat
     spec = {"dataset": str(folder), "partition": IID, "clients": 2}
     first = load(spec).fingerprint()
     with monkeypatch.context() as patch:
-        patch.setattr(images, "decode", lambda *_: pytest.fail("decoded again"))
+        patch.setattr(decoding, "decode", lambda *_: pytest.fail("decoded again"))
         assert load(spec).fingerprint() == first
     for file in (tmp_path / "cache").iterdir():
         file.write_bytes(file.read_bytes()[:-5])
@@ -118,11 +118,11 @@ def test_columns_by_type_by_word_and_short_name_folder(tmp_path: Path, monkeypat
     file = write(tmp_path / "data" / "mnist" / "train-00000-of-00001.parquet", columns, features)
     spec = {"dataset": str(file), "partition": {"kind": "natural", "by": "writer"}, "test_fraction": 0.0}
     with pytest.raises(
-        InputError, match=r"data.label: .* 2 candidates \(label, digit\) .* photo, label, digit, writer"
+        InputError, match=r"data.target: .* 2 candidates \(label, digit\) .* photo, label, digit, writer"
     ):
         load(spec)
-    assert load({**spec, "label": "digit"}).classes == 10
-    data = load({**spec, "label": "label"})
+    assert load({**spec, "target": "digit"}).classes == 10
+    data = load({**spec, "target": "label"})
     assert data.clients == 2 and sorted(data.sizes) == [10, 10] and {len(set(part % 2)) for part in data.parts} == {1}
     monkeypatch.setenv("FEDFLAT_DATA", str(tmp_path / "data"))
     with pytest.raises(InputError, match="3 channels"):  # the folder is named mnist, its images are not grey
@@ -151,7 +151,7 @@ def test_sentences(tmp_path: Path) -> None:
     assert data.inputs.shape == (20, 5) and data.vocabulary == 99 and data.classes == 2 and data.padding == 0
     assert data.test_inputs is not None and torch.equal(data.test_inputs[0], data.inputs[0])
     alone = load(
-        {"dataset": str(tmp_path / "sst2" / "validation.parquet"), "partition": IID, "clients": 1, "input": "sentence"}
+        {"dataset": str(tmp_path / "sst2" / "validation.parquet"), "partition": IID, "clients": 1, "inputs": "sentence"}
     )
     assert alone.inputs.shape == (1, 64)
 
@@ -159,7 +159,7 @@ def test_sentences(tmp_path: Path) -> None:
 def test_sentence_pairs_by_name(tmp_path: Path) -> None:
     rows = {"a": ["p"] * 4, "b": ["q"] * 4, "label": [0, 1] * 2}
     spec = {"dataset": str(write(tmp_path / "pairs.parquet", rows)), "partition": IID, "clients": 1}
-    both, listed, one = (load({**spec, "input": value}).inputs for value in ("a, b", ["a", "b"], "a"))
+    both, listed, one = (load({**spec, "inputs": value}).inputs for value in ("a, b", ["a", "b"], "a"))
     assert torch.equal(both, listed) and (both > 0).sum(1).tolist() == [3] * 4 and (one > 0).sum(1).tolist() == [1] * 4
 
 
@@ -233,11 +233,16 @@ def test_hub_answers_are_read_like_files(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.equal(data.inputs[:10], data.test_inputs), "splits without files are not mistaken for each other"
 
 
-def test_only_an_evaluation_split_is_split_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_an_evaluation_split_is_split_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(
         tmp_path / "qnli" / "validation.parquet", {"question": ["q"] * 10, "sentence": ["s"] * 10, "label": [0, 1] * 5}
     )
-    data = load({"dataset": str(tmp_path / "qnli"), "partition": IID, "clients": 2})
+    own = load({"dataset": str(tmp_path / "qnli"), "partition": IID, "clients": 2})
+    assert own.test_inputs is None and len(own.inputs) == 10, "a path is one's own data, whatever its name"
+    monkeypatch.setenv("FEDFLAT_DATA", str(tmp_path))
+    data = load({"dataset": "qnli", "partition": IID, "clients": 2})
     assert len(data.inputs) == 8 and "no training split" in caplog.text
 
 
@@ -253,8 +258,8 @@ def test_a_short_name_is_not_a_folder_nearby(tmp_path: Path, monkeypatch: pytest
 def test_texts_from_a_csv_file_by_user(tmp_path: Path) -> None:
     rows = ["user,text,label", 'ann,"good, and\nlong",1', "bob,,0", "ann,NA,1", "bob,a 🎉,0"]
     (tmp_path / "texts.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    spec = {"dataset": str(tmp_path / "texts.csv"), "by": "user", "vocabulary": 100, "test_fraction": 0.0}
-    for more in ({}, {"input": "text"}):
+    spec = {"dataset": str(tmp_path / "texts.csv"), "by": "user", "vocabulary": 100}
+    for more in ({}, {"inputs": "text", "target": "label"}, {"input": "text", "label": "label"}):
         data = load({**spec, **more})
         assert data.clients == 2 and data.vocabulary == 100 and data.inputs.dtype == torch.int64
         words = ["good, and long", "", "NA", "a 🎉"]
@@ -264,11 +269,11 @@ def test_texts_from_a_csv_file_by_user(tmp_path: Path) -> None:
 def test_names_of_classes_beside_texts(tmp_path: Path) -> None:
     frame = pd.DataFrame({"user": [0, 0, 1], "text": ["good", "bad", "fine"], "label": ["pos", "neg", "pos"]})
     frame.to_parquet(tmp_path / "texts.parquet")
-    spec = {"dataset": str(tmp_path / "texts.parquet"), "by": "user", "vocabulary": 100, "test_fraction": 0.0}
+    spec = {"dataset": str(tmp_path / "texts.parquet"), "by": "user", "vocabulary": 100}
     found = load({**spec, "categories": {"label": ["neg", "zero", "pos"]}})
     assert found.targets.tolist() == [2, 0, 2] and found.classes == 3
     for changes, says in (
-        ({}, "Names of classes: data.categories={label: [...]}"),
+        ({}, "Names of classes: data.categories={label: [neg, pos]}"),
         ({"categories": {"label": ["neg", "zero"]}}, "found 'pos'; allowed: neg, zero"),
         ({"categories": {"lable": ["neg", "pos"]}}, "found lable; allowed: the column of labels, label"),
     ):
@@ -283,23 +288,23 @@ def test_a_text_without_a_user_is_refused(tmp_path: Path, ending: str) -> None:
     file = tmp_path / f"texts.{ending}"
     frame.to_csv(file, index=False) if ending == "csv" else frame.to_parquet(file)
     with pytest.raises(InputError, match="row 1: found a missing value; allowed: the client that the row belongs to"):
-        load({"dataset": str(file), "by": "user", "input": "text", "test_fraction": 0.34})
+        load({"dataset": str(file), "by": "user", "inputs": "text", "target": "label"})
 
 
 BAD_FILES: list[tuple[dict[str, list[Any]], dict[str, Any], str]] = [
-    ({"a": [1.0], "b": [2.0]}, {}, "data.label: a label column is needed and none found"),
-    ({"t": ["x"], "u": ["y"], "label": [0]}, {}, "data.input: a text column is needed and 2 candidates (t, u)"),
-    ({"t": [7], "label": [0]}, {"input": "t"}, "(int64); allowed: a column of texts."),
+    ({"a": [1.0], "b": [2.0]}, {}, "data.target: a label column is needed and none found"),
+    ({"t": ["x"], "u": ["y"], "label": [0]}, {}, "data.inputs: a text column is needed and 2 candidates (t, u)"),
+    ({"t": [7], "label": [0]}, {"inputs": "t", "vocabulary": 9, "target": "label"}, "nothing: the inputs are no texts"),
     ({"t": ["x"], "label": [0]}, {"vocabulary": 10**9}, "data.vocabulary: found 1000000000; allowed: a whole number"),
     ({"t": ["x"], "label": [-1]}, {}, "found label -1"),
     ({"t": ["x", "y"], "label": [0, None]}, {}, "missing values"),
     ({"t": ["x"], "label": [0.5]}, {}, "found double"),
     (
         {"t": ["x"], "label": [0]},
-        {"input": "tt"},
-        "data.input: found tt; allowed: one of the columns t, label. Did you mean t",
+        {"inputs": "tt"},
+        "data.inputs: found tt; allowed: one of the columns t, label. Did you mean t",
     ),
-    ({"t": ["x"], "label": [0]}, {"label": "lable"}, "Did you mean label?"),
+    ({"t": ["x"], "label": [0]}, {"target": "lable"}, "Did you mean label?"),
     ({"t": ["x"], "label": [0]}, {"partition": {"kind": "natural", "by": "who"}}, "one of the columns t, label"),
     ({"t": ["x"], "label": [0]}, {"partition": {"kind": "natural"}}, "data.partition.by: found nothing"),
 ]
@@ -315,7 +320,7 @@ def test_files_that_do_not_fit(tmp_path: Path, columns: dict[str, list[Any]], mo
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("input", ["image"]), ("label", "target"), ("tokenizer", "x"), ("max_length", 5), ("vocabulary", 100)],
+    [("inputs", ["image"]), ("target", "target"), ("tokenizer", "x"), ("max_length", 5), ("vocabulary", 100)],
 )
 def test_a_key_that_digits_has_no_use_for_is_refused(key: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"^data\.{key}: found .*; allowed: nothing: digits does not use it"):
@@ -332,7 +337,7 @@ def test_keys_that_cannot_both_count_are_refused(tmp_path: Path) -> None:
 def test_files_that_are_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "junk.parquet").write_bytes(b"junk")
     for dataset, says in (
-        (tmp_path / "junk.parquet", "a readable parquet file"),
+        (tmp_path / "junk.parquet", "a readable file: a parquet, CSV"),
         (tmp_path, "without parquet or CSV files"),
     ):
         with pytest.raises(InputError, match=says):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedflat.core.checks import InputError
-from fedflat.data.text import CHARACTERS, encode, pretrained, ready_windows, tokenize, windows
+from fedflat.data.decoding import CHARACTERS, encode, pretrained, ready_windows, tokenize, windows
 
 
 def spell(ids: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import load
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 COLOURS = ["red", "green", "blue"]
 ROWS = 120
@@ -102,7 +105,7 @@ class Examples(Dataset):
 def test_a_file_of_the_same_table_gives_the_same_examples(tmp_path: Path, ending: str) -> None:
     frame = table()
     frame.to_parquet(tmp_path / "train.parquet") if ending == "parquet" else frame.to_csv(tmp_path / "train.csv")
-    form = {**FORM, "dataset": str(tmp_path), "by": "user", "test_fraction": 0.0}
+    form = {**FORM, "dataset": str(tmp_path), "by": "user"}
     found, expected = load(form, seed=3), fedflat.clients(frame, by="user", **FORM)
     of = {tuple(sorted(map(tuple, expected.client(i)[0].tolist()))) for i in range(expected.clients)}
     assert {tuple(sorted(map(tuple, found.client(i)[0].tolist()))) for i in range(found.clients)} == of
@@ -163,7 +166,8 @@ def test_whole_numbers_beyond_64_bits_are_refused_and_nullable_columns_read() ->
 
 def test_public_test_data_is_encoded_alike() -> None:
     frame = table()
-    found = fedflat.clients(frame, by="user", test=frame.drop(columns="user"), **FORM)
+    other = frame.drop(columns="user").assign(age=frame.age + 1)
+    found = fedflat.clients(frame, by="user", test=other, **FORM)
     assert found.test_inputs is not None and found.test_inputs.shape == (ROWS, 6)
     with pytest.raises(InputError, match="no column age"):
         fedflat.clients(frame, by="user", test=frame[["bought"]], **FORM)
@@ -278,7 +282,7 @@ def test_a_run_takes_them_with_its_test_data() -> None:
         "engine": {"backend": "sequential"},  # bit for bit: auto may choose another from run to run
     }
     data = fedflat.clients(table(), by="user", **FORM)
-    test = (data.inputs[:10], data.targets[:10])
+    test = (data.inputs[:10] + 1, data.targets[:10])
     first = fedflat.run(recipe, model=torch.nn.Linear(6, 3), clients=data, test=test)
     assert first.history[-1]["test_accuracy"] is not None and first.recipe.data.dataset == "given in Python"
     with pytest.raises(InputError, match="test inputs: found shape"):
@@ -287,3 +291,108 @@ def test_a_run_takes_them_with_its_test_data() -> None:
     model = first.model
     again = [fedflat.run(recipe, model=model, clients=some, test=test) for some in (data, pairs)]
     assert torch.equal(*(torch.cat([p.flatten() for p in run.model.parameters()]) for run in again))
+
+
+def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
+    """Neither by a share of a file, nor as the same object, tensor, file or rows; whole clients may be left out."""
+    frame = table()
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.to_csv(tmp_path / "b.csv", index=False)
+    spec = {"dataset": str(tmp_path / "a.csv"), "by": "user", **FORM}
+    assert load(spec).test_inputs is None
+    for more, says in (
+        ({"test_fraction": 0.2}, "every row is a client's"),
+        ({"test": str(tmp_path / "a.csv")}, "another file"),
+        ({"test": str(tmp_path / "b.csv")}, "120 of 120 rows that are clients' rows too"),
+        ({"test_clients": ["nobody"]}, "found nobody; allowed: names of clients"),
+        ({"test_clients": 12}, "found 12 of 12 clients"),
+        ({"test_clients": 3, "clients": 12}, "data.clients: found 12; allowed: 9"),
+    ):
+        with pytest.raises(InputError, match=says):
+            load({**spec, **more})
+    pairs = [fedflat.clients(frame, by="user", **FORM).client(i) for i in range(12)]
+    for given in (
+        lambda: fedflat.clients(frame, by="user", test=frame, **FORM),
+        lambda: fedflat.clients(frame, by="user", test=frame.sample(60, random_state=1), **FORM),
+        lambda: fedflat.clients(pairs, test=pairs[0]),
+        lambda: fedflat.clients(pairs, test=tuple(side.clone() for side in pairs[0] + pairs[1])[:2], test_clients=1),
+    ):
+        with pytest.raises(InputError, match="test"):
+            given()
+    found = load({**spec, "test_clients": ["u1", "u3"]})
+    own = frame[frame.user.isin(["u1", "u3"])]
+    assert found.clients == 10 and found.left_out == 2 and len(found.test_targets) == len(own)
+    assert sum(map(len, found.parts)) == ROWS - len(own)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "write"),
+    [
+        ("a.tsv", {}, lambda t, p: t.to_csv(p, sep="\t", index=False)),
+        ("a.csv.gz", {}, lambda t, p: t.to_csv(p, index=False)),
+        (
+            "a.csv",
+            {"separator": ";", "encoding": "utf-16"},
+            lambda t, p: t.to_csv(p, sep=";", index=False, encoding="utf-16"),
+        ),
+        ("saved", {}, lambda t, p: datasets.Dataset.from_pandas(t).save_to_disk(p)),
+    ],
+)
+def test_tables_in_other_coats(tmp_path: Path, name: str, more: dict[str, Any], write: Any) -> None:
+    frame = table().rename(columns={"user": " user\u200b", "age": "age "})
+    write(frame, str(tmp_path / name))
+    found = load({"dataset": str(tmp_path / name), "by": "user ", **FORM, **more})
+    assert found.clients == 12 and found.inputs.shape == (ROWS, 6)
+
+
+def test_what_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
+    frame = table().astype({"age": object})
+    frame.loc[3, ["age", "colour"]] = ["old", "pink"]
+    with pytest.raises(InputError, match=r"2 faults: \(1\) row 3.*'old'.*\(2\) row 3.*'pink'"):
+        fedflat.clients(frame, by="user", **FORM)
+    with pytest.raises(InputError, match=r"2 faults: .*inputs: found agee.*target: found bougt"):
+        fedflat.clients(frame, by="user", inputs="agee", target="bougt")
+    answer = frame.assign(bought=np.where(frame.bought > 1, "yes", "no"))
+    with pytest.raises(InputError, match="YAML reads no as false where it is not quoted: write 'no'"):
+        fedflat.clients(answer.assign(bought="no"), "user", "visits", "bought", categories={"bought": [False, True]})
+    table().to_csv(tmp_path / "semi.csv", sep=";", index=False)
+    with pytest.raises(InputError, match=r"Set data\.separator=';'"):
+        load({"dataset": str(tmp_path / "semi.csv"), "by": "user", **FORM})
+
+
+def test_texts_by_user_in_python() -> None:
+    frame = pd.DataFrame({"u": [1, 1, 2], "text": ["good", None, "bad film"], "stars": [1, 0, 0]})
+    found = fedflat.clients(frame, "u", "text", "stars", max_length=4, vocabulary=100)
+    assert found.inputs.shape == (3, 4) and found.inputs.dtype == torch.int64 and found.vocabulary == 100
+
+
+def test_a_folder_of_images_by_user(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for user in ("ann", "bob"):
+        for kind, grey in (("cat", 10), ("dog", 200)):
+            (tmp_path / user / kind).mkdir(parents=True)
+            Image.new("L", (4, 4), grey).save(tmp_path / user / kind / "1.png")
+    spec = {"dataset": str(tmp_path), "by": "user"}
+    with pytest.raises(InputError, match=r"data.categories=\{label: \[cat, dog\]\}"):
+        load(spec)
+    found = load({**spec, "categories": {"label": ["cat", "dog"]}})
+    assert found.clients == 2 and found.inputs.shape == (4, 1, 4, 4) and found.targets.tolist() == [0, 1, 0, 1]
+
+
+def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedflat.cli.data import data as look
+
+    words = (("free", "no"), ("pro", "yes"))
+    rows = [";".join((str(i % 9), str(20 + i), *words[i % 2])) for i in range(90)]
+    rows[4] = "4;;free;no"
+    (tmp_path / "visits.csv").write_text("\n".join(["user;age;plan;bought", *rows]), encoding="utf-8")
+    look(tmp_path / "visits.csv", target="bought", separator=";", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["users"], found["by"]) == (90, 9, "user") and "keep it to yourself" in found["note"]
+    assert found["faults"] == ["column age: 1 missing values; data.fill.age, or leave the column out"]
+    recipe = fedflat.Recipe.of(found["recipe"])
+    assert recipe.data.categories == {"plan": ["free", "pro"], "bought": ["no", "yes"]}
+    assert load(recipe.data).left_out == 1
+    with pytest.raises(InputError, match=r"--by: found usr; .* Did you mean user\?"):
+        look(tmp_path / "visits.csv", by="usr", separator=";")

@@ -33,11 +33,9 @@ def federation(cells: list[object], **more: object):
 @pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3)])
 def test_images_become_channels_of_pixels_over_255(kind: str, shape: tuple[int, ...]) -> None:
     arrays = pixels(shape=shape)
-    made = {
-        "bytes": encoded,
-        "cell": lambda array: {"bytes": encoded(array), "path": None},
-        "pillow": Image.fromarray,
-    }[kind]
+    made = {"bytes": encoded, "cell": lambda array: {"bytes": encoded(array), "path": None}, "pillow": Image.fromarray}[
+        kind
+    ]
     found = federation([made(array) for array in arrays])
     first = torch.from_numpy(arrays[1]).float() / 255  # the first row of user a
     wanted = first[None] if first.ndim == 2 else first.permute(2, 0, 1)

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.core.checks import RunError
 from fedflat.core.params import layout_of
+from fedflat.core.process import in_background
 from fedflat.core.rng import stream
 from fedflat.engine import train
-from fedflat.engine.ahead import ahead
 from fedflat.engine.evaluate import scores
 from fedflat.engine.problem import ModuleProblem
 from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.records import checkpoint
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 
 def pairs(clients: int = 6) -> list[tuple[Tensor, Tensor]]:
@@ -50,14 +52,14 @@ def model() -> nn.Module:
 
 def test_what_was_found_or_raised_comes_back_when_asked_for() -> None:
     go = threading.Event()
-    slow = ahead(lambda: go.wait(60) and 7)  # done by this thread, it would wait in vain
+    slow = in_background(lambda: go.wait(60) and 7)  # done by this thread, it would wait in vain
     go.set()
     assert slow() == slow() == 7
 
     def fails() -> None:
         raise OSError("disk full")
 
-    broken = ahead(fails)
+    broken = in_background(fails)
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             broken()

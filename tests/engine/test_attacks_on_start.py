@@ -14,20 +14,22 @@ import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.worlds import Engine, cases_for, world_recipe
-from fedflat.cli.settings import scheduled_plan_of
+from fedflat.cli.privacy import scheduled_plan_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.train import train
-from fedflat.federation.launch.schedule import scheduled
+from fedflat.federation.project import scheduled
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import multipliers
 from fedflat.simulation.outlook import alternatives, best
 from fedflat.simulation.planning import lines
-from fedflat.simulation.tuning_cost import costs_of
+from fedflat.simulation.tuning_settings import costs_of
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 SIZES = (7, 3, 12, 1, 5)
 START = {"kind": "class-statistics", "clip": 2.0, "share": 0.3, "lr": 0.5}

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
-from fedflat.backends import trial
-from fedflat.backends.trial import Choice, cache_file, remember, remembered
+from fedflat.backends import timing
+from fedflat.backends.timing import Choice, cache_file, remember, remembered
 from fedflat.backends.vectorized import _in_order
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import from_pairs
 from fedflat.engine.batches import BlockBatches, Order
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 WRITTEN = [name for name in METHODS if ALGORITHMS[name]().head is not None or ALGORITHMS[name]().client_state]
@@ -45,7 +47,7 @@ def clients() -> list[tuple[Tensor, Tensor]]:
 
 
 def module() -> nn.Module:
-    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -56,6 +58,7 @@ def module() -> nn.Module:
 def recipe(method: str, **engine: Any) -> dict[str, Any]:
     return {
         "rounds": 2,
+        "seed": 2,
         "algorithm": {"name": method},
         "local": {"steps": 3, "batch_size": 4, "lr": 0.3, "weight_decay": 0.01, "max_grad_norm": 2.0},
         "cohort": {"size": 5},
@@ -65,23 +68,20 @@ def recipe(method: str, **engine: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def final(method: str, **engine: Any) -> Tensor:
+def final(method: str, seed: int = 2, **engine: Any) -> Tensor:
     """The weights at the end; several tests look at the same runs."""
-    return trained(method, **engine)
+    return trained(method, seed, **engine)
 
 
-def trained(method: str, **engine: Any) -> Tensor:
-    found = fedflat.run(recipe(method, **engine), model=module(), clients=clients())
+def trained(method: str, seed: int = 2, **engine: Any) -> Tensor:
+    found = fedflat.run(recipe(method, **engine) | {"seed": seed}, model=module(), clients=clients())
     return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_back_end_agrees_on_every_method(method: str) -> None:
     expected = final(method, backend="sequential")
-    others: list[dict[str, Any]] = [
-        {"backend": "vectorized"},
-        {"backend": "vectorized", "block": 2},
-    ]
+    others: list[dict[str, Any]] = [{"backend": "vectorized"}, {"backend": "vectorized", "block": 2}]
     if method not in WRITTEN:
         others += [{"backend": "lowrank"}, {"backend": "lowrank", "block": 2}]
     for engine in others:
@@ -110,13 +110,20 @@ def test_bf16_in_blocks_is_bf16_of_one_client() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bf16_in_blocks_of_linear_layers_on_every_method(method: str) -> None:
-    """Nearer to one client in bf16 than float32 is; and what is said to stay in float32 does, bit for bit."""
-    alone, exact = final(method, backend="sequential", precision="bf16"), final(method, backend="sequential")
-    rounding = float((alone - exact).norm())
-    assert rounding > 1e-4
-    found = final(method, backend="vectorized", precision="bf16", block=2)
-    assert float((found - alone).norm()) < 0.8 * rounding
-    assert float((found - exact).norm()) > 0.3 * rounding
+    """Nearer to one client in bf16 than float32 is; and what is said to stay in float32 does, bit for bit.
+
+    The median of five seeds, since rounding that moves an entry across a method's threshold counts as much as the rest.
+    """
+    to_one, to_exact = [], []
+    for seed in range(5):
+        alone = final(method, seed, backend="sequential", precision="bf16")
+        exact = final(method, seed, backend="sequential")
+        found = final(method, seed, backend="vectorized", precision="bf16", block=2)
+        rounding = float((alone - exact).norm())
+        assert rounding > 5e-5
+        to_one.append(float((found - alone).norm()) / rounding)
+        to_exact.append(float((found - exact).norm()) / rounding)
+    assert np.median(to_one) < 0.8 and np.median(to_exact) > 0.3
     same = {"vectorized-fp32": "vectorized"} | ({} if method in WRITTEN else {"lowrank": "lowrank"})
     for name, plain in same.items():
         assert torch.equal(final(method, backend=name, precision="bf16"), final(method, backend=plain))
@@ -152,18 +159,6 @@ def test_auto_tries_blocks_in_both_precisions(
 def test_the_low_rank_form_says_why_it_does_not_apply(method: str) -> None:
     with pytest.raises(InputError, match=r"engine\.backend: found lowrank with (a personal part|clients' state)"):
         trained(method, backend="lowrank")
-
-
-def test_a_rule_that_leaves_the_span_is_trained_on_weights_written_out() -> None:
-    """A user's own rule may do anything to a gradient; the block is trained again without factors."""
-    sign = fedflat.core.types.Algorithm(
-        "sign", phases=(fedflat.core.types.Phase(rule=lambda gradient, view: lambda w: torch.sign(gradient(w))),)
-    )
-    found = []
-    for backend in "sequential", "lowrank":
-        result = fedflat.run(recipe("dp-fedavg", backend=backend), model=module(), clients=clients(), algorithm=sign)
-        found.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
-    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["vectorized", "lowrank"])
@@ -234,7 +229,7 @@ def test_a_trial_leaves_nothing_behind_and_is_made_once(monkeypatch: pytest.Monk
     monkeypatch.setattr("fedflat.backends.choose.seconds_per_client", again)
     second = prepare(Recipe.of(recipe("dp-fedsam", backend="auto")), module(), clients())
     assert second.backend.name == first.backend.name
-    assert torch.equal(first.first, torch.cat([p.detach().reshape(-1) for p in module().parameters()]))
+    assert torch.equal(first.initial_weights, torch.cat([p.detach().reshape(-1) for p in module().parameters()]))
 
 
 def test_a_broken_cache_is_no_error(tmp_path: Path) -> None:
@@ -249,7 +244,7 @@ def test_a_broken_cache_is_no_error(tmp_path: Path) -> None:
 def test_the_situation_knows_model_method_and_shapes() -> None:
     job = prepare(Recipe.of(recipe("dp-fedavg", backend="sequential")), module(), clients())
     other = prepare(Recipe.of(recipe("dp-fedsam", backend="sequential")), module(), clients())
-    keys = {trial.situation(j.parts, j.problem, j.data, cores) for j in (job, other) for cores in (1, 2)}
+    keys = {timing.situation(j.parts, j.problem, j.data, cores) for j in (job, other) for cores in (1, 2)}
     assert len(keys) == 4
 
 

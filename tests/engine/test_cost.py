@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedflat.algorithms import ALGORITHMS
-from fedflat.engine.cost import Cost, cost_of
+from fedflat.landscape.statements import Cost, cost_of
 
 PASSES = {"dp-fedavg": 1, "dp-fedsam": 2, "dp-fedpgn": 1, "dp-fedavg-blur": 1, "dp-fedsam-blur": 2, "dp-fednsam": 2}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.mlp.dense import DenseProblem
+from fedflat.backends.mlp import DenseProblem
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.engine.mlp import FEW_CLASSES, Linear, _log_softmax, layers_of

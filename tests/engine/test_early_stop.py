@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import fedflat
-from fedflat.core import stopping
-from fedflat.engine.early import NOT_RUN
+from fedflat.core import process
+from fedflat.engine.job import NOT_RUN
 from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 ROUNDS = 6
 
@@ -48,7 +50,7 @@ def end_after(rounds: int):
 def test_the_released_model_can_be_read_and_not_be_changed(tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
 
-    def look(record: dict[str, object], state: fedflat.After) -> None:
+    def look(record: dict[str, object], state: fedflat.RoundResult) -> None:
         module = state.model()
         assert not module.training and state.round == record["round"] + 1
         seen.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
@@ -92,7 +94,7 @@ def test_with_correlated_noise_the_planned_run_is_stated_anyway() -> None:
 
 
 def test_an_end_that_private_values_may_have_decided_is_refused() -> None:
-    def peek(record: dict[str, object], state: fedflat.After) -> bool:
+    def peek(record: dict[str, object], state: fedflat.RoundResult) -> bool:
         return state.private["cohort"] > 0
 
     with pytest.raises(fedflat.InputError, match=r"on_round: found a run ended by .* read state\.private"):
@@ -131,12 +133,12 @@ def test_an_end_after_private_values_were_read_is_warned_of() -> None:
         seen.clear()
         cut = fedflat.run(recipe(), **given(), on_round=on_round, should_stop=lambda: len(seen) == 2)
         assert len(cut.history) == 2 and any("no ε covers it" in said for said in cut.warnings) is warned
-    stopping._asked.append(2)  # by Ctrl-C: the command line shows private values, and they decide nothing
+    process._asked.append(2)  # by Ctrl-C: the command line shows private values, and they decide nothing
     try:
         seen.clear()
         cut = fedflat.run(recipe(), **given(), on_round=looks, should_stop=lambda: len(seen) == 2)
     finally:
-        stopping.forget()
+        process.forget_signals()
     assert len(cut.history) == 2 and not any("no ε covers it" in said for said in cut.warnings)
 
 

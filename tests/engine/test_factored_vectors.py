@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.mlp.dense import DenseProblem
-from fedflat.backends.mlp.lowrank import LowRankProblem
+from fedflat.backends.mlp import DenseProblem, LowRankProblem
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
-from fedflat.core.types import LocalView
+from fedflat.core.types import ClientView
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Declined, Factored
 from fedflat.engine.mlp import layers_of
@@ -50,7 +49,7 @@ def test_every_rule_is_the_same_on_factors(rule: object) -> None:
     for seed in range(3):
         minibatch = batch(seed)
         for at, problem, start in (w, low, starts[0]), (v, dense, starts[1]):
-            view = LocalView(start=start, clip=0.05, steps=1, lr=0.3, broadcast={"direction": direction})
+            view = ClientView(start=start, clip=0.05, steps=1, lr=0.3, broadcast={"direction": direction})
 
             def gradient(x: object, problem: object = problem, minibatch: Batch = minibatch) -> object:
                 return problem.gradient(x, "all", minibatch).vector  # type: ignore[attr-defined]

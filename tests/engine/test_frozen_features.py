@@ -18,8 +18,10 @@ from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.core.checks import InputError
 from fedflat.data.clients import FederatedData, from_pairs
-from fedflat.models.headed import Headed
-from fedflat.models.representation.patches import Patches, PatchOptions
+from fedflat.models.patches import Patches, PatchOptions
+from fedflat.models.representation import Headed
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 
 class Body(Headed):
@@ -272,7 +274,7 @@ def test_features_that_draw_are_refused() -> None:
 
 
 def test_features_for_which_there_is_no_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "memory", lambda: 900.0)  # 40 examples of 6 numbers have 960 bytes
+    monkeypatch.setattr(features, "free_memory", lambda: 900.0)  # 40 examples of 6 numbers have 960 bytes
     with pytest.raises(InputError, match="features of a frozen body: found 40 examples of 6 numbers"):
         computed(Body(), texts(40)[0])
     assert len(computed(Body(), texts(30)[0])) == 30

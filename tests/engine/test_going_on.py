@@ -17,15 +17,17 @@ from fedflat.privacy.ledger import CHAIN, Ledger, read
 from fedflat.privacy.together import Published, total
 from fedflat.privacy.verify import verify_run
 
+SEEDED = {"randomness": "seeded", "benchmark": True}
+
 
 def recipe(**more: object) -> dict[str, object]:
-    privacy = {"clip": 0.5, "noise_multiplier": 2.0, "delta": 0.01}
+    privacy = {"clip": 0.5, "noise_multiplier": 2.0, "delta": 0.01, **SEEDED}
     local = {"steps": 1, "batch_size": 4, "lr": 0.1}
     return {"rounds": 4, "algorithm": "dp-fedavg", "cohort": {"size": 4}, "local": local, "privacy": privacy, **more}
 
 
 def on(folder: Path, epsilon: float, **more: object) -> dict[str, object]:
-    return recipe(after=str(folder), privacy={"clip": 0.5, "epsilon": epsilon, "delta": 0.01}, **more)
+    return recipe(after=str(folder), privacy={"clip": 0.5, "epsilon": epsilon, "delta": 0.01, **SEEDED}, **more)
 
 
 def given() -> dict[str, object]:
@@ -55,7 +57,10 @@ def test_it_starts_at_the_released_model_and_both_cost_what_was_asked(first: Pat
     spent = before.privacy["proven_epsilon"]
     starts: list[torch.Tensor] = []
     result = fedflat.run(
-        on(first, 2 * spent), **given(), out=tmp_path / "second", on_start=lambda job: starts.append(job.first)
+        on(first, 2 * spent),
+        **given(),
+        out=tmp_path / "second",
+        on_start=lambda job: starts.append(job.initial_weights),
     )
     assert torch.equal(starts[0], torch.cat([p.detach().reshape(-1) for p in before.model.parameters()]))
     both = together(first, tmp_path / "second")
@@ -83,10 +88,7 @@ def test_a_third_counts_both_before_it(first: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            {"after": "nowhere"},
-            "after: found nowhere without a sound checkpoint; allowed",
-        ),
+        ({"after": "nowhere"}, "after: found nowhere without a sound checkpoint; allowed"),
         ({"privacy": {"clip": 0.5, "epsilon": 0.1, "delta": 0.01}}, "first costs ε = "),
         ({"cohort": {"size": 4, "sampling": "min-separation"}}, "a private method with independent Gaussian noise"),
     ],

@@ -55,7 +55,9 @@ def trained(**more: Any) -> fedflat.Result:
     pairs = [(torch.eye(3), torch.tensor([0, 1, 0])) for _ in range(4)]
     recipe = {"rounds": 1, "algorithm": "dp-fedavg", "cohort": {"size": 2}, **more.pop("recipe", {})}
     recipe |= {"privacy": {"clip": 1.0, "noise_multiplier": 1.0}, "local": {"steps": 1}}
-    return fedflat.run(recipe, model=nn.Linear(3, 2), clients=pairs, test=pairs[0], **more)
+    return fedflat.run(
+        recipe, model=nn.Linear(3, 2), clients=pairs, test=tuple(side.clone() for side in pairs[0]), **more
+    )
 
 
 def test_in_the_history_by_recipe_and_by_call() -> None:

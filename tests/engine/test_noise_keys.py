@@ -5,29 +5,37 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import subprocess
+import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fedflat
 from fedflat.algorithms import dp_fedavg
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
+from fedflat.config.sections import EngineSection
 from fedflat.core.checks import InputError
 from fedflat.core.types import Algorithm
+from fedflat.models import build
 from fedflat.privacy.ledger import extra_rounds, read
 from fedflat.records import checkpoint, keys
 from fedflat.records import opening as opening_module
 from fedflat.records.folder import RunFolder
-from fedflat.records.opening import Opening
+from fedflat.records.opening import Opening, arithmetic
+from fedflat.simulation.result import export
 from fedflat.simulation.run import run
 
 RECIPE: dict[str, Any] = {
     "rounds": 3,
+    "data": {"classes": 3},
     "model": {"name": "linear"},
     "algorithm": {"name": "dp-fedavg"},
     "local": {"steps": 1, "batch_size": 4, "momentum": 0.0},
@@ -35,6 +43,7 @@ RECIPE: dict[str, Any] = {
     "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
     "engine": {"backend": "sequential"},
 }
+WITHOUT_MODEL = {key: value for key, value in RECIPE.items() if key != "model"}
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +57,14 @@ def clients(shift: float = 0.0, count: int = 4) -> list[tuple[torch.Tensor, torc
     return [(torch.randn(6, 5, generator=made) + shift, torch.arange(6) % 3) for _ in range(count)]
 
 
+SEEDED = {"randomness": "seeded", "benchmark": True}
+
+
 def key(data: Any = None, module: Any = None, method: Any = None, **changes: Any) -> bytes:
     given = clients() if data is None else data
-    return prepare(Recipe.of({**RECIPE, **changes}), module, given, algorithm=method).key
+    recipe = {**RECIPE, **changes}
+    recipe["privacy"] = {**recipe["privacy"], **SEEDED}
+    return prepare(Recipe.of(recipe), module, given, algorithm=method).key
 
 
 class Odd(nn.Linear):
@@ -61,12 +75,12 @@ class Odd(nn.Linear):
 
 def test_only_the_same_run_has_the_same_key() -> None:
     own, first = nn.Linear(5, 3), key()
-    same = [key(), key(name="other"), key(evaluation={"every": 2}), key(engine={"backend": "vectorized"})]
+    same = [key(), key(name="other"), key(evaluation={"every": 2})]
     others = [
         key(seed=1), key(rounds=4), key(local={"steps": 2, "batch_size": 4}), key(clients(1.0)), key(clients(count=5)),
         key(algorithm={"name": "dp-fedsam"}), key(privacy={"clip": 0.5, "noise_multiplier": 2.0}), key(module=own),
     ]  # fmt: skip
-    others.append(prepare(Recipe.of(RECIPE), None, clients(), algorithm=dp_fedavg()).key)
+    others += [key(method=dp_fedavg())]
     assert set(same) == {first} and len({first, *others}) == len(others) + 1
 
 
@@ -80,17 +94,18 @@ def test_two_runs_of_one_seed_do_not_subtract_to_the_truth() -> None:
 
 
 def test_what_cannot_be_identified_gets_fresh_noise_and_says_so(tmp_path: Path) -> None:
-    found = [run(RECIPE, Odd(), clients(), out=tmp_path / name) for name in ("one", "two")]
+    found = [run(WITHOUT_MODEL, Odd(), clients(), out=tmp_path / name) for name in ("one", "two")]
     assert "cannot be identified" in found[0].privacy["noise_source"]
     names = [{line["key_id"] for line in read(tmp_path / name / "ledger.jsonl")} for name in ("one", "two")]
     assert not names[0] & names[1] and not list((tmp_path / "state").glob("fedflat/keys/*"))
-    seeded = run(RECIPE, nn.Linear(5, 3), clients())
-    assert seeded.privacy["noise_source"] == "simulation: noise reproducible from the seed"
+    seeded = run({**WITHOUT_MODEL, "privacy": {**RECIPE["privacy"], **SEEDED}}, nn.Linear(5, 3), clients())
+    assert seeded.privacy["noise_source"].startswith("simulation: noise reproducible from the seed")
+    assert "protects nobody" in seeded.privacy["caution"] and "of the mechanism" in str(seeded)
 
 
 def stopped(folder: Path, rounds: int, resume: bool = False, secure: bool = True) -> Any:
     done: list[int] = []
-    recipe = {**RECIPE, "privacy": {**RECIPE["privacy"], "secure_rng": secure}}
+    recipe = {**RECIPE, "privacy": {**RECIPE["privacy"], **({} if secure else SEEDED)}}
     stop = lambda: len(done) == rounds  # noqa: E731
     return run(
         recipe, clients=clients(), out=folder, resume=resume, on_round=lambda *_: done.append(1), should_stop=stop
@@ -129,12 +144,87 @@ def test_another_software_charges_the_open_round(tmp_path: Path, monkeypatch: py
     assert any("torch" in note and "differ" in note for note in found.notes)
 
 
-def test_without_an_open_round_other_software_is_only_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("secure", [True, False])
+def test_other_software_without_an_open_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool) -> None:
+    """Nothing is charged twice; a seeded run draws on with another key, since its twin elsewhere has the first one."""
     folder = tmp_path / "run"
-    stopped(folder, 2, secure=False)
+    stopped(folder, 2, secure=secure)
     monkeypatch.setattr(opening_module, "versions", lambda packages: {"torch": "another"})
-    found = stopped(folder, 3, resume=True, secure=False)
-    assert [line.get("attempt", 1) for line in read(folder / "ledger.jsonl")] == [1, 1, 1] and len(found.notes) == 1
+    found = stopped(folder, 3, resume=True, secure=secure)
+    lines = read(folder / "ledger.jsonl")
+    assert [line.get("attempt", 1) for line in lines] == [1, 1, 1]
+    assert len({line["key_id"] for line in lines}) == (1 if secure else 2) and len(found.notes) == (1 if secure else 2)
+
+
+ENGINES: dict[str, tuple[Any, Any]] = {
+    "device": ("cpu", "auto"),
+    "backend": ("sequential", "vectorized"),
+    "precision": ("fp32", "bf16"),
+    "block": (2, 3),
+    "processes": (1, 2),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in EngineSection.model_fields if name != "compile"])
+def test_seeded_runs_on_another_engine_never_share_noise(name: str) -> None:
+    """Two sums that may round otherwise: under one noise, their difference would be free of noise."""
+    one, other = (key(engine={**RECIPE["engine"], name: value}) for value in ENGINES[name])
+    assert one != other and one == key(engine={**RECIPE["engine"], name: ENGINES[name][0]})
+
+
+def test_the_key_follows_the_processor_with_clients_of_ones_own_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table on public data can be made again on another machine; nobody's data are behind it."""
+    digits = {"data": {"dataset": "digits", "clients": 20, "max_examples": 100}}
+    asked = Recipe.of({**RECIPE, **digits, "privacy": {**RECIPE["privacy"], "randomness": "seeded"}})
+    before = key(), prepare(asked).key
+    monkeypatch.setattr(opening_module, "processor", lambda: "another")
+    after = key(), prepare(asked).key
+    assert before[0] != after[0] and before[1] == after[1]
+    monkeypatch.setattr("fedflat.assembly.records.metadata.version", lambda package: "another")
+    assert prepare(asked).key != after[1]
+
+
+def test_seeded_noise_for_ones_own_clients_is_refused_unless_it_is_a_benchmark(tmp_path: Path) -> None:
+    own = {**RECIPE, "privacy": {**RECIPE["privacy"], "randomness": "seeded"}}
+    table = tmp_path / "own.csv"
+    table.write_text("user,a,b,label\n" + "".join(f"{i},{i / 9},1,{i % 2}\n" for i in range(8)))
+    section = {"dataset": str(table), "by": "user", "inputs": ["a", "b"], "target": "label"}
+    for given in ({"clients": clients()}, {}):
+        recipe = own if given else {**own, "data": section}
+        with pytest.raises(InputError, match=r"privacy\.benchmark: true") as error:
+            run(recipe, **given)
+        assert "\n" not in str(error.value)
+
+
+PUBLIC: dict[str, Any] = {
+    **RECIPE, "seed": 117, "rounds": 2, "cohort": {"size": 20},
+    "data": {"dataset": "digits", "clients": 20, "max_examples": 200},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("randomness, alike", [("secret", False), ("seeded", True)])
+def test_the_seed_that_an_export_gives_away_says_nothing_about_the_noise(
+    tmp_path: Path, randomness: str, alike: bool
+) -> None:
+    """Released weights show whose initial ones they were; seeded noise, the broken twin, comes back with the seed."""
+    privacy = {"clip": 0.1, "noise_multiplier": 1.0, "randomness": randomness}
+    run({**PUBLIC, "privacy": privacy}, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    released = flat(load_file(tmp_path / "out" / "model.safetensors"))
+    first = [flat(build("linear", (1, 8, 8), 10, seed).state_dict()) for seed in range(300)]
+    fits = [float(torch.cosine_similarity(released, weights, 0)) for weights in first]
+    found = max(range(300), key=lambda seed: fits[seed])
+    assert found == PUBLIC["seed"] and fits[found] > 1.5 * sorted(fits)[-2]
+    again, still = (
+        run({**PUBLIC, "seed": found, "privacy": {**privacy, **noise}}) for noise in ({}, {"noise_multiplier": 0})
+    )
+    truth = flat(still.model.state_dict())
+    cosine = float(torch.cosine_similarity(released - truth, flat(again.model.state_dict()) - truth, 0))
+    assert cosine == pytest.approx(1, abs=1e-6) if alike else abs(cosine) < 0.2
+
+
+def flat(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([named[name].flatten() for name in sorted(named)])
 
 
 def test_the_ledgers_first_line_says_whose_it_is(tmp_path: Path) -> None:
@@ -142,7 +232,7 @@ def test_the_ledgers_first_line_says_whose_it_is(tmp_path: Path) -> None:
     lines = read(tmp_path / "run" / "ledger.jsonl")
     opened = Opening.read(tmp_path / "run")
     assert lines[0]["run"] == opened.public and "run" not in lines[1]
-    assert set(opened.public) == {"format", "id", "attempt", "recipe", "data", "model", "method", "software"}
+    assert set(opened.public) == {"format", "id", "attempt", "recipe", "data", "model", "method", "software", "terms"}
     identity = prepare(Recipe.of(RECIPE), None, clients()).identity
     for file in (tmp_path / "run").rglob("*"):
         if file.is_file():
@@ -165,9 +255,10 @@ def test_checkpoints_hold_what_is_released_and_no_more(tmp_path: Path) -> None:
     public = {"round", "clip", "private_half", "run", "ledger", "tensors", "shared_tensors", "sha256"}
     assert set(facts) == {*public, "made_for"}  # shapes that a named model's own tensors show
     assert set(facts["made_for"]) == {"input_shape", "dtype", "classes", "vocabulary", "padding"}
-    run(RECIPE, model=torch.nn.Linear(5, 3), clients=clients(), out=tmp_path / "own")
+    run(WITHOUT_MODEL, model=torch.nn.Linear(5, 3), clients=clients(), out=tmp_path / "own")
     with safe_open(sorted((tmp_path / "own" / "checkpoints").glob("*"))[-1], framework="pt") as file:
-        assert "made_for" not in json.loads(file.metadata()["state"]), "how many classes clients have stays with them"
+        made_for = json.loads(file.metadata()["state"])["made_for"]
+    assert set(made_for) == {"input_shape", "dtype"}, "how many classes clients have stays with them"
     assert checkpoint.load(newest)[1].kept.keys() and facts["private_half"] is True
 
 
@@ -211,3 +302,28 @@ def test_marks(tmp_path: Path) -> None:
 
 def test_a_method_is_known_by_its_code() -> None:
     assert key(method=Algorithm("own")) == key(method=Algorithm("own")) != key(method=Algorithm("mine"))
+
+
+IDENTITY = """
+from fedflat.assembly.jobs import prepare
+from fedflat.config.recipe import Recipe
+what = prepare(Recipe.load("quick-start-dp-fedpgn")).identity
+print(what.recipe[:12], what.data[:12], what.model[:12], repr(what.method), repr(what.noise))
+"""
+
+
+def test_the_quick_start_draws_the_noise_behind_the_readmes_figures() -> None:
+    """Whoever changes a key of the recipe's schema, the data or the first weights meets this: give the key an entry in
+    ``assembly.records.LATER``, or measure README's digits again. A process of its own, as users have it."""
+    said = subprocess.run([sys.executable, "-c", IDENTITY], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["b18f1a1858c4", "c012b39c5779", "2abe5b8144ff", "''", "''"]
+
+
+def test_torchs_own_settings_of_precision_are_in_the_key() -> None:
+    """Two runs that round otherwise never share noise."""
+    before, found = torch.get_float32_matmul_precision(), arithmetic()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert arithmetic() != found
+    finally:
+        torch.set_float32_matmul_precision(before)

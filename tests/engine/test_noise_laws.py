@@ -11,11 +11,10 @@ from scipy import stats
 
 from fedflat.assembly.jobs import prepare
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, PartedSum
+from fedflat.core.types import Aggregate, Broadcast
 from fedflat.engine.accumulate import GridAccumulator, PlainSum
-from fedflat.engine.parts import Parts
-from fedflat.engine.round import accumulator_of, broadcast_of, noisy_sum
-from fedflat.engine.train import Job
+from fedflat.engine.job import Job
+from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, noisy_sum
 
 KEY = b"\5" * 32
 D = 4000
@@ -29,6 +28,7 @@ def job(name: str = "dp-fedavg", *, sampling: str = "poisson", **privacy: object
         "rounds": 20,
         "seed": 3,
         "algorithm": name if isinstance(name, dict) else {"name": name},
+        "data": {"classes": 2},
         "model": {"name": "linear"},
         "local": {"steps": 1, "batch_size": 2},
         "cohort": {"size": COHORT, "sampling": sampling},
@@ -54,7 +54,7 @@ def drawn(made: Job, messages: torch.Tensor, round: int = 0, key: bytes = KEY) -
 def held(made: Job, messages: torch.Tensor, round: int = 0, key: bytes = KEY) -> tuple[Broadcast, Aggregate]:
     """What the server holds before the noise."""
     parts = made.parts
-    state = replace(parts.first_state(made.first[: parts.layout.dimension], made.threshold), round=round)
+    state = replace(parts.first_state(made.initial_weights[: parts.layout.dimension], made.threshold), round=round)
     broadcast = broadcast_of(parts, state, made.seed)
     accumulator = accumulator_of(parts, broadcast, key)
     for block in messages.split(7):
@@ -71,7 +71,7 @@ def dimension() -> int:
     return 2 * (D // 2 - 1) + 2
 
 
-def shares_of(parts: Parts, n: int) -> float:
+def shares_of(parts: RoundParts, n: int) -> float:
     """How many times the plan's std² the released sum must hold."""
     plan = parts.plan
     return {
@@ -188,7 +188,7 @@ def test_no_back_end_may_form_sums_for_a_grid():
     broadcast, _ = held(made, updates(1))
     accumulator = accumulator_of(made.parts, broadcast, KEY)
     assert isinstance(accumulator, GridAccumulator)
-    assert not isinstance(accumulator, PartedSum)
+    assert not isinstance(accumulator, PlainSum)
 
 
 def in_its_own_way(kind: type[PlainSum]) -> bool:
@@ -198,10 +198,9 @@ def in_its_own_way(kind: type[PlainSum]) -> bool:
 
 def test_sums_formed_in_parts_add_as_their_parts_do():
     """Every one of the package's; a twin that adds twice what the plain sum adds is found out."""
-    from fedflat.audit import defects
-    from fedflat.methods.published import shares
+    from fedflat.methods import shares
 
-    assert {shares.RealisedSum, defects._Realised} <= set(PlainSum.__subclasses__())
+    assert {shares.RealisedSum} <= set(PlainSum.__subclasses__())
     assert not any(in_its_own_way(kind) for kind in PlainSum.__subclasses__())
     twice = {"_sum": lambda self, messages, factors: PlainSum._sum(self, messages, 2 * factors)}
     assert in_its_own_way(type("Twice", (shares.RealisedSum,), twice))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,15 @@ import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.backends.onednn import serves
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import flatten, layout_of
+from fedflat.core.checks import InputError
+from fedflat.core.params import at_fault, flatten, layout_of
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 from fedflat.models import build
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+pytestmark = [
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"),
+    pytest.mark.usefixtures("noise_of_the_seed"),
+]
 
 
 def images(count: int, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -185,3 +190,42 @@ def test_one_run_in_every_back_end() -> None:
         found[name] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     assert torch.equal(found["workers"], found["sequential"])
     assert torch.allclose(found["vectorized"], found["sequential"], atol=1e-5)
+
+
+class Strided(nn.Module):
+    """The convolution whose kernel is at fault, in channels-last images if asked for; or one that crashes anyhow."""
+
+    def __init__(self, last: bool = False, aborts: bool = False) -> None:
+        super().__init__()
+        self.first, self.strided, self.last, self.aborts = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, 2), last, aborts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.strided(x.contiguous(memory_format=torch.channels_last) if self.last else x)
+        if self.aborts and x.requires_grad:
+            x.register_hook(lambda _: os.abort())
+        return x.mean((2, 3))
+
+
+def _images(network: nn.Module, **changes: Any) -> Any:
+    drawn = torch.from_numpy(np.random.default_rng(1).standard_normal((48, 3, 32, 32))).float()
+    pairs = [(drawn[i : i + 16], torch.arange(16) % 8) for i in (0, 16, 32)]
+    recipe = {"rounds": 1, "algorithm": "dp-fedavg", "local": {"steps": 2, "batch_size": 16}, "cohort": {"size": 3}}
+    recipe |= {"privacy": {"clip": 1.0, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"}} | changes
+    return prepare(Recipe.of(recipe), network, clients=pairs)
+
+
+def test_the_kernel_at_fault_is_never_met() -> None:
+    job = _images(Strided())
+    assert job.data.inputs.is_contiguous() and not job.problem.onednn
+    assert not _images(
+        nn.Sequential(nn.Conv2d(3, 32, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    ).data.inputs.is_contiguous()
+    resnet = build("resnet10", (3, 32, 32), 10, 0, width=4, groups=2)
+    assert not at_fault(resnet) and at_fault(Strided())
+    assert "blocks.1.shortcut.0.weight" in resnet.state_dict()
+
+
+def test_a_crash_in_compiled_code_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"^model: found a module whose first gradient crashes .*SIGABRT.*[^\n]*$"):
+        _images(Strided(aborts=True))

@@ -19,9 +19,10 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.data.clients import FederatedData, from_pairs
-from fedflat.engine.parts import Parts
-from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
-from fedflat.engine.train import Job, train
+from fedflat.engine.job import Job
+from fedflat.engine.reduce import RoundSum
+from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round
+from fedflat.engine.train import train
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.verify import verify_run
 
@@ -47,7 +48,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
         "start": START,
         "cohort": {"size": len(SIZES)},
         "local": {"steps": 2, "batch_size": 4},
-        "privacy": {"clip": 0.3, "noise_multiplier": 1.5, "delta": 1e-3},
+        "privacy": {"clip": 0.3, "noise_multiplier": 1.5, "delta": 1e-3, "randomness": "seeded", "benchmark": True},
         **changes,
     }
 
@@ -63,7 +64,7 @@ def module(hidden: int = 0) -> nn.Module:
 
 
 def first_round(
-    given: dict[str, Any], without: int | None = None, change: Callable[[Parts], Parts] = lambda p: p
+    given: dict[str, Any], without: int | None = None, change: Callable[[RoundParts], RoundParts] = lambda p: p
 ) -> Tensor:
     """The weights after round 0."""
     job = prepare(Recipe.of(given), module(), federation(without))
@@ -83,7 +84,7 @@ def test_round_0_is_class_statistics_and_the_rest_is_the_method() -> None:
             parameter.copy_(values.view_as(parameter))
     # the later rounds: dp-fedavg from there, whose batches follow the round's number
     job = prepare(Recipe.of(quiet() | {"start": None}), head, federation())
-    state = replace(job.parts.first_state(job.first, job.threshold), round=1)
+    state = replace(job.parts.first_state(job.initial_weights, job.threshold), round=1)
     for _ in range(3):
         state = one_round(job, state)
     torch.testing.assert_close(whole, state.shared, rtol=1e-5, atol=1e-6)
@@ -92,26 +93,27 @@ def test_round_0_is_class_statistics_and_the_rest_is_the_method() -> None:
 def one_round(job: Job, state: Any) -> Any:
     import numpy as np
 
-    from fedflat.core.personal import PersonalState
+    from fedflat.core.params import PersonalState
 
     broadcast = broadcast_of(job.parts, state, job.seed)
-    accumulator = accumulator_of(job.parts, broadcast, job.key)
-    job.backend.train(np.arange(len(SIZES)), broadcast, accumulator, PersonalState(job.first[:0]))
+    accumulator, kept = accumulator_of(job.parts, broadcast, job.key), PersonalState(job.initial_weights[:0])
+    reduced = RoundSum(job.parts.algorithm, job.parts.local, broadcast, accumulator, kept)
+    reduced.add_cohort(job.backend, np.arange(len(SIZES)))
     return finish_round(job.parts, state, broadcast, accumulator.result(), job.key, dict)[0]
 
 
 def test_one_client_moves_round_0_by_its_own_clip_at_most() -> None:
     """m times the difference of the heads of two worlds; the broken twin clips with another threshold."""
 
-    def moved(client: int, change: Callable[[Parts], Parts] = lambda p: p) -> float:
+    def moved(client: int, change: Callable[[RoundParts], RoundParts] = lambda p: p) -> float:
         here, gone = (first_round(quiet(), without, change) for without in (None, client))
         return float((here - gone).double().norm()) * len(SIZES) / START["lr"]  # type: ignore[operator]
 
     assert max(moved(client) for client in range(len(SIZES))) <= 2.0 * (1 + ROUNDING)
 
-    def loose(parts: Parts) -> Parts:
-        assert parts.first is not None
-        return replace(parts, first=replace(parts.first, threshold=20.0))
+    def loose(parts: RoundParts) -> RoundParts:
+        assert parts.round_zero is not None
+        return replace(parts, round_zero=replace(parts.round_zero, threshold=20.0))
 
     assert moved(2, loose) > 2.0 * (1 + ROUNDING)
 
@@ -120,7 +122,7 @@ def test_the_noise_of_each_round_is_what_the_ledger_says() -> None:
     """Drawn with nobody in the cohort; the broken twin draws round 0 with the other rounds' σ."""
     job = prepare(Recipe.of(recipe()), module(hidden=100), federation())
 
-    def drawn(parts: Parts, round: int) -> tuple[float, float]:
+    def drawn(parts: RoundParts, round: int) -> tuple[float, float]:
         size = parts.layout.dimension
         state = replace(parts.first_state(torch.zeros(size), job.threshold), round=round)
         broadcast, lines = broadcast_of(parts, state, 0), list[dict[str, Any]]()
@@ -135,10 +137,10 @@ def test_the_noise_of_each_round_is_what_the_ledger_says() -> None:
     for round in (0, 1):
         found, said = drawn(job.parts, round)
         assert found == pytest.approx(said, rel=0.05)
-    assert job.parts.first is not None
+    assert job.parts.round_zero is not None
     ratio = drawn(job.parts, 0)[1] / drawn(job.parts, 1)[1]
     assert ratio == pytest.approx(job.parts.plan.first * 2.0 / 0.3)
-    twin = replace(job.parts, first=replace(job.parts.first, mechanism=job.parts.mechanism))
+    twin = replace(job.parts, round_zero=replace(job.parts.round_zero, mechanism=job.parts.mechanism))
     found, said = drawn(twin, 0)
     assert found != pytest.approx(said, rel=0.05)
 
@@ -212,7 +214,7 @@ def test_its_clip_is_the_recipe_s_where_it_names_none() -> None:
             module(),
             federation(),
         )
-        assert job.parts.first is not None and job.parts.first.threshold == 0.3
+        assert job.parts.round_zero is not None and job.parts.round_zero.threshold == 0.3
     assert Recipe.of(recipe()).dump()["start"]["share"] == 0.3
     assert "start" not in Recipe.of(recipe() | {"start": None}).dump()
 
@@ -252,4 +254,4 @@ def test_canary_audits_and_stateful_deployments_are_refused() -> None:
     with pytest.raises(InputError, match="start: found class-statistics; allowed: nothing for canary audits"):
         with_canaries(job, Directions(1, 2, 123), np.ones(2, dtype=bool))
     with pytest.raises(InputError, match="class-statistics with dp-scaffold; allowed: nothing in a deployment"):
-        check_deployable(Recipe.of(recipe(algorithm="dp-scaffold")), dp_scaffold(), "central")
+        check_deployable(Recipe.of(recipe(algorithm="dp-scaffold", privacy=NOISED)), dp_scaffold(), "central")

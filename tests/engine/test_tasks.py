@@ -20,6 +20,8 @@ from fedflat.core.rng import stream
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
 
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
+
 RECIPE: dict[str, Any] = {
     "rounds": 2,
     "algorithm": "dp-fedavg",
@@ -182,7 +184,12 @@ def test_metrics_are_shown_wherever_figures_are(tmp_path: Path) -> None:
     assert last["test_mae"] == last["test_running"] and last["test_accuracy"] is None and "class_accuracy" not in last
     assert math.isclose(last["test_loss"], float(((found.model(x)[:, 0] - y) ** 2).mean()), rel_tol=1e-5)
     assert f"test loss {last['test_loss']:.4g}" in repr(found) and "test mae" in found._repr_html_()
-    assert [axes.get_title() for axes in found.plot().axes] == ["test loss", "test mae", "test running", "ε spent"]
+    assert [axes.get_title() for axes in found.plot().axes] == [
+        "test loss",
+        "test mae",
+        "test running",
+        "ε of the mechanism",
+    ]
     page = render([read_run(tmp_path / "a")])
     assert "Test loss" in page and "Test mae" in page and "never evaluated" not in page
     assert torch.equal(flat(fedflat.load(tmp_path / "a", model=module(1)).model), flat(found.model))
@@ -213,7 +220,9 @@ def test_next_token_leaves_out_what_is_marked() -> None:
     ]
     pairs[0][1][0, :3] = IGNORE
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
-    found = fedflat.run(RECIPE, model=model, clients=pairs, test=pairs[1], task="next-token")
+    found = fedflat.run(
+        RECIPE, model=model, clients=pairs, test=tuple(side[:4].clone() for side in pairs[1]), task="next-token"
+    )
     assert 0 <= found.history[-1]["test_accuracy"] <= 1
 
 
@@ -286,7 +295,7 @@ def test_memory_that_shows_only_in_training_ends_the_run() -> None:
 
 
 def test_other_commands_decline(tmp_path: Path) -> None:
-    from fedflat.audit.whole_run import audit_run
+    from fedflat.audit.mechanism import audit_run
 
     with pytest.raises(InputError, match="audit: task: found regression"):
         audit_run({**RECIPE, "task": "regression"})

@@ -23,6 +23,8 @@ from fedflat.privacy.verify import verify_run
 from fedflat.records.folder import read_lines
 from fedflat.simulation import run as simulation
 
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
+
 RECIPE = {
     "name": "trust",
     "rounds": 6,
@@ -43,7 +45,7 @@ def job(**changes):
 
 def rounds_with(made, sizes):
     """Rounds whose cohorts have the given sizes: (state, info) of each, and what was charged."""
-    parts, state, found, charged = made.parts, made.parts.first_state(made.first, made.threshold), [], []
+    parts, state, found, charged = made.parts, made.parts.first_state(made.initial_weights, made.threshold), [], []
     for size in sizes:
         broadcast = broadcast_of(parts, state, 1)
         accumulator = accumulator_of(parts, broadcast, KEY)
@@ -111,7 +113,7 @@ def test_a_client_at_its_cap_is_left_out_and_resume_remembers(tmp_path):
     privacy = {"clip": 0.5, "noise_multiplier": 2.0, "trust": "local", "secure_rng": True}
     recipe = {**RECIPE, "cohort": {"size": 15, "max_participations": 2}, "privacy": privacy}
     made = prepare(Recipe.of(recipe))
-    state, seen = made.parts.first_state(made.first, made.threshold), []
+    state, seen = made.parts.first_state(made.initial_weights, made.threshold), []
     for _ in range(5):
         allowed, state = within_cap(made.parts, state, np.arange(0, 30, 2))
         seen.append(len(allowed))

@@ -18,11 +18,14 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Broadcast
+from fedflat.engine.job import Job
+from fedflat.engine.reduce import RoundSum
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
-from fedflat.engine.train import Job
-from fedflat.methods.ae_dpfl.rounds import VoteClip, winners
+from fedflat.methods.votes import VoteClip, winners
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +54,14 @@ def recipe(**changes: Any) -> Recipe:
 def one_round(job: Job, key: bytes = bytes(32), votes: Any = None) -> tuple[Any, list[dict], Any]:
     """One round by hand: (new state, ledger lines, aggregate)."""
     parts = job.parts
-    state = parts.first_state(job.first, job.threshold)
+    state = parts.first_state(job.initial_weights, job.threshold)
     broadcast = broadcast_of(parts, state, job.seed)
     accumulator, lines = accumulator_of(parts, broadcast, key), []
     for draw in parts.plan.draws(0):
         if votes is None:
             cohort = select_cohort(parts, key, draw)
-            job.backend.train(cohort, dataclasses.replace(broadcast, draw=draw), accumulator, None)
+            told = dataclasses.replace(broadcast, draw=draw)
+            RoundSum(parts.algorithm, parts.local, told, accumulator.of(draw), None).add_cohort(job.backend, cohort)
         else:
             votes(draw, accumulator.of(draw))
     total = accumulator.result()
@@ -106,7 +110,7 @@ def test_the_votes_are_one_hot_and_sum_over_the_cohort() -> None:
 
 def test_noise_has_the_stated_law_and_is_fresh_for_each_draw() -> None:
     job = prepare(recipe(o={"algorithm.queries": 400}))
-    broadcast = Broadcast(0, job.first, job.threshold, 1.0)
+    broadcast = Broadcast(0, job.initial_weights, job.threshold, 1.0)
     total = accumulator_of(job.parts, broadcast, bytes(32)).result()
     drawn = job.parts.mechanism.noise(bytes(32), 0, broadcast, total, 1.0).numpy()
     assert len(drawn) == 200 * 10
@@ -248,11 +252,13 @@ def test_clients_given_in_python_are_never_public() -> None:
         (torch.randn(10, 4), torch.randint(0, 2, (10,), generator=torch.Generator().manual_seed(i))) for i in range(5)
     ]
     test = (torch.randn(40, 4), torch.zeros(40, dtype=torch.int64))
-    small = recipe(model={"name": "linear"}, cohort={"size": 3}, data={})
+    small = recipe(model={"name": "linear"}, cohort={"size": 3}, data={"classes": 2})
     job = prepare(small, clients=clients, test=test)
     assert len(job.data.test_inputs) == 28 and sum(map(len, job.data.parts)) == 50
     with pytest.raises(InputError, match="the clients' own examples are not public"):
         prepare(
-            recipe(model={"name": "linear"}, cohort={"size": 3}, data={}, o={"algorithm.public": "held-out"}),
+            recipe(
+                model={"name": "linear"}, cohort={"size": 3}, data={"classes": 2}, o={"algorithm.public": "held-out"}
+            ),
             clients=clients,
         )

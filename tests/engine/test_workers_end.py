@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys, time
 import fedflat
@@ -40,6 +42,7 @@ def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/status").read_text().split("State:")[1].split()[0] != "Z"
 
 
+@pytest.mark.long
 def test_a_killed_parent_leaves_no_workers(tmp_path: Path) -> None:
     # A plain script without a __main__ guard: workers must not run it again.
     script = tmp_path / "plain.py"

@@ -20,8 +20,8 @@ from typing import Any
 
 from fork_server import CONTEXT
 
-from fedflat.federation.launch.processes import dies_with, private
 from fedflat.federation.local import GRACE, Federation
+from fedflat.federation.processes import dies_with, private
 
 NETNS, CLONE_NEWNET = Path("/run/netns"), 0x40000000
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from fedflat.config.recipe import Recipe
-from fedflat.federation.client.session import Client, Refused
-from fedflat.federation.client.store import Store
-from fedflat.federation.launch.project import PACKAGE, client_folder, write_project
-from fedflat.federation.server.session import Settings
+from fedflat.federation.bounds import Limit
+from fedflat.federation.client import Client, Refused
+from fedflat.federation.project import PACKAGE, client_folder, write_project
+from fedflat.federation.server import Settings
+from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 
 BASE: dict[str, Any] = {
@@ -66,6 +67,20 @@ def pem(key: str) -> bytes:
     return load_ssh_public_key(key.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
+def objects_of(message: Any) -> tuple[Any, dict[str, bytes]]:
+    """A message as Flower sends it: the tree of its objects, and their bytes by id."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+
+    return get_object_tree(message), {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
+
+
+def fits(limit: Limit, message: Any) -> None:
+    """Hold an honest message against the deployment's limits, as every SuperLink, SuperNode and ServerApp does."""
+    tree, contents = objects_of(message)
+    limit.names(tree)
+    limit.check(contents)
+
+
 @dataclass
 class Grid:
     """Nodes 1000, 1001, …, one for each key of the roster; a handler turns a message into a reply, replies or None."""
@@ -90,6 +105,7 @@ class Grid:
         for message in messages:
             number = f"m{len(self.pushed)}"
             message.metadata.__dict__["_message_id"] = number
+            fits(self.task.limits.ask, message)
             self.pushed.append(message)
             numbers.append(number)
             found = self.handlers[message.metadata.dst_node_id - 1000](message)
@@ -110,7 +126,9 @@ def honest(client: Client) -> Handler:
         from flwr.app import Error, Message
 
         try:
-            return Message(client.answer(message.content), reply_to=message)
+            reply = Message(client.answer(message.content), reply_to=message)
+            fits(client.task.limits.reply, reply)
+            return reply
         except Refused:
             return Message(Error(code=0, reason="no answer"), reply_to=message)
 

@@ -18,14 +18,13 @@ from stand_in import deployed, grid_of, pem, settings, small
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
+from fedflat.federation import client as client_module
 from fedflat.federation import wire
-from fedflat.federation.client import session as client_module
-from fedflat.federation.client.session import Client, Refused, client_of, reply_to
-from fedflat.federation.client.store import Store, read_examples, write_examples
-from fedflat.federation.launch.certificates import write_client_keys
-from fedflat.federation.launch.project import PACKAGE, client_folder, write_project
-from fedflat.federation.roster import Roster
-from fedflat.federation.task import Task
+from fedflat.federation.certificates import write_client_keys
+from fedflat.federation.client import Client, Refused, client_of, reply_to
+from fedflat.federation.project import PACKAGE, client_folder, write_project
+from fedflat.federation.store import Store, read_examples, write_examples
+from fedflat.federation.task import Roster, Task
 from fedflat.federation.wire import Request
 
 
@@ -42,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Task, list[
 
 
 def ask_of(client: Client, /, **changes: Any) -> Any:
-    shared = client.job.first[: client.job.parts.layout.dimension]
+    shared = client.job.initial_weights[: client.job.parts.layout.dimension]
     broadcast = {"round": 0, "shared": shared, "clip": client.job.threshold, "rate": 1.0}
     facts = {"client": client.number, "nonce": b"n" * 16, "pin": client.task.pin}
     broadcast |= {k: v for k, v in changes.items() if k in broadcast}
@@ -272,7 +271,7 @@ def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, T
 
 
 def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
-    from fedflat.federation.server.session import serve
+    from fedflat.federation.server import serve
 
     folder, task, clients = project
     serve(grid_of(task, clients), task, settings(folder))
@@ -281,23 +280,8 @@ def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task,
         serve(grid_of(other, others), other, settings(tmp_path / "other", out=folder / "run"))
 
 
-def test_a_rotated_key_changes_the_pin_and_not_the_run(tmp_path: Path) -> None:
-    from fedflat.federation.server.session import serve
-
-    task, clients = deployed(tmp_path / "fed", small(rounds=1))
-    serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
-    app = tmp_path / "fed" / "app" / PACKAGE
-    keys = [*task.roster.keys[:-1], write_client_keys(tmp_path / "new")]
-    (app / "roster.json").write_text(json.dumps(Roster(tuple(keys)).dump()))
-    rotated = Task.read(app)
-    assert rotated.pin != task.pin and rotated.identity == task.identity
-    serve(grid_of(rotated, []), rotated, settings(tmp_path / "fed"))
-    with pytest.raises(InputError, match="pin"):
-        Client(rotated, 0, clients[0].data, clients[0].store, task.pin)
-
-
 def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedflat.cli.deploy import deploy
+    from fedflat.cli.training import deploy
 
     changes = ["cohort.size=2", "rounds=3", "model.hidden=4"]
     deploy("quick-start", tmp_path / "fed", 3, changes, as_json=True)
@@ -332,3 +316,47 @@ def test_flower_builds_the_app_and_loads_both_sides(project: tuple[Path, Task, l
     monkeypatch.syspath_prepend(str(project[0] / "app"))
     assert isinstance(importlib.import_module(f"{PACKAGE}.server_app").app, ServerApp)
     assert isinstance(importlib.import_module(f"{PACKAGE}.client_app").app, ClientApp)
+
+
+DAMAGE = (b"", b"{", b"\0" * 100, b"[1]", b'"x"', b"[" * 5000, b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    "name", ["node.json", "session.json", "rounds.jsonl", "personal.jsonl", "RUN.tip", "operator.pub"]
+)
+def test_a_damaged_file_of_a_client_is_one_line_or_nothing(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever lies in its state folder, a client answers or says in one line why not; it never ends in a traceback."""
+    from fedflat.federation.server import serve
+
+    task, clients = deployed(tmp_path, small(rounds=1))
+    grid = grid_of(task, clients)
+    serve(grid, task, settings(tmp_path))
+    state, message = clients[0].store.folder, next(m for m in grid.pushed if m.metadata.dst_node_id == 1000)
+    own = client_folder(tmp_path, 0)
+    config = {"client": 0, "data": str(own / "data.safetensors"), "state": str(state), "key": str(own / "auth.key")}
+    path = next(state.glob("*.tip")) if name == "RUN.tip" else state / name
+    for content in DAMAGE:
+        path.write_bytes(content)
+        caplog.clear()
+        reply_to(message, config, tmp_path / "app" / PACKAGE)
+        said = [record for record in caplog.records if record.name.startswith("fedflat") and record.levelno >= 40]
+        assert len(said) <= 1 and not any(record.exc_info for record in said), (content, caplog.text)
+
+
+def test_a_damaged_file_of_a_project_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedflat.federation import superlink
+    from fedflat.federation import task as tasks
+
+    deployed(tmp_path, small(rounds=1))
+    app = tmp_path / "app" / PACKAGE
+    for path in (app / "task.json", app / "roster.json", app / "recipe.yaml", tmp_path / "server" / "superlink.toml"):
+        whole = path.read_bytes()
+        for content in (*DAMAGE, whole[: len(whole) // 2]):
+            path.write_bytes(content)
+            main, words = (superlink.main, [tmp_path]) if path.suffix == ".toml" else (tasks.main, [app])
+            assert main([str(word) for word in words]) == 2
+            assert len(capsys.readouterr().err.splitlines()) == 1, (path, content)
+        path.write_bytes(whole)
+    assert tasks.main([str(app)]) == 0

@@ -17,9 +17,9 @@ pytest.importorskip("flwr")
 from stand_in import deployed, small
 from test_federation_secure_rounds import question, refused, set_of, through_shares
 
-from fedflat.federation.client.session import Client
+from fedflat.federation.client import Client
 from fedflat.federation.secagg import client as secure_client
-from fedflat.federation.secagg import consistency, dealing, stages
+from fedflat.federation.secagg import dealing, stages
 from fedflat.federation.secagg.protocol import Aborted, Collector, PublicKeys, Secrets
 
 SESSION = b"s" * 16
@@ -81,7 +81,7 @@ def test_a_lying_server_unmasks_one_client_without_the_consistency_step(
     """The twin without the check: a sum of two where each client was promised three; with client 1's help, one."""
     server = Lying(tmp_path, monkeypatch)
     signatures = server.consents(TOLD)
-    monkeypatch.setattr(consistency, "require_consent", lambda *given: None)
+    monkeypatch.setattr(dealing, "require_consent", lambda *given: None)
     for client in range(5):
         server.reveal(client, {client: signatures[client]})
     learned = server.collector.result()
@@ -127,22 +127,22 @@ def session(clients: int = 5) -> tuple[dict[int, Secrets], dict[int, PublicKeys]
 def test_a_signature_is_of_one_client_and_one_transcript() -> None:
     everybody, keys = session()
     told: tuple[Any, ...] = (b"here", keys, {0, 1, 2, 3}, {0, 1, 2})
-    seen = consistency.transcript(*told)
-    signature = consistency.consent(everybody[0], seen)
-    assert consistency.agrees(0, keys[0], seen, signature)
-    assert not consistency.agrees(1, keys[1], seen, signature)
-    assert not consistency.agrees(1, keys[0], seen, signature)  # nor for a client that claims another's key
+    seen = dealing.transcript(*told)
+    signature = dealing.consent(everybody[0], seen)
+    assert dealing.agrees(0, keys[0], seen, signature)
+    assert not dealing.agrees(1, keys[1], seen, signature)
+    assert not dealing.agrees(1, keys[0], seen, signature)  # nor for a client that claims another's key
     _, others = session()
     for place, other in ((0, b"there"), (1, {**keys, 4: others[4]}), (1, {i: keys[i] for i in range(4)}),
                          (2, {0, 1, 2}), (3, {0, 1, 3}), (3, {0, 1, 2, 3})):  # fmt: skip
         lie: list[Any] = [*told[:place], other, *told[place + 1 :]]
-        assert not consistency.agrees(0, keys[0], consistency.transcript(*lie), signature)
+        assert not dealing.agrees(0, keys[0], dealing.transcript(*lie), signature)
 
 
 def test_sets_cannot_be_moved_into_each_other() -> None:
     """{0} then {1} is not {0, 1} then nothing: each part is counted."""
     _, keys = session()
-    assert consistency.transcript(b"", keys, {0}, {1}) != consistency.transcript(b"", keys, {0, 1}, set())
+    assert dealing.transcript(b"", keys, {0}, {1}) != dealing.transcript(b"", keys, {0, 1}, set())
 
 
 def test_the_smallest_threshold_against_lies() -> None:
@@ -151,4 +151,4 @@ def test_the_smallest_threshold_against_lies() -> None:
     for clients in range(1, 30):
         for colluders in range(clients):
             both = colluders + (clients - colluders) // 2
-            assert consistency.enough_for_lies(clients, colluders) == both + 1
+            assert dealing.enough_for_lies(clients, colluders) == both + 1

@@ -11,13 +11,17 @@ import json
 import socket
 import ssl
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,10 +35,12 @@ from stand_in import deployed, small
 from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, logs
 
 from fedflat.core.checks import InputError, RunError
-from fedflat.federation import local, lock, superlink, supernode
-from fedflat.federation.launch.processes import must_be_free
-from fedflat.federation.launch.project import PACKAGE, client_folder, node_port, supernode_command, write_project
+from fedflat.federation import doors, local, lock, superlink, supernode
+from fedflat.federation.bounds import Limit
+from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.local import Federation
+from fedflat.federation.processes import must_be_free
+from fedflat.federation.project import PACKAGE, client_folder, node_port, supernode_command, write_project
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Answer, write_answer
 from fedflat.federation.worker import difference
@@ -153,13 +159,10 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
     app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
     with Forked(place / "fed", PATIENCE) as federation:
         federation.start(clients=[])
-        addresses = superlink.Addresses.read(federation.project)
+        addresses = lock.Addresses.read(federation.project)
         network, inside = (f"127.0.0.1:{port}" for port in (addresses.listen[1], addresses.control[1]))
         public, own = place / "fed" / "certificates" / "ca.crt", place / "fed" / "flower" / "control" / "ca.crt"
-        ways = [
-            connection(place / "a", network, public),
-            connection(place / "b", inside, own),
-        ]
+        ways = [connection(place / "a", network, public), connection(place / "b", inside, own)]
         for home in ways:
             refused = flwr(home, federation, "run", str(app), "fedflat")
             assert refused.returncode, refused.stdout
@@ -170,6 +173,7 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
         assert status_of(f"https://{network}/v1/fleet/pull-messages") == 401  # nobody's key
         assert [status_of(f"https://{inside}/v1/{path}") for path in paths[:4]] == [401] * 4
         order = flwr(federation.project / "flower", federation, "run", str(app), "fedflat", "--format", "json")
+        assert "run-id" in order.stdout, order.stdout + logs(federation)
         assert federation.wait(int(json.loads(order.stdout)["run-id"]), PATIENCE) == "finished:failed", logs(federation)
     assert list((place / "loot").iterdir()) == []
     assert "refused: run" in logs(federation)
@@ -287,6 +291,18 @@ def test_a_process_that_ended_by_itself_is_named_with_its_last_line(tmp_path: Pa
         federation.check_alive()
 
 
+def test_a_launcher_asks_again_and_hears_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_project(small(), tmp_path / "fed", port=free_port())
+    federation, raised = Federation(tmp_path / "fed"), [OSError("too many open files"), SystemExit(1), SystemExit(143)]
+    monkeypatch.setattr(federation, "_control", lambda: (_ for _ in ()).throw(raised.pop(0)))
+    assert [federation.status(1), federation.status(1)] == ["unknown", "unknown"]
+    assert capsys.readouterr().err.count("does not answer") == 1
+    with pytest.raises(SystemExit):
+        federation.status(1)
+
+
 def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fed = tmp_path / "fed"
     task, _ = deployed(fed, small())
@@ -349,7 +365,7 @@ def ask(door: Any, path: str, kind: str = "http", headers: dict[str, str] | None
         sent.append(event)
 
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    asyncio.run(door({"type": kind, "path": path, "headers": raw}, None, send))
+    asyncio.run(door({"type": kind, "path": path, "headers": raw, "client": ("127.0.0.1", 1)}, None, send))
     return sent
 
 
@@ -376,7 +392,8 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
 
     ours, stranger = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     known = public_key_to_bytes(ours.public_key())
-    door, signed = lock.fleet_only(app, {known}), headers_of(ours)
+    gate, blamed = doors.Gate("listen", "127.0.0.1", 0), list[bytes]()
+    door, signed = doors.fleet_only(app, {known}, Limit(1000, 1000), gate, blamed.append), headers_of(ours)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/V1/fleet/x", "/v1/fleet", "//v1/fleet/x", "/"):
         assert ask(door, path, headers=signed)[0]["status"] == 404
     assert ask(door, "/v1/fleet/x", "websocket") == [] and ask(door, "/v1/fleet/x", "lifespan") == []
@@ -387,8 +404,159 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     for headers in false:  # the app, which would read the whole body, never hears of these
         assert ask(door, pull, headers=headers)[0]["status"] == 401
     assert reached == []
-    assert ask(door, pull, headers=signed) == [] and reached == [pull]
+    assert ask(door, pull, headers={**signed, "content-length": "10"}) == [] and reached == [pull]
+    lengths = [{}, {"content-length": "-1"}, {"content-length": "1" * 20}]
+    for headers in [*lengths, {"content-length": "10", "transfer-encoding": "chunked"}]:  # a length that is not said
+        assert ask(door, pull, headers={**signed, **headers})[0]["status"] == 411
+    long = {"content-length": str(1 << 20)}
+    with mock.patch("fedflat.federation.doors.datetime", wraps=datetime) as clock:  # recorded a while ago: no blame
+        clock.now.return_value = datetime.now(UTC) + timedelta(minutes=10)
+        assert ask(door, pull, headers={**signed, **long})[0]["status"] == 401 and blamed == []
+    assert reached == [pull]
+    assert ask(door, pull, headers={**signed, **long})[0]["status"] == 413 and blamed == [known]
+    gate.close()
     assert ask(app, "/v1/control/start-run") == [] and reached[-1] == "/v1/control/start-run"  # the twin: no door
+
+
+def test_a_connection_that_was_cut_makes_no_culprit() -> None:
+    """A client whose connection died in mid-upload asks again while the dead one still counts: it has to wait."""
+    import asyncio
+
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    key, blamed, statuses, parted = ec.generate_private_key(ec.SECP384R1()), list[bytes](), list[int](), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await parted.wait()  # the rest of a body that never comes
+
+    async def send(event: Any) -> None:
+        statuses.append(event.get("status", 0))
+
+    gate = doors.Gate("listen", "127.0.0.1", 0)
+    door = doors.fleet_only(app, {public_key_to_bytes(key.public_key())}, Limit(1000, 1000), gate, blamed.append)
+    said = {**headers_of(key), "content-length": "60000"}
+    raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
+    scope = {"type": "http", "path": "/v1/fleet/push-object", "headers": raw, "client": ("127.0.0.1", 1)}
+
+    async def upload() -> None:
+        dead = [asyncio.create_task(door(scope, None, send)) for _ in range((1 << 20) // 60_000)]
+        await asyncio.sleep(0)
+        await door(scope, None, send)
+        assert statuses[0] == 503 and blamed == []
+        parted.set()  # the kernel closes what answers no keepalive (ALIVE), and there is room again
+        await asyncio.gather(*dead)
+        await door(scope, None, send)
+
+    asyncio.run(upload())
+    assert statuses == [503, 0] and blamed == []
+    gate.listen()
+    with socket.create_connection(gate.getsockname()), gate.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    gate.close()
+
+
+SERVER_OF_TWO = """
+import resource, sys
+from pathlib import Path
+from fedflat.federation import doors, superlink
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))
+assert doors.raise_descriptor_limit() == 1024
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        await doors._refuse(send, 204)
+own, gates = Path(sys.argv[1]), [doors.Gate(name, "127.0.0.1", int(sys.argv[2]) + i) for i, name in enumerate("cl")]
+superlink._run(*((doors.this_machine_only(app, lambda *_: True, gate), gate, own) for gate in gates))
+"""
+
+
+def test_idle_connections_leave_the_operators_door_open(tmp_path: Path) -> None:
+    """1,100 connections that say nothing, against a limit of 1,024 descriptors."""
+    doors.raise_descriptor_limit()
+    write_authority_and_server(tmp_path / "own", ["127.0.0.1"])
+    port, until = free_port(), time.monotonic() + PATIENCE
+    server = subprocess.Popen([sys.executable, "-c", SERVER_OF_TWO, str(tmp_path / "own"), str(port)])
+    idle = []
+    try:
+        while time.monotonic() < until and not listening(port + 1):
+            time.sleep(0.1)
+        idle = [socket.create_connection(("127.0.0.1", port + 1), timeout=20) for _ in range(1100)]
+        assert status_of(f"https://127.0.0.1:{port}/v1/control/list-runs") == 204
+        assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < 512
+    finally:
+        server.terminate()
+        for one in idle:
+            one.close()
+        server.wait(PATIENCE)
+
+
+def test_nothing_is_read_on_this_machine_without_a_credential() -> None:
+    """Tasks' tokens, the worker's signature of this start, and neither the SuperNodes' paths nor any other."""
+    import httpx
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
+
+    reached: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope.get("path", scope["type"]))
+
+    def signed(secret: bytes) -> dict[str, str]:
+        request, method = httpx.Request("POST", "https://x"), "/flwr.proto.Runtime/AcquireTask"
+        said: Any = SimpleNamespace(request=request, rpc_method=method, message=AcquireTaskRequest())
+        SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={method}).intercept(said, lambda _: None)  # type: ignore[arg-type, return-value]
+        return {name: value for name, value in request.headers.items() if name.startswith("flwr-")}
+
+    state = SimpleNamespace(get_task_by_token=lambda token: {"task": 1}.get(token))
+    door = doors.this_machine_only(app, doors.worker_or_task(b"s" * 32, lambda: state))
+    own, pull, acquire = signed(b"s" * 32), "/v1/runtime/pull-object", "/v1/runtime/acquire-task"
+    for path in ("/v1/fleet/push-object", "/health", "/docs", "/"):
+        assert ask(door, path, headers={"flwr-task-token": "task"})[0]["status"] == 404
+    false = [{}, {"flwr-task-token": "other"}, signed(b"x" * 32), {**own, "flwr-superexec-nonce": "0"}]
+    false += [{**own, "flwr-superexec-ts": "x"}, {name: value for name, value in own.items() if "nonce" not in name}]
+    for headers in false:
+        assert [ask(door, path, headers=headers)[0]["status"] for path in (pull, acquire)] == [401, 401]
+    assert ask(door, "/v1/control/start-run", headers=own)[0]["status"] == 401 and reached == []
+    assert ask(door, pull, headers={"flwr-task-token": "task"}) == ask(door, acquire, headers=own) == []
+    assert reached == [pull, acquire] and ask(door, "/", "websocket") == []
+    assert ask(door, "/", "lifespan") == [] and reached[2:] == ["/"]
+
+
+def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.LogCaptureFixture) -> None:
+    import asyncio
+
+    gate = doors.Gate("listen", "127.0.0.1", 0, strangers=3, seconds=0.0)
+    gate.listen()
+
+    def come() -> tuple[socket.socket, socket.socket, Any]:
+        asked = socket.create_connection(gate.getsockname())
+        accepted, place = gate.accept()
+        return asked, accepted, place
+
+    def is_open(asked: socket.socket) -> bool:
+        asked.settimeout(0.2)
+        with suppress(TimeoutError):
+            return asked.recv(1) != b""
+        return True
+
+    known = come()
+    gate.welcome(known[2], b"key")
+    first, *others = [come() for _ in range(4)]
+    assert [is_open(one[0]) for one in (known, first, *others)] == [True, False, True, True, True]
+    asyncio.run(gate.sweep())
+    assert [is_open(one[0]) for one in (known, *others)] == [True, False, False, False]
+    many = []
+    for _ in range(doors.EACH):
+        many.append(come())
+        gate.welcome(many[-1][2], b"key")
+    assert not is_open(known[0]) and is_open(many[-1][0])  # one key's oldest
+    for one in (known, first, *others, *many):
+        one[0].close()
+        one[1].close()
+    assert not gate._strangers and not gate._known
+    assert caplog.text.count("connections have shown") == caplog.text.count("are closed after") == 1
+    gate.close()
 
 
 def test_one_token_and_no_other(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from stand_in import deployed, small
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.engine.batches import ClientBatches
-from fedflat.federation.apps import client_app, server_app
-from fedflat.federation.client.session import Client
+from fedflat.federation import client_app, server_app
+from fedflat.federation.client import Client
 
 PARTS: tuple[Any, ...] = (heartbeat, inflatable_utils, retry_invoker)
 BEATS = threading.Event()
@@ -58,7 +58,9 @@ def beaten(client: Client) -> Any:
     sender.start()
     try:
         job = client.job
-        return client.update(Broadcast(0, job.first[: job.parts.layout.dimension].clone(), job.threshold, 1.0))
+        return client.update(
+            Broadcast(0, job.initial_weights[: job.parts.layout.dimension].clone(), job.threshold, 1.0)
+        )
     finally:
         sender.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -20,16 +21,17 @@ pytest.importorskip("flwr")
 
 from stand_in import Grid, client_at, deployed, grid_of, settings, small
 
+from fedflat.federation import server
 from fedflat.federation.close import close
-from fedflat.federation.launch.processes import private
-from fedflat.federation.launch.project import PACKAGE
-from fedflat.federation.server import session as server
+from fedflat.federation.processes import private
+from fedflat.federation.project import PACKAGE
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.simulation.inspection import inspect_run
 
 OPERATIONS = ("fsync", "replace", "unlink", "write")
-ROUNDS = 3
+ROUNDS, LAST = 3, 100
+"""Rounds of a run, and how many of its operations a kill is drawn from: all but the last, the clients' among them."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project") / "fed"
-    deployed(folder, small(rounds=ROUNDS, cohort={"size": 3}, privacy={"noise_multiplier": 1.0}))
+    deployed(folder, small(rounds=ROUNDS, cohort={"size": 4, "sampling": "full"}, privacy={"noise_multiplier": 1.0}))
     return folder
 
 
@@ -81,15 +83,16 @@ def serve_and_die(folder: Path, at: int, after: bool) -> int:
     return os.WTERMSIG(status)
 
 
-def _count_down(left: int, after: bool) -> None:
+def _count_down(at: int, after: bool) -> None:
+    numbers = itertools.count(1)  # one for each operation, whichever thread does it: a checkpoint is written by one
+
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*given: Any, **named: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0 and not after:
+            number = next(numbers)
+            if number == at and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             found = real(*given, **named)
-            if left == 0:
+            if number == at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
@@ -121,7 +124,7 @@ def test_a_server_killed_anywhere_owes_nothing(
     shutil.copytree(project, folder)
     (folder / "seen").touch()
     draw = random.Random(seed)
-    killed = [serve_and_die(folder, draw.randint(1, last), draw.random() < 0.5) for last in (30, 20)]
+    killed = [serve_and_die(folder, draw.randint(1, last), draw.random() < 0.5) for last in (LAST, LAST // 2)]
     assert killed[0] == signal.SIGKILL
     assert [path for path in (folder / "run").rglob("*") if path.stat().st_mode & 0o077] == []
     if (folder / "run" / "recipe.yaml").exists():

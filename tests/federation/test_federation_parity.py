@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
 from fedflat.assembly.jobs import prepare
 from fedflat.engine import resume
-from fedflat.federation.server.session import serve
+from fedflat.federation.server import serve
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.simulation import run as simulation
 
@@ -52,6 +53,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "server": {"average": "tail"},
     },
 }
+if importlib.util.find_spec("efficientnet_lite_pytorch") is not None:
+    METHODS["public network"] = {"model": {"name": "image-encoder", "body": "efficientnet-lite0", "size": 16}}
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +74,7 @@ def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
-    first = prepare(task.recipe).first[: wanted.numel()]
+    first = prepare(task.recipe).initial_weights[: wanted.numel()]
     assert (wanted - first).norm() > 1e-3  # it moved at all
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     shown = records(tmp_path / "fed" / "run" / "metrics.jsonl")
@@ -108,7 +111,7 @@ def test_local_trust_the_clients_noise_is_the_sum(tmp_path: Path) -> None:
     changes = {"local": {"lr": 1e-6}, "model": {"name": "mlp", "hidden": 32}, "rounds": 1}
     task, clients = deployed(tmp_path / "fed", small(**changes, privacy={"trust": "local", "noise_multiplier": 2.0}))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
-    moved = final_shared(tmp_path / "fed" / "run") - prepare(task.recipe).first
+    moved = final_shared(tmp_path / "fed" / "run") - prepare(task.recipe).initial_weights
     std = 2.0 * 0.1 * np.sqrt(4) / 4  # σC·√n / m
     assert moved.std().item() == pytest.approx(std, rel=0.1)
 
@@ -131,7 +134,7 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     shared = clients[0].job.parts.layout.dimension
     for client in clients:
-        head = client.store.head(client.job.first[shared:], recipe.rounds)
+        head = client.store.head(client.job.initial_weights[shared:], recipe.rounds)
         torch.testing.assert_close(head, simulated.heads[client.number], rtol=1e-5, atol=1e-6)
     for message in grid.pushed:
         sent += [array.shape[0] for array in message.content["arrays"].values()]
@@ -173,7 +176,7 @@ def test_a_round_asked_again_starts_from_the_same_state(method: str, tmp_path: P
 
     _, clients = deployed(tmp_path / "fed", small(algorithm=method))
     job = clients[0].job
-    ask = broadcast_of(job.parts, job.parts.first_state(job.first, job.threshold), job.seed)
+    ask = broadcast_of(job.parts, job.parts.first_state(job.initial_weights, job.threshold), job.seed)
     once, _ = clients[0].update(ask)
     kept = clients[0].store.states(1)
     twice, _ = clients[0].update(ask)
@@ -184,10 +187,10 @@ def test_a_round_asked_again_starts_from_the_same_state(method: str, tmp_path: P
 def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
     first = clients[0].job
-    start = first.first[first.parts.layout.dimension :]
+    start = first.initial_weights[first.parts.layout.dimension :]
     from fedflat.core.types import Broadcast
 
-    ask = Broadcast(0, first.first[: first.parts.layout.dimension], first.threshold, 1.0)
+    ask = Broadcast(0, first.initial_weights[: first.parts.layout.dimension], first.threshold, 1.0)
     once, _ = clients[0].update(ask)
     twice, _ = clients[0].update(ask)
     assert torch.equal(once, twice)

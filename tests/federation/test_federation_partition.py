@@ -27,8 +27,8 @@ from test_federation_processes import logs
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
-from fedflat.federation.launch.project import write_project
 from fedflat.federation.local import Federation
+from fedflat.federation.project import write_project
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint
 
@@ -155,7 +155,7 @@ def takers(folder: Path, federation: Federation, watch: Watch, round: int) -> tu
     """Whose updates a round's step is made of, whatever their number, over m: found by trying all subsets."""
     clients = [client_at(folder, federation.task, i) for i in range(CLIENTS)]
     job = clients[0].job
-    before = watch.models.get(round, job.first[: job.parts.layout.dimension])
+    before = watch.models.get(round, job.initial_weights[: job.parts.layout.dimension])
     broadcast = Broadcast(round, before, job.threshold, job.parts.local.rate(round) / job.parts.local.rate(0))
     updates = [client.update(broadcast)[0] for client in clients]
     moved = watch.models[round + 1] - before
@@ -170,6 +170,7 @@ def takers(folder: Path, federation: Federation, watch: Watch, round: int) -> tu
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_cut_link_is_a_zero_vector_and_the_client_comes_back(tmp_path: Path, network: Network) -> None:
     folder, run = tmp_path / "fed", tmp_path / "fed" / "run"
     recipe = small(rounds=ROUNDS, data={"clients": CLIENTS}, cohort={"size": CLIENTS})

@@ -17,10 +17,10 @@ from test_federation_clients import ask_of
 
 from fedflat.core.checks import InputError
 from fedflat.federation import personal
-from fedflat.federation.client.session import Client, client_of
-from fedflat.federation.client.store import Store, read_examples, write_examples
-from fedflat.federation.launch.project import PACKAGE, client_folder, supernode_command
-from fedflat.federation.server.session import serve
+from fedflat.federation.client import Client, client_of
+from fedflat.federation.project import PACKAGE, client_folder, supernode_command
+from fedflat.federation.server import serve
+from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.simulation import run as simulation
 
 
@@ -93,7 +93,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_a_record_survives_a_restart_and_its_failure_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "fed"
     _, clients = deployed(folder, recipe_of("dp2-fedsam"))
@@ -115,6 +115,12 @@ def test_a_record_survives_a_restart_and_its_failure_changes_nothing(
     monkeypatch.setattr(personal, "evaluate", explode)
     assert same(again.answer(ask_of(again)), plain)
     assert len(one.store.accuracies()) == 2
+    for damage in ("{", "3\n", '{"round": null}\n', "[" * 9999):
+        (one.store.folder / "personal.jsonl").write_text(damage)
+        assert same(again.answer(ask_of(again)), plain)
+        with pytest.raises(InputError, match="damaged record"):
+            one.store.accuracies()
+    assert not any(record.exc_info for record in caplog.records)  # one line each, without a traceback
 
 
 def test_the_node_config_names_the_file_where_there_is_one(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from ports import free_port
 from stand_in import client_at, final_shared, small
 
 from fedflat.core.types import Broadcast
-from fedflat.federation import local
-from fedflat.federation.launch.project import PACKAGE, write_project
+from fedflat.federation import local, rejoin
 from fedflat.federation.local import Federation
-from fedflat.federation.server.session import _name
+from fedflat.federation.project import PACKAGE, rejoin_command, write_project
+from fedflat.federation.server import run_id
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint
@@ -76,7 +76,7 @@ def first_updates(fed: Path) -> tuple[torch.Tensor, list[Any]]:
     for number in range(task.form.clients):
         client = client_at(copy, task, number)
         job = client.job
-        broadcast = Broadcast(0, job.first[: job.parts.layout.dimension], job.threshold, 1.0)
+        broadcast = Broadcast(0, job.initial_weights[: job.parts.layout.dimension], job.threshold, 1.0)
         found.append(client.update(broadcast)[0].numpy())
     shutil.rmtree(copy)
     return broadcast.shared, found
@@ -129,8 +129,10 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # killed, and in mid-round
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
-        federation.end(first)
-        federation.restart_node(1)  # Flower alone would refuse it for up to a minute after its death
+        assert not federation._flwr(["flwr", "stop", str(first), "fedflat"]).returncode
+        signed_off = rejoin_command(federation.project, 1, federation.host, federation.port)
+        assert rejoin.main(signed_off[3:]) == 0  # Flower alone would refuse it for up to a minute after its death
+        federation.start_node(1)
         third = federation.run(config=f'out="{run}" answer-seconds=25.0 wait-for-nodes=2')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
     assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # what clients sent is nowhere
@@ -138,7 +140,7 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     compiled = {*(tmp_path / "fed" / "app").rglob("__pycache__"), *(tmp_path / "fed" / "app").rglob("*.pyc")}
     compiled |= {path.parent for path in compiled}  # Python's own copy of the app's code, which is nobody's secret
     assert [path for path in open_to_others if path.stat().st_mtime > began and path not in compiled] == []
-    operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{_name(run)}.jsonl"
+    operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{run_id(run)}.jsonl"
     counts = [json.loads(line) for line in operator.read_text().splitlines()]
     assert counts == [{"round": 0, "missing": 1}, {"round": 1}]  # in round 1 it took part again
     charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
@@ -168,6 +170,7 @@ def until_none(folder: Path, seconds: float) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
+@pytest.mark.long
 def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
     """`python -m fedflat.federation.local`: SIGHUP (a closed terminal) in a round ends everything in order; the second
     launcher, which goes on from there, is killed, and everything ends by itself."""

@@ -16,8 +16,8 @@ from fedflat.cli import main as cli
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe
 from fedflat.core.types import Algorithm
-from fedflat.federation.launch.project import PACKAGE, write_project
-from fedflat.federation.server.session import job_of
+from fedflat.federation.project import PACKAGE, write_project
+from fedflat.federation.server import job_of
 from fedflat.federation.task import Task
 
 CLIENTS = 6

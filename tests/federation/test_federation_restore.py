@@ -12,7 +12,7 @@ pytest.importorskip("flwr")
 
 from stand_in import deployed, final_shared, grid_of, settings, small
 
-from fedflat.federation.server import session as server
+from fedflat.federation import server
 from fedflat.privacy.ledger import read as read_ledger
 
 
@@ -56,3 +56,49 @@ def test_a_restored_backup_is_charged_for_what_was_released_since(
     if first is not None:
         assert facts["epsilon"] > first
         assert not (final_shared(run) == before).all()
+
+
+def test_rounds_that_a_restored_run_never_reaches_again_are_charged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup after round 0 of 6 is put back after the end, and the run is ended for good one round later: what was
+    released counts, each time, and nothing else. The twin, which charges every round up front, states more."""
+    from fedflat.engine import resume, train
+    from fedflat.federation.close import close
+    from fedflat.simulation.inspection import inspect_run
+
+    task, clients = deployed(tmp_path / "fed", small(rounds=6, privacy={"noise_multiplier": 1.0}))
+    run, known = tmp_path / "fed" / "run", server._announce
+    stop_after = [0, 1, 1]
+
+    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+        known(released, hidden)
+        if released["round"] == 0 and not (tmp_path / "backup").exists():
+            shutil.copytree(run, tmp_path / "backup")
+        elif released["round"] == stop_after[0]:
+            raise KeyboardInterrupt
+
+    def up_front(job: Any, ledger: Any, round: int) -> None:
+        for number in range(round, 6):
+            charge(job, ledger, number)
+
+    charge = resume.charge_drawn
+    monkeypatch.setattr(server, "_announce", announce)
+    server.serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    stated = []
+    for twin in (False, True):
+        for name in ("state-home", "fed"):  # the clients remember what they were shown
+            source, place = tmp_path / (f"{name}-kept" if twin else name), tmp_path / (name if twin else f"{name}-kept")
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(source, place)
+        if twin:
+            monkeypatch.setattr(train, "charge_drawn", up_front)
+        shutil.rmtree(run)
+        shutil.copytree(tmp_path / "backup", run)
+        stop_after[:] = [1]
+        with pytest.raises(KeyboardInterrupt):
+            server.serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+        stated.append(close(task, run)[0])
+        assert [check.about for check in inspect_run(run) if check.verdict == "wrong"] == []
+    assert [facts["rounds_charged"] for facts in stated] == [6 + 1, 6 + 5]
+    assert stated[0]["epsilon"] < stated[1]["epsilon"]

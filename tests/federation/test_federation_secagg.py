@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation.secagg import consistency, dealing, sharing
+from fedflat.federation.secagg import dealing, sharing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import Aborted, Collector, PublicKeys, Secrets, Shares
 
@@ -55,13 +55,13 @@ def run(
             held[i][j] = dealing.open_box(everybody[i], j, box, server.points[j])
         server.add(i, secagg.masked(everybody[i], server.keys, server.shared, inputs[i], BITS))
     server.enough(server.survivors)
-    seen = consistency.transcript(CONTEXT, server.keys, server.shared, server.survivors)
+    seen = dealing.transcript(CONTEXT, server.keys, server.shared, server.survivors)
     for i in server.survivors - set(no_consent):
         secagg.check_survivors(i, server.survivors, server.shared, threshold)
-        server.signatures[i] = consistency.consent(everybody[i], seen)
+        server.signatures[i] = dealing.consent(everybody[i], seen)
     server.enough(set(server.signatures))
     for i in set(server.signatures) - set(no_reveal):
-        consistency.require_consent(server.signatures, server.keys, server.survivors, seen, threshold)
+        dealing.require_consent(server.signatures, server.keys, server.survivors, seen, threshold)
         assert server.take_shares(i, *secagg.reveal(held[i], server.survivors, server.shared))
     expected = sum((inputs[i] for i in server.survivors), np.zeros(SIZE, dtype=np.int64))
     return server.result(), secagg.wrap(expected, BITS)

@@ -19,13 +19,13 @@ from flwr.app import Message
 from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
 
 from fedflat.core.types import Broadcast
-from fedflat.federation.client.session import Client, Refused
+from fedflat.federation.client import Client, Refused
+from fedflat.federation.replies import PendingReply
 from fedflat.federation.secagg import client as secure_client
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg import stages
 from fedflat.federation.secagg.client import threshold_of
-from fedflat.federation.server.replies import PendingReply
-from fedflat.federation.server.session import serve
+from fedflat.federation.server import serve
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import keys
@@ -73,7 +73,7 @@ def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> No
     recipe = ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5})
     task, clients, _ = run(tmp_path / "fed", recipe)
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
-    first = clients[0].job.first
+    first = clients[0].job.initial_weights
     found, wanted = final_shared(tmp_path / "fed" / "run") - first, final_shared(tmp_path / "sim") - first
     mechanism = clients[0].job.parts.mechanism.mechanism
     n_max = clients[0].job.parts.mechanism.shares
@@ -93,7 +93,7 @@ def test_the_noise_in_a_sum_is_n_max_shares(tmp_path: Path) -> None:
     recipe = ddgauss(noise=2.0, local={"lr": 1e-7}, model={"name": "mlp", "hidden": 30})
     for name, gone in (("all", {}), ("three", {2: stages.VECTOR})):
         _, clients, _ = run(tmp_path / name, recipe, gone)
-        moved = final_shared(tmp_path / name / "run") - clients[0].job.first
+        moved = final_shared(tmp_path / name / "run") - clients[0].job.initial_weights
         mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
         std = mechanism.pitch * math.sqrt(float(mechanism.share_variance) * n_max) / 4
         assert float(moved.std()) == pytest.approx(std, rel=0.08)
@@ -104,7 +104,7 @@ def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None
     recipe = ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5})
     _, clients, _ = run(tmp_path / "fed", recipe, {1: stage})
     assert rows(tmp_path / "fed" / "run" / "metrics.jsonl")[0]["aborted"] is False
-    first = clients[0].job.first
+    first = clients[0].job.initial_weights
     moved = (final_shared(tmp_path / "fed" / "run") - first) * 4
     there = [c for c in range(4) if c != 1 or stage in (stages.CONSENT, stages.REVEAL)]
     fresh = {c: client_at(tmp_path / "fed", clients[0].task, c) for c in there}
@@ -125,7 +125,7 @@ def test_too_few_clients_at_any_step_release_nothing_and_stay_charged(stage: str
     few = stage != stages.KEYS  # two that never began are a small cohort, enough for a minimum of 2
     assert [row["aborted"] for row in shown] == [few, few]
     if few:
-        assert torch.equal(final_shared(tmp_path / "fed" / "run"), clients[0].job.first)
+        assert torch.equal(final_shared(tmp_path / "fed" / "run"), clients[0].job.initial_weights)
     assert [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")] == [0, 1]
 
 
@@ -155,7 +155,7 @@ def question(client: Client, /, stage: str, session: bytes = b"s" * 16, round: i
     facts = changes.pop("facts", {})
     broadcast = None
     if stage == stages.VECTOR:
-        broadcast = Broadcast(round, client.job.first, client.job.threshold, 1.0)
+        broadcast = Broadcast(round, client.job.initial_weights, client.job.threshold, 1.0)
     pending = PendingReply(changes.get("client", client.number), 7, b"n" * 16)
     return stages.write_question(stage, pending, round, session, changes.get("pin", client.task.pin), facts, broadcast)
 

@@ -17,11 +17,11 @@ pytest.importorskip("flwr")
 from stand_in import deployed, grid_of, settings, small
 
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.schedules import MinSeparation
+from fedflat.core.cohorts import MinSeparation
 from fedflat.core.types import RoundState
-from fedflat.federation.launch.project import PACKAGE, _taking_turns, write_project
-from fedflat.federation.server import session as server
-from fedflat.federation.server.check_ins import CheckIns
+from fedflat.federation import server
+from fedflat.federation.project import PACKAGE, _taking_turns, write_project
+from fedflat.federation.replies import CheckIns
 from fedflat.federation.worker import client_work
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.ledger import read as read_ledger
@@ -212,7 +212,7 @@ def test_deploy_takes_turns_by_default_and_says_why(tmp_path: Path) -> None:
         ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "trust": "local"}}, "trust: central"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "clip": {"kind": "adaptive"}}}, "one constant clip"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 3}}, "at most half"),
-        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "max": 3}}, "secret coins"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "min": 2}}, "secret coins"),
         ({"algorithm": {"name": "fedavg"}}, ""),
     ],
 )

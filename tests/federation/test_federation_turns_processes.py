@@ -19,9 +19,9 @@ from ports import free_port
 from stand_in import deployed, final_shared, grid_of, settings, small
 from test_federation_processes import PATIENCE, logs, own_state, wait_for  # noqa: F401
 
-from fedflat.federation.launch.project import write_project
-from fedflat.federation.server import session as server
-from fedflat.federation.server.session import _name
+from fedflat.federation import server
+from fedflat.federation.project import write_project
+from fedflat.federation.server import run_id
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.verify import verify_run
 
@@ -35,6 +35,7 @@ TURNS: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
     """The rounds end where those of a server that nobody killed end, but for noise; both keys are counted."""
     fed, run = tmp_path / "fed", tmp_path / "fed" / "run"
@@ -46,11 +47,11 @@ def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
         for process in programs("flwr-serverapp", federation.processes["superlink"].pid):
             os.kill(process, signal.SIGKILL)
         before = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
-        federation.end(first)
+        assert not federation._flwr(["flwr", "stop", str(first), "fedflat"]).returncode
         second = federation.run(config=f"wait-for-nodes={NODES}")
         assert federation.wait(second, PATIENCE) == "finished:completed", logs(federation)
     operator = tmp_path / "state-home" / "fedflat" / "operator"
-    asked = [json.loads(line) for line in (operator / f"{_name(run)}.check-ins.jsonl").read_text().splitlines()]
+    asked = [json.loads(line) for line in (operator / f"{run_id(run)}.check-ins.jsonl").read_text().splitlines()]
     charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
     assert set(charged) == set(range(ROUNDS))
     for client in range(NODES):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from argparse import Namespace
 from importlib import metadata
@@ -19,13 +22,12 @@ pytest.importorskip("flwr.superlink")
 from stand_in import client_at, deployed, grid_of, settings, small
 
 from fedflat.core.checks import InputError
-from fedflat.federation import superlink, supernode
-from fedflat.federation.client.session import Client, client_of
-from fedflat.federation.launch.certificates import write_authority_and_server, write_client_keys
-from fedflat.federation.launch.flower import check_flower
-from fedflat.federation.launch.project import PACKAGE, client_folder
-from fedflat.federation.roster import Roster
-from fedflat.federation.server import session as server
+from fedflat.federation import server, superlink, supernode
+from fedflat.federation import task as tasks
+from fedflat.federation.certificates import write_authority_and_server, write_client_keys
+from fedflat.federation.client import Client, client_of
+from fedflat.federation.processes import check_flower
+from fedflat.federation.project import PACKAGE, client_folder, rejoin_command, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -69,7 +71,8 @@ def test_the_compose_file_s_commands_are_those_of_a_deployment(tmp_path: Path, m
         inside = str(own) if name == "supernode" else ""
         assert main([word.replace("/client/", f"{inside}/") for word in given]) == 0
         closed = services[name]
-        assert closed["read_only"] and closed["cap_drop"] == ["ALL"] and closed["ulimits"] == {"core": 0}
+        assert closed["read_only"] and closed["cap_drop"] == ["ALL"] and closed["ulimits"]["core"] == 0
+        assert closed["ulimits"]["nofile"] >= 4096 and closed["mem_limit"] == closed["memswap_limit"]
     project, node = asked
     assert project == tmp_path / "fed" and (project / "server" / "superlink.toml").is_file()
     assert isinstance(node, Namespace) and node.root_certificates.is_file()
@@ -79,8 +82,11 @@ def test_the_compose_file_s_commands_are_those_of_a_deployment(tmp_path: Path, m
     assert services["superlink"]["environment"] == {"FLWR_HOME": str(tmp_path / "fed" / "flower")}
 
 
-def test_a_client_s_new_key_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotating keys, as docs/deploy.md has it: the run goes on; the old key and the old pin are refused."""
+def test_a_client_s_new_key_in_mid_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client leaves and another takes its number, or its key is a new one, as docs/deploy.md has it: the run goes on;
+    the old key and the old pin are refused."""
     task, clients = deployed(tmp_path, small(rounds=3, privacy={"noise_multiplier": 1.0}))
     known = server._announce
 
@@ -94,10 +100,14 @@ def test_a_client_s_new_key_in_mid_run(tmp_path: Path, monkeypatch: pytest.Monke
     app, own = tmp_path / "app" / PACKAGE, client_folder(tmp_path, 1)
     for half in ("auth.key", "auth.pub"):
         (own / half).unlink()
-    keys = list(task.roster.keys)
-    keys[1] = write_client_keys(own)
-    Task(task.recipe, task.form, Roster(tuple(keys)), "").write(app)
+    write_client_keys(own)
+    assert tasks.main([str(app), "1", str(own / "auth.pub")]) == 0
     renewed = Task.read(app)
+    assert capsys.readouterr().out.strip() == renewed.pin
+    for words in (["7", f"{own}/auth.pub"], ["2", f"{own}/auth.pub"], ["1", f"{own}/auth.key"], ["x", "y"]):
+        assert (
+            tasks.main([str(app), *words]) == 2 and Task.read(app).pin == renewed.pin
+        )  # no such client, key or number
     assert renewed.pin != task.pin and renewed.identity == task.identity
     with pytest.raises(InputError, match="pin"):
         Client(renewed, 0, clients[0].data, clients[0].store, task.pin)
@@ -114,13 +124,8 @@ def test_another_flower_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_flower()
-    (needed,) = (
-        line
-        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
-            "federation"
-        ]
-        if line.startswith("flwr")
-    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (needed,) = (line for line in extras["federation"] if line.startswith("flwr"))
     assert needed == "flwr>=1.41,<1.42"
     for version, allowed in (("1.41.7", True), ("1.42.0", False), ("1.4.1", False), ("2.0.0", False)):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
@@ -140,3 +145,51 @@ def test_another_flower_is_refused_in_one_line(
 def test_a_throwaway_authoritys_key_never_reaches_the_disk(tmp_path: Path) -> None:
     write_authority_and_server(tmp_path / "own", ["127.0.0.1"], keep=False)
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"ca.crt", "server.crt", "server.key"}
+
+
+def test_the_authority_s_commands(tmp_path: Path) -> None:
+    """create, renew, revoke: whom a client's ca.crt trusts after each."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["sh", str(ROOT / "deploy" / "authority.sh"), *words], capture_output=True, text=True)
+
+    def trusts(authority: Path, certificate: Path) -> bool:
+        names = ["-CAfile", str(authority), "-verify_hostname", "fed.example.org", str(certificate)]
+        return subprocess.run(["openssl", "verify", *names], capture_output=True).returncode == 0
+
+    own, hosts = tmp_path / "ca", ("fed.example.org", "127.0.0.1", "::1")
+    for words in ((), ("sign", str(own), "x"), ("create", str(own)), ("renew", str(own), "x")):
+        assert run(*words).returncode == 2
+    kept: list[Path] = []
+    for command in ("create", "renew", "revoke"):
+        assert run(command, str(own), *hosts).returncode == 0
+        kept.append(tmp_path / command)
+        shutil.copytree(own, kept[-1])
+    assert run("create", str(own), *hosts).returncode == 2
+    created, renewed, revoked = kept
+    assert [trusts(created / "ca.crt", place / "server.crt") for place in kept] == [True, True, False]
+    assert [trusts(revoked / "ca.crt", place / "server.crt") for place in kept] == [False, False, True]
+    assert (created / "server.key").read_bytes() != (renewed / "server.key").read_bytes()
+    assert {path.stat().st_mode & 0o777 for path in own.glob("*.key")} == {0o600}
+
+
+def test_the_units_are_those_of_a_deployment(tmp_path: Path) -> None:
+    """systemd reads them, and their commands are what a project's README says."""
+    task, _ = deployed(tmp_path / "fed", small())
+    for name in ("fedflat-superlink.service", "fedflat-supernode@.service"):
+        text = (ROOT / "deploy" / name).read_text().replace("/opt/fedflat/.venv/bin/python", sys.executable)
+        (tmp_path / name).write_text(text.replace("User=fedflat\n", ""))
+        if shutil.which("systemd-analyze"):
+            found = subprocess.run(["systemd-analyze", "verify", str(tmp_path / name)], capture_output=True, text=True)
+            assert name.split("@")[0] not in found.stderr, found.stderr
+        real = {"ExecStart=": superlink_command(tmp_path)}
+        if "supernode" in name:  # which signs off for one that was killed, or it would be refused for a minute
+            start = supernode_command(tmp_path, 2, "x", 1, task.pin)
+            real = {"ExecStart=": start, "ExecStartPre=-": rejoin_command(tmp_path, 2, "x", 1)}
+        for key, wanted in real.items():
+            (command,) = [line for line in text.splitlines() if line.startswith(key)]
+            words = shlex.split(command.removeprefix(key).replace("%i", "2").replace("${PIN}", task.pin))
+            assert words[1:3] == wanted[1:3]
+            assert [w for w in words if w[:2] == "--"] == [w for w in wanted if w[:2] == "--" and w != "--port"]
+    rules = (ROOT / "deploy" / "logrotate.conf").read_text()
+    assert rules.count("{") == rules.count("}") == 1 and "copytruncate" in rules

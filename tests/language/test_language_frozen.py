@@ -92,7 +92,7 @@ def test_the_clip_counts_trained_parameters_only(sst2: Path, train: str) -> None
     assert layout_of(before).size == TRAINED[train] == flatten(before, layout_of(before)).numel()
 
 
-def test_a_resumed_run_is_the_run(sst2: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run(sst2: Path, tmp_path: Path, noise_of_the_seed: None) -> None:
     """A checkpoint holds the trained part alone; the body comes back from the recipe."""
     recipe = tiny.recipe(sst2, model=options("lora"))
     whole = fedflat.run(recipe, out=tmp_path / "run")

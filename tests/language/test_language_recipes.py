@@ -14,7 +14,7 @@ import torch
 import fedflat
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.hub import _reachable
+from fedflat.core.imports import _reachable
 from fedflat.data.sources import load
 
 pytest.importorskip("transformers")
@@ -117,7 +117,7 @@ def test_an_encoder_recipe_names_the_folder_it_needs(folder: Path) -> None:
 
 
 def test_without_the_hub_a_table_v_recipe_names_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.core.hub._reachable", lambda *_: False)
+    monkeypatch.setattr("fedflat.core.imports._reachable", lambda *_: False)
     monkeypatch.setenv("HF_HOME", str(folder / "empty"))
     from huggingface_hub import constants
 

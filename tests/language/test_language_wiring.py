@@ -12,10 +12,10 @@ from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.config.recipe import Recipe
-from fedflat.core import hub
+from fedflat.core import imports
 from fedflat.core.checks import InputError
 from fedflat.data.clients import FederatedData
-from fedflat.data.text import SEPARATOR, tokenize
+from fedflat.data.decoding import SEPARATOR, tokenize
 from fedflat.models import build
 
 pytest.importorskip("transformers")
@@ -26,7 +26,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nobody answers at the hub, and its cache is empty."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(hub, "_reachable", lambda *_: False)
+    monkeypatch.setattr(imports, "_reachable", lambda *_: False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "no cache"))
     monkeypatch.delenv("FEDFLAT_DATA", raising=False)
 
@@ -101,7 +101,7 @@ def test_pairs_are_joined_in_order(tmp_path: Path, own: str) -> None:
 
 
 def test_a_long_pair_keeps_both_sentences(own: str) -> None:
-    from fedflat.data.text import pretrained
+    from fedflat.data.decoding import pretrained
 
     ids = pretrained([("a film " * 20, "dull")], own, 10)[0][0].tolist()
     assert ids[-2:] == [tiny.WORDS.index("dull") + 4, 2], "the longer one is cut"
@@ -175,7 +175,7 @@ def test_the_hub_is_left_as_it_was() -> None:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    with pytest.raises(ValueError), hub.hub():
+    with pytest.raises(ValueError), imports.hub():
         assert constants.HF_HUB_OFFLINE
         raise ValueError
     assert before == constants.HF_HUB_OFFLINE

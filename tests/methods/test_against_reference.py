@@ -293,7 +293,7 @@ def test_personal_accuracies_on_held_back_data(method: str) -> None:
     first = start_of(TANH)
     expected = ref.simulate(s, TANH, first, [(x[r], y[r]) for r in kept], held=[(x[r], y[r]) for r in held])
     recipe = recipe_of(s, "sequential", len(clients)) | {"data": {"client_test_fraction": 0.4}}
-    result = fedflat.run(recipe, model=module_of(TANH, first), clients=pairs(clients), test=pairs(clients)[0])
+    result = fedflat.run(recipe, model=module_of(TANH, first), clients=pairs(clients))
     close(weights_of(result.model) - first, expected.weights - first)
     assert len(expected.personal) == 4
     found = result.private_history[-1]["personal_accuracy"]

@@ -10,8 +10,8 @@ from fedflat.core.checks import InputError
 from fedflat.core.discrete import SecureBits, rounded_gaussian
 from fedflat.core.factors import PLACES
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, Correlated, GridMechanism, ScaledMechanism
-from fedflat.methods.correlated import CHUNK, MOST_BITS, CorrelatedGridNoise, CorrelatedNoise
+from fedflat.core.types import Aggregate, Broadcast
+from fedflat.methods.noise import CHUNK, MOST_BITS, CorrelatedGridNoise, CorrelatedNoise
 from fedflat.privacy.accounting.factorisation import factor_for
 
 KEY, SIZE, ROUNDS = bytes(range(32)), 70_000, 9
@@ -35,9 +35,8 @@ def nothing(bound: float) -> float:
 
 
 def test_rows_are_those_of_one_z() -> None:
-    noise = CorrelatedNoise(twice, FACTOR)
-    assert isinstance(noise, ScaledMechanism)
-    assert isinstance(noise, Correlated)
+    noise = CorrelatedNoise(twice, factor=FACTOR)
+    assert noise.ahead and not noise.exact
     rows = torch.stack([noise.noise(KEY, t, broadcast(t), aggregate(), 0.5) for t in range(ROUNDS)])
     z = torch.from_numpy(FACTOR.matrix) @ rows.double()
     drawn = [stream(KEY, "noise", t).standard_normal(SIZE, dtype=np.float32) for t in range(ROUNDS)]
@@ -48,9 +47,9 @@ def test_rows_are_those_of_one_z() -> None:
 
 def test_a_row_depends_on_nothing_but_key_and_round() -> None:
     """Whatever was drawn before it, and whichever rows come first: a run that was killed gets the same bits."""
-    noise = CorrelatedNoise(twice, FACTOR)
+    noise = CorrelatedNoise(twice, factor=FACTOR)
     forwards = [noise.unit(KEY, t, 100) for t in range(ROUNDS)]
-    backwards = [CorrelatedNoise(twice, FACTOR).unit(KEY, t, 100) for t in reversed(range(ROUNDS))][::-1]
+    backwards = [CorrelatedNoise(twice, factor=FACTOR).unit(KEY, t, 100) for t in reversed(range(ROUNDS))][::-1]
     assert all(torch.equal(a, b) for a, b in zip(forwards, backwards))
     assert torch.equal(noise.unit(KEY, 4, SIZE)[:100], forwards[4])
     assert not torch.equal(noise.unit(bytes(32), 4, 100), forwards[4])
@@ -60,10 +59,10 @@ def test_a_row_depends_on_nothing_but_key_and_round() -> None:
 
 
 def test_masks_and_no_noise() -> None:
-    noise, mask = CorrelatedNoise(twice, FACTOR), torch.arange(SIZE) % 2 == 0
+    noise, mask = CorrelatedNoise(twice, factor=FACTOR), torch.arange(SIZE) % 2 == 0
     masked = noise.noise(KEY, 2, broadcast(2, mask), aggregate(), 0.5)
     assert torch.equal(masked, torch.where(mask, noise.noise(KEY, 2, broadcast(2), aggregate(), 0.5), 0.0))
-    assert not CorrelatedNoise(nothing, FACTOR).noise(KEY, 2, broadcast(2), aggregate(), 0.5).any()
+    assert not CorrelatedNoise(nothing, factor=FACTOR).noise(KEY, 2, broadcast(2), aggregate(), 0.5).any()
     with pytest.raises(InputError, match="one constant clip"):
         noise.noisy_count(KEY, 0, aggregate())
 
@@ -73,8 +72,7 @@ def test_grid_release_is_a_function_of_the_continuous_mechanism(kind: str) -> No
     """R from X and the draws is R from ⌊2¹⁶(CX + Z)⌉ alone, in whole numbers, over several chunks."""
     factor = factor_for(kind, ROUNDS, 3)
     noise, size = CorrelatedGridNoise(twice, factor=factor), CHUNK + 5
-    assert isinstance(noise, GridMechanism)
-    assert isinstance(noise, Correlated)
+    assert noise.exact
     grid = noise.grid(0.5, size)
     assert grid.log2_std <= MOST_BITS
     x = np.random.default_rng(0).integers(-(10**6), 10**6, size=(ROUNDS, size))

@@ -21,6 +21,8 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import MeanView, Optimizer
 
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
+
 CLIENTS = 5
 
 

@@ -116,7 +116,7 @@ def test_a_model_is_taken_for_ours_only_where_its_code_is_and_was_tried(monkeypa
     from fedflat.models import refuse_unclipped_state, registry
 
     monkeypatch.setenv("FEDFLAT_TEST_MEMORY", "0")
-    assert {"vit-base", "roberta-base"} == set(registry.BUILDERS) - registry.OURS
+    assert {"vit-base", "roberta-base", "image-encoder"} == set(registry.BUILDERS) - registry.OURS
 
     class Hides(nn.Module):
         def __init__(self) -> None:

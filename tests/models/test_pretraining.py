@@ -15,16 +15,15 @@ import fedflat
 from fedflat.backends import features
 from fedflat.backends.features import with_features
 from fedflat.cli.main import _assemble, app
-from fedflat.core.cache import digest_of, read_tensors, write_tensors
 from fedflat.core.checks import InputError
+from fedflat.core.durable import digest_of, read_tensors, write_tensors
 from fedflat.core.rng import stream
 from fedflat.data.clients import from_pairs
-from fedflat.models import build
-from fedflat.models.representation import pretraining
-from fedflat.models.representation.bodies import BodyOptions
-from fedflat.models.representation.pretraining import Pretraining, info_nce, pretrain, view_of
-from fedflat.simulation.export import export
+from fedflat.models import build, pretraining
+from fedflat.models.pretraining import Pretraining, info_nce, pretrain, view_of
+from fedflat.models.representation import BodyOptions
 from fedflat.simulation.inspection import inspect_run
+from fedflat.simulation.result import export
 
 TINY = Pretraining(steps=4, images=12, batch=6, side=8)
 SHAPE = (1, 8, 8)

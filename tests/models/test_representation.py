@@ -17,19 +17,17 @@ from fedflat.audit.worlds import Engine, Scenario, Worlds
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.config.recipe import Recipe
-from fedflat.core import cache
+from fedflat.core import durable
 from fedflat.core.checks import InputError
-from fedflat.core.waiting import listening
+from fedflat.core.process import listening_to_progress
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models import build
-from fedflat.models.headed import Headed
-from fedflat.models.representation.bodies import BodyOptions, body_of
-from fedflat.models.representation.leaves import CHUNK, dead_leaves
-from fedflat.models.representation.patches import Patches, PatchOptions, normalised
+from fedflat.models.patches import CHUNK, Patches, PatchOptions, dead_leaves, normalised
+from fedflat.models.representation import BodyOptions, Headed, body_of
 from fedflat.report.card import card
 from fedflat.report.metrics import read_run
-from fedflat.simulation.export import export
 from fedflat.simulation.inspection import inspect_run
+from fedflat.simulation.result import export
 
 SMALL = {"kind": "patches", "filters": 12, "size": 3, "cells": 2, "dimension": 20, "images": 100}
 SHAPE = (1, 8, 8)
@@ -60,7 +58,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
         "algorithm": "dp-fedavg",
         "local": {"steps": 1, "batch_size": 100, "lr": 1.0, "momentum": 0.0},
         "cohort": {"size": 20},
-        "privacy": {"clip": 0.5, "epsilon": 8},
+        "privacy": {"clip": 0.5, "epsilon": 8, "randomness": "seeded"},
         "server": {"lr": 10.0, "momentum": 0.9},
         "engine": {"backend": "sequential"},
         **changes,
@@ -129,14 +127,14 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path, monkeypatc
     first = made()
     (file,) = own_cache.glob("body-*.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.models.representation.bodies.dead_leaves", None)  # it is not made again
+        patch.setattr("fedflat.models.representation.dead_leaves", None)  # it is not made again
         assert made().sha256 == first.sha256 == made(sha256=first.sha256).sha256
     file.write_bytes(file.read_bytes()[:-1])  # damaged: made anew
     assert made().sha256 == first.sha256
     assert made(body={**SMALL, "seed": 1}).sha256 != first.sha256
     put_there = own_cache / f"body-{first.sha256}.safetensors"
     shutil.copy(file, put_there)
-    monkeypatch.setattr(cache, "KEPT", 7 * file.stat().st_size // 2)
+    monkeypatch.setattr(durable, "KEPT", 7 * file.stat().st_size // 2)
     for seed in range(2, 6):  # as a choice of settings makes them
         made(body={**SMALL, "seed": seed})
     assert len(list(own_cache.glob("body-*"))) == 3 + 1 and put_there.exists() and not file.exists()
@@ -206,7 +204,7 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
     shutil.rmtree(own_cache)
     x = images(5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.models.representation.bodies.dead_leaves", None)
+        patch.setattr("fedflat.models.representation.dead_leaves", None)
         for folder in ("run", "out"):
             assert torch.equal(fedflat.load(tmp_path / folder).model(x), result.model(x))
 
@@ -295,7 +293,7 @@ def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: 
     features._LAST.clear()
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))  # damaged: computed again
     assert torch.equal(with_features(federation("a set"), module).inputs, first.inputs)
-    monkeypatch.setattr(cache, "KEPT", 7 * file.stat().st_size // 2)
+    monkeypatch.setattr(durable, "KEPT", 7 * file.stat().st_size // 2)
     for seed in range(1, 6):
         with_features(federation("a set", seed), module)
     assert len(kept()) == 3
@@ -303,10 +301,10 @@ def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: 
 
 def test_who_waits_is_told() -> None:
     heard: list[tuple[str, int, int]] = []
-    with listening(lambda *news: heard.append(news)):
+    with listening_to_progress(lambda *news: heard.append(news)):
         computed(made(), images(100))
-    assert heard[-1] == ("features of a frozen body", 2, 2)
-    assert ("dictionary from random images", 100, 100) in heard
+    assert heard[-1] == ("making features, batch", 2, 2)
+    assert ("making the dictionary, random image", 100, 100) in heard
     count = len(heard)
     computed(made(), images(3))
     assert len(heard) == count
@@ -315,7 +313,8 @@ def test_who_waits_is_told() -> None:
 def test_a_network_beside_its_prior() -> None:
     assert prepare(Recipe.of(recipe(model="linear"))).problem.pristine is not None
     assert fedflat.run(recipe(model="linear", rounds=1)).privacy["prior"].startswith("none")
-    own = fedflat.run(recipe(rounds=1), model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    without = {key: value for key, value in recipe(rounds=1).items() if key != "model"}
+    own = fedflat.run(without, model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     assert own.privacy["prior"].startswith("unknown")
 
 
@@ -331,7 +330,8 @@ def test_a_network_of_ones_own_inherits_no_prior() -> None:
         def head(self, features: torch.Tensor) -> torch.Tensor:
             return self.classifier(features)
 
-    assert fedflat.run(recipe(rounds=1), model=Mine()).privacy["prior"].startswith("unknown")
+    without = {key: value for key, value in recipe(rounds=1).items() if key != "model"}
+    assert fedflat.run(without, model=Mine()).privacy["prior"].startswith("unknown")
 
 
 def test_options_know_what_they_make() -> None:

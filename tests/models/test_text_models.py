@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
-from fedflat.data.text import SEPARATOR
+from fedflat.data.decoding import SEPARATOR
 from fedflat.models import NAMES, build, refuse_unclipped_state, text
 
 torch.set_num_threads(1)

@@ -109,6 +109,12 @@ def test_batch_norm_without_running_statistics_has_no_state() -> None:
     refuse_unclipped_state(nn.BatchNorm2d(3, track_running_stats=False), X)
 
 
+def test_a_module_that_needs_two_rows_is_refused_before_training() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(X[0].numel(), track_running_stats=False))
+    with pytest.raises(InputError, match=r"Expected more than 1 value.*a batch of shape .1,"):
+        refuse_unclipped_state(module, X)
+
+
 def test_freezing_equals_evaluation_mode_and_nothing_moves() -> None:
     module = with_batch_norm()
     frozen = freeze_batch_norm(module)

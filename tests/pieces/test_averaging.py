@@ -17,9 +17,11 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import AVERAGE, Aggregate, RoundState
 from fedflat.engine.round import _aborted, broadcast_of
 from fedflat.engine.train import train
-from fedflat.pieces.averaging import MovingAverage, TailAverage
+from fedflat.pieces.server import MovingAverage, TailAverage
 from fedflat.records import checkpoint
-from fedflat.simulation.export import export
+from fedflat.simulation.result import export
+
+pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 
 def recipe(**changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.core.wide import CACHED
+from fedflat.core.rounding import CACHED
 from fedflat.pieces import clipping
 from fedflat.pieces.clipping import MethodScale, SmoothedNormalisation, adaptive, norms_of, per_tensor, whole_vector
 

@@ -12,7 +12,7 @@ from scipy import linalg, stats
 from fedflat.core.checks import InputError
 from fedflat.core.discrete import SecureBits, default_granularity, exact_square
 from fedflat.core.rng import stream
-from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, hadamard
+from fedflat.methods.ddgauss import DistributedDiscreteGaussian, hadamard
 
 torch.set_num_threads(1)
 
@@ -187,7 +187,7 @@ def test_shapes_are_checked():
 
 
 def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch):
-    from fedflat.methods.ddgauss import mechanism as ddgauss
+    from fedflat.methods import ddgauss
 
     monkeypatch.setattr(ddgauss, "MAX_TRIES", 0)
     mech = mechanism(granularity=0.05)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError
-from fedflat.core.types import LocalView, plain_gradient
+from fedflat.core.types import ClientView, plain_gradient
 from fedflat.pieces.gradients import Blur, blur, compose, look_ahead, pgn, proximal, sam
-from fedflat.pieces.kalman import disk
+from fedflat.pieces.state import disk
 
 A = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
 W = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -23,8 +23,8 @@ def slope(w: Tensor) -> Tensor:
     return w @ A
 
 
-def view(start: Tensor = START, clip: float = 1.0, **broadcast: Tensor) -> LocalView:
-    return LocalView(start, clip, 4, 0.5, broadcast)
+def view(start: Tensor = START, clip: float = 1.0, **broadcast: Tensor) -> ClientView:
+    return ClientView(start=start, clip=clip, steps=4, lr=0.5, broadcast=broadcast)
 
 
 def test_sam_is_the_gradient_at_the_worst_nearby_point() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.core.types import MaskView
-from fedflat.pieces.masks import random_mask, top_mask
+from fedflat.pieces.transforms import random_mask, top_mask
 
 
 def view(round: int, moved: Tensor | None = None, size: int = 20, public: Tensor | None = None) -> MaskView:

@@ -13,7 +13,7 @@ import fedflat
 from fedflat.core.checks import InputError
 from fedflat.data.clients import from_pairs
 from fedflat.engine.batches import class_shares
-from fedflat.pieces.prior import label_prior
+from fedflat.pieces.gradients import label_prior
 
 RECIPE: dict[str, Any] = {
     "rounds": 3,

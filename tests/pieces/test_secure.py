@@ -14,7 +14,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.discrete import SecureBits, exact_square
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast
-from fedflat.pieces.secure import GridGaussian, GridNoise
+from fedflat.pieces.mechanisms import GridGaussian, GridNoise
 
 torch.set_num_threads(1)
 KEY = bytes(32)
@@ -144,9 +144,9 @@ def test_error_sentences(arguments, sentence):
 
 @pytest.mark.parametrize("attempts", [0, 1])
 def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch, attempts):
-    from fedflat.pieces import secure
+    from fedflat.pieces import mechanisms
 
-    monkeypatch.setattr(secure, "ATTEMPTS", attempts)
+    monkeypatch.setattr(mechanisms, "ATTEMPTS", attempts)
     grid = GridGaussian(1.0, 1.0, 10_000, 7)
     row = torch.zeros(10_000)
     row[: 80**2] = 1.0 / 80

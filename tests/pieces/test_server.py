@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import MeanView, ServerView
-from fedflat.pieces.kalman import disk
 from fedflat.pieces.server import (
     TINY,
     KeepInitial,
@@ -19,6 +18,7 @@ from fedflat.pieces.server import (
     optimizer,
     velocity,
 )
+from fedflat.pieces.state import disk
 
 TENSORS = (slice(0, 5), slice(5, 6), slice(6, 8), slice(8, 15))
 

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedflat.core.checks import InputError
-from fedflat.core.types import UpdateView
+from fedflat.core.types import ClientView
 from fedflat.pieces.transforms import add_back_direction, largest, lus, rescale, top_k
 
 TENSORS = (slice(0, 6), slice(6, 9), slice(9, 10))
 
 
-def view(gradient: Tensor | None = None, direction: Tensor | None = None) -> UpdateView:
-    return UpdateView(
-        TENSORS,
-        lambda: torch.ones(10) if gradient is None else gradient,
-        4,
-        0.5,
-        {} if direction is None else {"direction": direction},
+def view(gradient: Tensor | None = None, direction: Tensor | None = None) -> ClientView:
+    return ClientView(
+        tensors=TENSORS,
+        gradient=lambda: torch.ones(10) if gradient is None else gradient,
+        steps=4,
+        lr=0.5,
+        broadcast={} if direction is None else {"direction": direction},
     )
 
 
@@ -63,7 +63,7 @@ def test_lus_ranks_by_gradient_times_update() -> None:
 @pytest.mark.parametrize("sparsity", [0.1, 0.3, 0.6, 0.7, 0.9])
 def test_lus_keeps_the_exact_count_of_a_decimal_share(sparsity: float) -> None:
     """(1 − 0.7)·10 is 3.0000000000000004 in floating point; three entries are kept, not four."""
-    whole = UpdateView((slice(0, 10),), lambda: torch.ones(10), 1, 1.0)
+    whole = ClientView(tensors=(slice(0, 10),), gradient=lambda: torch.ones(10), steps=1, lr=1.0)
     assert int(lus(sparsity)(torch.arange(1.0, 11.0), whole).count_nonzero()) == round((1 - sparsity) * 10)
 
 

@@ -309,7 +309,7 @@ def test_a_round_that_is_drawn_again_has_one_line_more(tmp_path: Path) -> None:
             ledger.append(plan.record(t, 0.5))
         for key in ("b", "c"):
             ledger.use_key(key)
-            ledger.charge_again("the key is gone", from_round=6)
+            ledger.charge_again("the key is gone", round=6)
             ledger.append(plan.standing(ledger.entries, key, 6).record(6, 0.5))
         assert [entry["key_id"] for entry in ledger.entries if entry["round"] == 6] == ["a", "b", "c"]
         assert rounds_charged(7, ledger.entries) == 9

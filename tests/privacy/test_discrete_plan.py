@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from fedflat.core.checks import InputError
-from fedflat.methods.ddgauss.plan import DDGaussPlan, most_messages
+from fedflat.methods.plans import DDGaussPlan, most_messages
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.plan import build_plan
 

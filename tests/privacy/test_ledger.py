@@ -192,8 +192,9 @@ def test_resuming_without_the_key_charges_the_open_round_again(path: Path) -> No
         ledger.append(payload(3))
     assert [line["round"] for line in read(path)] == [0, 1, 2, 2, 3]
     with Ledger.open(path) as ledger:
-        again = ledger.charge_again("once more", from_round=2)
-        assert [(line["round"], line["attempt"]) for line in again] == [(2, 3), (3, 2)]
+        for round, attempt in ((2, 3), (3, 2)):
+            (again,) = ledger.charge_again("once more", round=round)
+            assert (again["round"], again["attempt"]) == (round, attempt)
 
 
 def test_only_the_latest_attempt_of_the_open_round_can_be_drawn_again(path: Path) -> None:
@@ -228,8 +229,11 @@ def test_a_named_key_tells_drawn_again_from_drawn_anew(path: Path) -> None:
         assert not ledger.contains(payload(4))
         assert ledger.append(payload(4))["line"] == 5
     with Ledger.open(path, key_id="c") as ledger:
-        again = ledger.charge_again("the noise key is gone", from_round=4)
+        drawn = ledger.drawn_before(4)
+        assert [line["line"] for line in drawn] == [4, 5] and ledger.drawn_before(9) == []
+        again = ledger.charge_again("the noise key is gone", round=4)
         assert [line["attempt"] for line in again] == [2, 2] and again[0]["key_id"] == "c"
+        assert ledger.drawn_before(4) == []
         assert ledger.append(payload(4)) == again[0]
 
 
@@ -398,8 +402,8 @@ def test_a_lost_event_is_charged_and_the_round_again(path: Path) -> None:
     with Ledger.open(path, key_id="b") as ledger:
         ledger.append(payload(0))
         lost = {**payload(1), "key_id": "a"}
+        assert "attempt" not in ledger.charge_lost(lost, "restored")  # a release of its own, and no second one yet
         assert ledger.charge_lost(lost, "restored")["attempt"] == 2
-        assert ledger.charge_lost(lost, "restored")["attempt"] == 3
         ledger.append(payload(1))
     lines = read(path)
     assert [line["round"] for line in lines] == [0, 1, 1, 1] and extra_rounds(lines) == 2

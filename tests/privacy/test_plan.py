@@ -11,10 +11,11 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import ROUNDING
-from fedflat.methods.ae_dpfl.plan import VotesPlan
+from fedflat.methods.plans import VotesPlan
 from fedflat.privacy.accounting import budget
 from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon, split_noise
 from fedflat.privacy.plan import Guarantee, Plan, build_plan
+from fedflat.privacy.trust import Accounted
 
 SMALL = {"clients": 100, "cohort": 10, "rounds": 20, "delta": 1e-3}
 
@@ -106,7 +107,6 @@ def test_a_target_with_noise_cohort_is_that_of_the_simulated_system() -> None:
     plan = plan_of(noise_multiplier=None, epsilon=2.0, noise_cohort=100)
     assert 2.0 * (1 - 1e-3) <= plan.simulated_epsilon() <= 2.0 < plan.epsilon()
     assert plan.rounds_within_budget() == 20
-    assert any("not of the run that happens" in warning for warning in plan.warnings)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_ledger_line_is_json_and_enough_to_recompute() -> None:
     assert plan_of(noise_multiplier=0).record(0, 1.0)["epsilon"] is None
 
 
-class Doubled:
+class Doubled(Accounted):
     """A mechanism with an account of its own: twice the Gaussian's ε."""
 
     name = "doubled"
@@ -278,3 +278,15 @@ def test_rounds_with_more_noise_than_planned_do_not_loosen_a_mechanism_with_its_
     plan = plan_of(rounds=5, noise_multiplier=4.0, mechanism=VotesPlan(labels=1, total=10))
     own = plan.event_multiplier
     assert plan.guarantees_of({own: 3, 2 * own: 2}) == plan.guarantees(5)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_a_private_evaluation_takes_its_share_of_the_noise(share: float) -> None:
+    """σ stays the round's; the update has σ/√(1 − s) and the evaluation, per ½, σ/(2√s)."""
+    plan = build_plan(clients=100, cohort=20, rounds=10, noise_multiplier=1.5, delta=1e-3, evaluation=share)
+    assert plan.effective_multiplier == pytest.approx(1.5 / math.sqrt(1 - share))
+    assert plan.count_std == pytest.approx(1.5 / (2 * math.sqrt(share)))
+    assert plan.record(0, 1.0)["evaluation"] == share and plan.at(3.0).count_std == pytest.approx(2 * plan.count_std)
+    alone = build_plan(clients=100, cohort=20, rounds=10, noise_multiplier=1.5, delta=1e-3)
+    assert plan.epsilon() == alone.epsilon() and alone.count_std is None
+    assert alone.account.unsampled(alone, 1) is None and alone.account.claimed(alone, 1) is None

@@ -8,15 +8,7 @@ import pytest
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
-from fedflat.methods.published.accounting import (
-    PAPER_OF,
-    PAPERS,
-    Published,
-    formula,
-    paper_of,
-    published_plan,
-    with_tensors,
-)
+from fedflat.methods.published import PAPER_OF, PAPERS, Published, formula, paper_of, published_plan, with_tensors
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import PAPER_ITEMS

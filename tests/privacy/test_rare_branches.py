@@ -15,10 +15,9 @@ import torch
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import MOST
 from fedflat.core.types import Aggregate, Broadcast
-from fedflat.methods.ae_dpfl.plan import VotesPlan
-from fedflat.methods.correlated import CorrelatedGridNoise, CorrelatedNoise
-from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian, SharedDiscreteNoise
-from fedflat.methods.ddgauss.plan import DDGaussPlan
+from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
+from fedflat.methods.noise import CorrelatedGridNoise, CorrelatedNoise
+from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.privacy.accounting.budget import needed_table
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon
@@ -138,7 +137,7 @@ def test_correlated_noise_counts_nobody_and_leaves_out_what_a_mask_does() -> Non
     here = Broadcast(1, torch.zeros(6), 1.0, 1.0, mask=torch.tensor([True, False] * 3))
     sums = Aggregate(torch.zeros(6), 4, 0.0, torch.zeros(4), torch.ones(4))
     with pytest.raises(InputError, match="one constant clip"):
-        CorrelatedNoise(lambda bound: bound, factor).noisy_count(bytes(32), 1, sums)
+        CorrelatedNoise(lambda bound: bound, factor=factor).noisy_count(bytes(32), 1, sums)
     exact = CorrelatedGridNoise(lambda bound: bound, factor=factor)
     drawn = exact._steps(bytes(32), here, 6, exact.grid(1.0, 6))
     assert (drawn[1::2] == 0).all() and (drawn[::2] != 0).all()
@@ -164,7 +163,7 @@ def test_ddgauss_towards_a_server_that_draws_a_client_always() -> None:
 
 def test_a_rounded_message_is_hardly_longer_than_the_clip() -> None:
     mechanism = DistributedDiscreteGaussian(dimension=100, clip=1.0, noise_multiplier=1.0, min_cohort=8, messages=10)
-    assert 1.0 <= SharedDiscreteNoise(mechanism, seed=0).longest <= 1.5
+    assert 1.0 <= SharedDiscreteNoise(mechanism, seed=0).longest(1.0) <= 1.5
 
 
 def test_one_law_as_a_function_of_delta() -> None:

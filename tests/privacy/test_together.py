@@ -11,9 +11,8 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 from safetensors.numpy import save_file
 
-from fedflat.methods.ae_dpfl.plan import VotesPlan
-from fedflat.methods.ddgauss.plan import DDGaussPlan
-from fedflat.methods.published.accounting import published_plan
+from fedflat.methods.plans import DDGaussPlan, VotesPlan
+from fedflat.methods.published import published_plan
 from fedflat.privacy.accounting import composition
 from fedflat.privacy.accounting import steps as module
 from fedflat.privacy.accounting.composition import LossDistribution

@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.methods.ddgauss.plan import DDGaussPlan
+from fedflat.methods.plans import DDGaussPlan
 from fedflat.privacy.accounting import tradeoff
 from fedflat.privacy.accounting.curves import by_delta, compose_epsilon
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedflat.core.checks import InputError
-from fedflat.methods.published.accounting import Published, published_plan, with_tensors
+from fedflat.methods.published import Published, published_plan, with_tensors
 from fedflat.privacy import verify as module
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan
@@ -213,7 +213,7 @@ def test_a_second_attempt_counts() -> None:
 
 
 def test_ddgauss_is_recomputed_from_its_own_fields() -> None:
-    from fedflat.methods.ddgauss.plan import DDGaussPlan
+    from fedflat.methods.plans import DDGaussPlan
 
     made = DDGaussPlan(dimension=100, clip=0.2)
     plan = plan_of(trust="distributed", mechanism=made, rounds=20)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_report_browser import CHROMIUM, browse
 
-from fedflat.report import contours
+from fedflat.report import plates
 from fedflat.report.flatness import difference_notes, pair_text, render, spread_text, write_page
 
 SIDE = 11
@@ -57,12 +57,12 @@ def found(*groups: dict[str, Any]) -> dict[str, Any]:
 
 def level_lines(values: list[list[float]], level: float) -> list[list[tuple[float, float]]]:
     """What is drawn of a level, in grid coordinates (row, column)."""
-    drawn = contours.draw(values, [-1.0, 1.0], [level], 0.1, 2.0, "x<y")
+    drawn = plates.draw(values, [-1.0, 1.0], [level], 0.1, 2.0, "x<y")
     found = re.search(r'class="iso"[^>]* d="M([^"]*)"', drawn)
-    cell = contours.SIDE / (len(values) - 1)
+    cell = plates.SIDE / (len(values) - 1)
     lines = [re.findall(r"([\d.]+),([\d.]+)", line) for line in (found[1].split("M") if found else [])]
-    side = contours.TOP + contours.SIDE
-    return [[((float(x) - contours.LEFT) / cell, (side - float(y)) / cell) for x, y in line] for line in lines]
+    side = plates.TOP + plates.SIDE
+    return [[((float(x) - plates.LEFT) / cell, (side - float(y)) / cell) for x, y in line] for line in lines]
 
 
 def test_level_lines_of_a_bowl_are_circles() -> None:
@@ -77,15 +77,15 @@ def test_rows_run_to_the_right_and_columns_upwards() -> None:
     (line,) = level_lines([[0.0, 0.0, 1.0]] * 2 + [[0.0, 0.0, 0.0]], 0.5)  # high where rows are few, columns many
     assert all(row < 2 and column >= 1.4 for row, column in line)
     assert level_lines([[1.0, 1.0], [1.0, 1.0]], 0.4) == []
-    assert "x&lt;y" in contours.draw([[1.0, 1.0], [1.0, 1.0]], [-1.0, 1.0], [], 0.1, 2.0, "x<y")
+    assert "x&lt;y" in plates.draw([[1.0, 1.0], [1.0, 1.0]], [-1.0, 1.0], [], 0.1, 2.0, "x<y")
 
 
 def test_levels_and_colours() -> None:
-    lines = contours.levels(0.1, 10.0)
+    lines = plates.levels(0.1, 10.0)
     assert lines == sorted(lines) and lines[0] > 0.1 and lines[-1] < 10.0 and len(lines) == 9
-    assert contours.levels(1.0, 1.0) == [] and contours.levels(0.0, 1.0) == []
-    assert len(contours.levels(1.0, 1.01)) >= 5
-    ends = [contours.colours(level, 0.1, 10.0) for level in (0.1, 10.0, 70.0)]
+    assert plates.levels(1.0, 1.0) == [] and plates.levels(0.0, 1.0) == []
+    assert len(plates.levels(1.0, 1.01)) >= 5
+    ends = [plates.colours(level, 0.1, 10.0) for level in (0.1, 10.0, 70.0)]
     assert ends == [("#440154", "#966ed7"), ("#5f8c14", "#fde725"), ("#5f8c14", "#fde725")]
 
 
@@ -97,7 +97,7 @@ def test_contours_stand_out_from_their_paper(ramp: int, paper: tuple[int, int, i
         linear = [v / 3294.6 if v <= 10 else ((v / 255 + 0.055) / 1.055) ** 2.4 for v in colour]
         return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    drawn = [contours.colours(level, 1.0, 2.0)[ramp] for level in (1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0)]
+    drawn = [plates.colours(level, 1.0, 2.0)[ramp] for level in (1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0)]
     shades = [luminance(bytes.fromhex(each[1:])) for each in drawn]
     contrasts = [(max(shade, luminance(paper)) + 0.05) / (min(shade, luminance(paper)) + 0.05) for shade in shades]
     assert min(contrasts) > 3 and shades == sorted(shades)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+import fedflat
 from fedflat.report import progress
-from fedflat.report.endings import print_comparison, print_stages, print_summary
 from fedflat.report.progress import ExperimentProgress, Progress, RunEvent
+from fedflat.report.summary import print_comparison, print_stages, print_summary
 
 RECIPE = SimpleNamespace(
     name="a-recipe-with-a-name-that-is-really-quite-long-for-a-terminal",
     rounds=300,
     seed=0,
     cohort=SimpleNamespace(size=50.0),
+    privacy=SimpleNamespace(randomness="secret"),
     algorithm=SimpleNamespace(name="dp-fedsam"),
+    evaluation=SimpleNamespace(keep="last"),
 )
 
 
@@ -31,12 +37,12 @@ def job(last: int = 300, *, private: bool = True, protocol: str = "sound", budge
 
 
 def record(turn: int, **more: Any) -> dict[str, Any]:
-    return {"round": turn, "epsilon": 0.01 * (turn + 1), "test_accuracy": 0.5, "seconds": 0.25, **more}
+    return {"round": turn, "epsilon": 0.01 * (turn + 1), "test_accuracy": 0.5, **more}
 
 
 def run(shown: Progress, rounds: int, start: int = 0, **more: Any) -> None:
     for turn in range(start, rounds):
-        shown.round(record(turn, **more), {"cohort": 48, "personal_accuracy": 0.7})
+        shown.round(record(turn, **more), {"cohort": 48, "personal_accuracy": 0.7, "seconds": 0.25})
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -44,7 +50,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     out = io.StringIO()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(
-        progress, "console_now", lambda: Console(file=out, force_terminal=True, width=80, highlight=False)
+        progress, "console_now", lambda *_: Console(file=out, force_terminal=True, width=80, highlight=False)
     )
     return out
 
@@ -124,6 +130,70 @@ def test_a_published_protocol_shows_no_epsilon_while_it_runs() -> None:
     shown.start(job(protocol="published"))
     run(shown, 5)
     assert "ε" not in "\n".join(on_screen(shown))
+
+
+def test_work_before_the_first_round_is_told_without_a_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    experiment, name = ExperimentProgress(), "a/seed-0"
+    with Progress(RECIPE, stderr=True) as shown:
+        for client in range(1, 101):
+            now[0] += 1.0
+            shown.waiting("making features, client", client, 500)
+            experiment.update(RunEvent(name, "waiting", 0, 300, note=f"making features, client {client} of 500"))
+        assert "making features, client 100 of 500" in (screen := "".join(on_screen(shown))) and "left" not in screen
+        assert "client 100 of 500" in (screen := "".join(on_screen(experiment))) and "left" not in screen
+        shown.start(job())
+        now[0] += 2.0
+        run(shown, 1)
+        assert shown._facts.seconds_left() == pytest.approx(2.0 * 299)  # of rounds alone
+    for turn in range(2):
+        now[0] += 2.0
+        experiment.update(RunEvent(name, "running", turn, 300))
+    assert experiment.seconds_left() == pytest.approx(6.0 * 299)
+    found = capsys.readouterr()
+    assert (
+        "making features, client 11 of 500" in found.err
+        and found.err.count("making") == 9
+        and "left" not in found.err.split("round ")[0]
+    )
+    assert "making features, client 10 of 500" in found.out and "left" not in found.out.split("round 1 ")[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "terminal", "shows"), [(None, False, 0), (None, True, 1), (True, False, 1), (False, True, 0)]
+)
+def test_a_run_in_python_shows_its_progress_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: bool | None, terminal: bool, shows: int
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    pairs = [(torch.randn(4, 3), torch.zeros(4).long()) for _ in range(4)]
+    recipe = {"name": "mine", "rounds": 3, "algorithm": "dp-fedavg", "local": {"steps": 1, "lr": 0.1}}
+    recipe |= {"cohort": {"size": 2}, "privacy": {"clip": 0.5, "noise_multiplier": 1.0}}
+    seen: list[int] = []
+    result = fedflat.run(
+        recipe,
+        nn.Linear(3, 2),
+        pairs,
+        progress=asked,
+        on_round=lambda released, state: seen.append(0) or len(seen) == 2,
+    )
+    found = capsys.readouterr()
+    assert len(result.history) == 2 and math.isfinite(result.privacy["proven_epsilon"])  # nothing private was looked at
+    assert found.out == "" and found.err.count("round 1/3") == found.err.count("mine · dp-fedavg") == shows
+    with pytest.raises(fedflat.InputError, match="progress: found 1;"):
+        fedflat.run(recipe, nn.Linear(3, 2), pairs, progress=1)  # type: ignore[arg-type]
+
+
+def test_the_epsilon_of_a_seeded_run_is_called_the_mechanisms(capsys: pytest.CaptureFixture[str]) -> None:
+    seeded = SimpleNamespace(**{**vars(RECIPE), "privacy": SimpleNamespace(randomness="seeded")})
+    with Progress(seeded) as shown:
+        shown.start(job())
+        run(shown, 1)
+    assert "ε of the mechanism 0.0" in capsys.readouterr().out
 
 
 def test_an_infinite_epsilon_is_called_infinite() -> None:

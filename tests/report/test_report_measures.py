@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedflat.report import endings, fates, measures, metrics
+from fedflat.report import metrics, summary
 
 HIDDEN = [{"round": turn, "cohort": 5, "train_loss": 1.0, "train_accuracy": 0.5 + turn / 10} for turn in range(4)]
 
@@ -28,19 +28,19 @@ def run_of(folder: Path, accuracies: list[float | None], hidden: list[Any] | Non
 
 def test_rounds_to_a_target(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [0.1, None, 0.3, 0.25])
-    assert measures.rounds_to(run, 0.3) == 3 and measures.rounds_to(run, 0.31) is None
-    assert measures.rounds_to(run, 0.05) == 1
+    assert metrics.rounds_to(run, 0.3) == 3 and metrics.rounds_to(run, 0.31) is None
+    assert metrics.rounds_to(run, 0.05) == 1
 
 
 def test_the_gap_is_taken_in_the_round_that_is_shown(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [0.1, 0.4, 0.3])
-    assert measures.shown_round(run, "best") == (1, 0.4) and measures.shown_round(run) == (2, 0.3)
-    assert measures.generalisation_gap(run, "best") == pytest.approx(0.2)
-    assert measures.generalisation_gap(run) == pytest.approx(0.4)
-    assert measures.train_accuracy(run) == pytest.approx(0.7) and measures.train_accuracy(run, 0) == 0.5
+    assert metrics.shown_round(run, "best") == (1, 0.4) and metrics.shown_round(run) == (2, 0.3)
+    assert metrics.generalisation_gap(run, "best") == pytest.approx(0.2)
+    assert metrics.generalisation_gap(run) == pytest.approx(0.4)
+    assert metrics.train_accuracy(run) == pytest.approx(0.7) and metrics.train_accuracy(run, 0) == 0.5
     empty = run_of(tmp_path / "b", [None], hidden=[])
-    assert measures.shown_round(empty, "best") is None and measures.generalisation_gap(empty) is None
-    assert measures.train_accuracy(empty) is None
+    assert metrics.shown_round(empty, "best") is None and metrics.generalisation_gap(empty) is None
+    assert metrics.train_accuracy(empty) is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_gap_is_taken_in_the_round_that_is_shown(tmp_path: Path) -> None:
 )
 def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: list[Any] | None, found: str) -> None:
     run = run_of(tmp_path / "a", [0.8, 0.5], hidden, **last)
-    assert fates.fate(run) == found
+    assert metrics.fate(run) == found
     best = metrics.best_accuracy(run)
     assert best == (metrics.final_accuracy(run) if found else 0.8)
     assert metrics.summary(run)["best_accuracy"] == best
@@ -66,6 +66,6 @@ def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: 
 
 def test_the_summary_of_such_a_run_names_no_best_round(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [0.8, 0.1], test_loss=None)
-    assert endings._accuracy(run.metrics, run.private) == "10.00 % final: the run left finite numbers"
+    assert summary._tested(run)[1] == "10.00 % final: the run left finite numbers"
     run = run_of(tmp_path / "b", [0.8, 0.5])
-    assert "best 80.00 % after round 1" in endings._accuracy(run.metrics, run.private)
+    assert "best 80.00 % after round 1" in summary._tested(run)[1]

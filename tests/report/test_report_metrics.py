@@ -112,7 +112,7 @@ def test_summary_equals_the_records(run_folder: Path) -> None:
     assert found["final_accuracy"] == records[-1]["test_accuracy"]
     assert (found["best_accuracy"], found["best_round"]) == (best["test_accuracy"], best["round"])
     assert found["personal_accuracy"] == secret[-1]["personal_accuracy"] != found["final_accuracy"]
-    assert math.isclose(found["seconds"], sum(record["seconds"] for record in records))
+    assert math.isclose(found["seconds"], sum(record["seconds"] for record in secret))
 
 
 def test_sparse_and_broken_values(tmp_path: Path) -> None:

@@ -8,15 +8,20 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from markupsafe import escape
+from safetensors.numpy import save_file
 from synthetic_runs import write_many, write_run
 
+from fedflat.cli import catalogue
 from fedflat.core.checks import InputError
-from fedflat.report import svg
+from fedflat.privacy.compare import SEEDED
+from fedflat.report import groups, pages, tables
 from fedflat.report.figures import MAX_POINTS, figures_of_run, thin
 from fedflat.report.html import PRIVATE, write_report
-from fedflat.report.metrics import read_run
+from fedflat.report.metrics import read_run, read_runs
+from fedflat.report.tables import PLAINLY
 
 RELEASED = {"accuracy", "loss", "epsilon", "classes"}
 SIMULATED = {
@@ -77,8 +82,11 @@ def test_full_run(tmp_path: Path) -> None:
     page = page_of([folder], tmp_path)
     check_page(page)
     assert len(page.encode()) < 300_000
-    assert set(figures_in(page)) == RELEASED | SIMULATED
+    assert set(figures_in(page)) == RELEASED
     assert str(tmp_path) not in page
+    hidden = tmp_path / "private" / "report.html"
+    assert set(figures_in(hidden.read_text("utf-8"))) == RELEASED | SIMULATED
+    assert hidden.stat().st_mode & 0o077 == 0
 
 
 def test_numbers_equal_the_records(tmp_path: Path) -> None:
@@ -97,15 +105,15 @@ def test_line_passes_through_its_points(tmp_path: Path) -> None:
     """Relative path steps must not drift: the last point of the line is the last record."""
     run = read_run(write_run(tmp_path / "run"))
     figure = figures_of_run(run)[0]
-    drawn = svg.draw(figure, "round")
+    drawn = pages.draw(figure, "round")
     path = re.search(r'<path class="line [^"]*" d="M([^"]*)"', drawn)
     assert path is not None
     numbers = [float(found) for found in re.findall(r"-?\d*\.?\d+(?:e-?\d+)?", path[1])]
     x, y = sum(numbers[0::2]), sum(numbers[1::2])
     low, high = (float(found) for found in re.search(r'data-y0="([^"]*)" data-y1="([^"]*)"', drawn).groups())  # type: ignore[union-attr]
-    value = low + (svg.BOTTOM - y) / (svg.BOTTOM - svg.TOP) * (high - low)
-    assert x == pytest.approx(svg.RIGHT, abs=0.06)
-    assert value == pytest.approx(run.metrics[-1]["test_accuracy"], abs=0.1 / (svg.BOTTOM - svg.TOP) * (high - low))
+    value = low + (pages.BOTTOM - y) / (pages.BOTTOM - pages.TOP) * (high - low)
+    assert x == pytest.approx(pages.RIGHT, abs=0.06)
+    assert value == pytest.approx(run.metrics[-1]["test_accuracy"], abs=0.1 / (pages.BOTTOM - pages.TOP) * (high - low))
 
 
 def test_deployment_has_nothing_private(tmp_path: Path) -> None:
@@ -116,7 +124,8 @@ def test_deployment_has_nothing_private(tmp_path: Path) -> None:
 
 
 def test_what_is_private_is_marked(tmp_path: Path) -> None:
-    page = page_of([write_run(tmp_path / "run", rounds=12)], tmp_path)
+    assert PRIVATE not in page_of([write_run(tmp_path / "run", rounds=12)], tmp_path)
+    page = (tmp_path / "private" / "report.html").read_text("utf-8")
     cards = dict(re.findall(r'<figure class="(card[^"]*)" id="f-([a-z-]+)">', page)[i][::-1] for i in range(14))
     assert all(("private" in cards[key]) == (key in SIMULATED) for key in RELEASED | SIMULATED)
     assert PRIVATE in page
@@ -226,6 +235,8 @@ def test_fifteen_methods_overlaid(tmp_path: Path) -> None:
 def test_comparison_shows_mean_and_sd(tmp_path: Path) -> None:
     page = page_of([tmp_path / "runs"], write_many(tmp_path / "runs", 2, 4, rounds=30)[0].parents[1])
     check_page(page)
+    private = write_report([tmp_path / "runs"], tmp_path / "report.html").parent / "private" / "report.html"
+    assert "norms" not in figures_in(page) and "norms" in figures_in(private.read_text(encoding="utf-8"))
     series = figures_in(page)["accuracy"]["series"]
     runs = [read_run(tmp_path / "runs" / f"dp-fedsam-{seed}") for seed in range(4)]
     finals = [run.metrics[-1]["test_accuracy"] for run in runs]
@@ -253,3 +264,57 @@ def test_output_folder_and_errors(tmp_path: Path) -> None:
     assert not list(folder.glob("*.part")) and not list(folder.glob(".*.part"))
     with pytest.raises(InputError, match=r"Did you mean run\?"):
         write_report([tmp_path / "runn"], tmp_path)
+
+
+def test_the_guarantee_stands_first_then_how_to_use_the_model(tmp_path: Path) -> None:
+    data = {"dataset": "given", "clients": 50, "inputs": ["age"], "target": "bought", "by": "user"}
+    data["categories"] = {"bought": [False, True]}
+    folder = write_run(tmp_path / "visits", rounds=6, data=data)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records[-1]["class_accuracy"] = [0.9, 0.8]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = page_of([folder], tmp_path)
+    check_page(page)
+    sections = re.findall(r'<section id="([a-z]+)">', page)
+    assert sections == ["summary", "use", "data", "curves", "guarantee", "recipe", "reproduce"]
+    assert page.index("<dt>Proven ε</dt>") < page.index("<dt>Test accuracy</dt>")
+    assert "run = fedflat.load(&#34;visits&#34;)" in page and "run.predict(table)" in page
+    assert "<dt>Classes</dt><dd>2: no, yes</dd>" in page and ">yes</text>" in page
+    assert re.search(r"· \d+ [A-Z][a-z]+ 20\d\d</p>", page)  # the date
+    assert "Claimed" not in page  # this run claims nothing but what is proven
+    embedded = re.search(r'<script type="application/json" id="privacy">(.*?)</script>', page, re.DOTALL)
+    assert embedded is not None
+    assert json.loads(embedded[1]) == [{"run": "visits", "seed": 0, "privacy": read_run(folder).privacy}]
+    hidden = (tmp_path / "private" / "report.html").read_text("utf-8")
+    charts = hidden[hidden.index('<section id="simulation">') :]
+    assert charts.index("<details") < charts.index("<figure")  # what is private is folded
+    (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text().replace("categories", "elsewhere"))
+    assert "<dt>Classes</dt><dd>2</dd>" in page_of([folder], tmp_path)
+    state = {"made_for": {"preparation": {"kind": "table", "names": ["stays", "leaves"]}}}
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    save_file({"w": np.zeros(1)}, folder / "checkpoints" / "round-000006.safetensors", {"state": json.dumps(state)})
+    page = page_of([folder], tmp_path)
+    assert "<dt>Classes</dt><dd>2: stays, leaves</dd>" in page and ">leaves</text>" in page
+
+
+def test_the_epsilon_of_a_seeded_run_is_called_that_of_the_mechanism_wherever_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caution = {"caution": SEEDED, "randomness": "seeded"}
+    for seed, method in enumerate(("dp-fedavg", "dp-fedsam")):
+        for name, statement in (("seeded", caution), ("secret", {})):
+            write_run(tmp_path / name / method, method, rounds=6, seed=seed, statement=statement)
+    for name, mechanism in (("seeded", True), ("secret", False)):
+        page = page_of([tmp_path / name / "dp-fedsam"], tmp_path / name / "page")
+        together = page_of([tmp_path / name / "dp-fedavg", tmp_path / name / "dp-fedsam"], tmp_path / name / "both")
+        table = tables.comparison_table(groups.group_runs(read_runs([tmp_path / name])))
+        catalogue.runs(tmp_path / name)
+        said = {
+            "page": page, "comparison": together, "terminal": tables.to_terminal(table),
+            "table": tables.to_markdown(table), "runs": capsys.readouterr().out,
+        }  # fmt: skip
+        assert {what: "of the mechanism" in text or PLAINLY in text for what, text in said.items()} == dict.fromkeys(
+            said, mechanism
+        )
+        for text in (page, together):
+            assert ('<div class="mark"' in text) == mechanism and ("<dt>Proven ε</dt>" in text) != mechanism

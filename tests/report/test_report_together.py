@@ -15,7 +15,7 @@ from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.together import Total
 from fedflat.report import groups, metrics, tables
 from fedflat.report.html import write_report
-from fedflat.report.together import Cost, cost_sentences, costs
+from fedflat.report.metrics import Cost, cost_sentences, costs
 
 NONE = {"proven_epsilon": None, "claimed_epsilon": None, "epsilon": None}
 
@@ -50,8 +50,8 @@ def test_the_total_is_that_of_all_rounds_in_every_format(tmp_path: Path) -> None
         assert name == "csv" or "private runs published together" in text
     assert json.loads(tables.to_json(table))["together"][0]["epsilon"] == cost.total.epsilon
     page = write_report(folders, tmp_path / "page.html").read_text(encoding="utf-8")
-    statements = page[page.index('<section id="privacy"') :]
-    assert sentence in page[: page.index('<section id="privacy"')] and sentence in statements
+    statements = page[page.index('<section id="guarantee"') :]
+    assert sentence in page[: page.index('<section id="guarantee"')] and sentence in statements
 
 
 def test_a_run_without_a_guarantee_and_other_splits_are_said(tmp_path: Path) -> None:

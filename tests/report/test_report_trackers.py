@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.report import trackers
+from fedflat.report import progress
 
 RELEASED = {
     "round": 4, "epsilon": 2.5, "claimed_epsilon": 1.0, "clip": 0.5, "test_accuracy": 0.75, "test_loss": None,
@@ -87,20 +87,20 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_released_numbers_only() -> None:
-    assert trackers.scalars(RELEASED) == {
+    assert progress.scalars(RELEASED) == {
         "epsilon": 2.5, "clip": 0.5, "test_accuracy": 0.75, "class_accuracy/0": 0.5, "class_accuracy/1": 1.0,
     }  # fmt: skip
 
 
 def test_private_numbers_carry_the_mark() -> None:
-    more = trackers.scalars(RELEASED, PRIVATE).keys() - trackers.scalars(RELEASED).keys()
+    more = progress.scalars(RELEASED, PRIVATE).keys() - progress.scalars(RELEASED).keys()
     assert more == {"private_not_covered/cohort", "private_not_covered/update_norm_quantiles/0.5"}
 
 
 @pytest.mark.parametrize("private", [False, True])
 def test_both_trackers_take_the_same_numbers(fakes: None, private: bool) -> None:
     recipe = Recipe.load("quick-start")
-    with trackers.Trackers(recipe, tensorboard=Path("tb"), mlflow="http://there", private=private) as found:
+    with progress.Trackers(recipe, tensorboard=Path("tb"), mlflow="http://there", private=private) as found:
         found.round(RELEASED, PRIVATE)
     writer, client = FakeWriter.made[0], FakeClient.made[0]
     assert writer.folder == "tb" and not writer.open and writer.flushed == 1
@@ -112,7 +112,7 @@ def test_both_trackers_take_the_same_numbers(fakes: None, private: bool) -> None
 
 
 def test_a_run_that_fails_is_marked_failed(fakes: None) -> None:
-    with pytest.raises(KeyboardInterrupt), trackers.Trackers(Recipe.load("quick-start"), mlflow="x"):
+    with pytest.raises(KeyboardInterrupt), progress.Trackers(Recipe.load("quick-start"), mlflow="x"):
         raise KeyboardInterrupt
     assert FakeClient.made[0].ended == "FAILED"
 
@@ -120,7 +120,7 @@ def test_a_run_that_fails_is_marked_failed(fakes: None) -> None:
 def test_a_tracker_that_stops_answering_is_one_line(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(RunError, match="MLflow could not record the numbers: gone"),
-        trackers.Trackers(Recipe.load("quick-start"), mlflow="x") as found,
+        progress.Trackers(Recipe.load("quick-start"), mlflow="x") as found,
     ):
         monkeypatch.setattr(FakeClient, "broken", True)
         found.round(RELEASED, PRIVATE)
@@ -129,24 +129,24 @@ def test_a_tracker_that_stops_answering_is_one_line(fakes: None, monkeypatch: py
 def test_a_store_that_cannot_be_reached_is_bad_input(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeClient, "broken", True)
     with pytest.raises(InputError, match=r"--mlflow: found http://x \(no answer\)"):
-        trackers.Trackers(Recipe.load("quick-start"), mlflow="http://x")
+        progress.Trackers(Recipe.load("quick-start"), mlflow="http://x")
 
 
 @pytest.mark.parametrize(("option", "module"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow")])
 def test_a_missing_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch, option: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=rf"^--{option}: .*pip install '.*\[trackers\]'") as error:
-        trackers.Trackers(Recipe.load("quick-start"), **{option: "x"})  # type: ignore[arg-type]
+        progress.Trackers(Recipe.load("quick-start"), **{option: "x"})  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
 def test_private_without_a_tracker_is_refused() -> None:
     with pytest.raises(InputError, match="--track-private"):
-        trackers.Trackers(Recipe.load("quick-start"), private=True)
+        progress.Trackers(Recipe.load("quick-start"), private=True)
 
 
 def test_nothing_is_written_unless_asked(fakes: None) -> None:
-    with trackers.Trackers(Recipe.load("quick-start")) as found:
+    with progress.Trackers(Recipe.load("quick-start")) as found:
         found.round(RELEASED, PRIVATE)
     assert not FakeWriter.made and not FakeClient.made
 
@@ -165,5 +165,5 @@ def test_a_real_run_writes_what_metrics_jsonl_holds(fakes: None, tmp_path: Path)
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    expected = [(name, value, line["round"]) for line in lines for name, value in trackers.scalars(line).items()]
+    expected = [(name, value, line["round"]) for line in lines for name, value in progress.scalars(line).items()]
     assert len(lines) == 2 and FakeWriter.made[0].scalars == expected

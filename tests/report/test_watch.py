@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from fedflat.report.cautions import Watch
+from fedflat.report.summary import DivergenceWatch
 
 
 def said(losses: list[float | None]) -> list[tuple[int, str]]:
-    watch = Watch()
+    watch = DivergenceWatch()
     told = [(turn, watch.round({"round": turn, "test_loss": loss}, {})) for turn, loss in enumerate(losses)]
     return [(turn, text) for turn, text in told if text]
 
@@ -27,8 +27,8 @@ def test_what_comes_back_or_was_not_measured_is_no_divergence(losses: list[float
 
 
 def test_losses_that_are_not_finite() -> None:
-    watch, nothing = Watch(), {"round": 0, "test_accuracy": 0.1, "test_loss": None}
+    watch, nothing = DivergenceWatch(), {"round": 0, "test_accuracy": 0.1, "test_loss": None}
     found: Any = watch.round(nothing, {})
     assert "not finite from round 0" in found and watch.round(nothing, {}) == ""
-    private = Watch().round({"round": 3}, {"round": 3, "train_loss": None, "cohort": 5})
+    private = DivergenceWatch().round({"round": 3}, {"round": 3, "train_loss": None, "cohort": 5})
     assert "private to the simulation" in private

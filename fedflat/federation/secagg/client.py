@@ -20,25 +20,27 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
-from fedflat.federation.client.session import Client, Refused
-from fedflat.federation.secagg import consistency, dealing, stages
+from fedflat.federation.secagg import dealing, stages
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import PublicKeys, Secrets, Shares
 from fedflat.federation.task import Task
-from fedflat.federation.wire import FACTS, Malformed, nonce_of, number, read_request
-from fedflat.methods.ddgauss.mechanism import DistributedDiscreteGaussian
+from fedflat.federation.wire import FACTS, Malformed, Refused, nonce_of, number, read_request
+from fedflat.methods.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
+
+# federation.client.Client, whose module imports this one: naming the class here would close a circle of files.
+Client = Any
 
 _SECRETS = ("seal", "mask", "seed", "sign")
 
 
 def threshold_of(plan: Plan, clients: int) -> int:
-    """How many clients must be there at every step: a majority of the honest ones, and the minimum cohort."""
-    return max(consistency.enough_for_lies(clients, plan.colluders), (plan.min_cohort or 1) + plan.colluders)
+    """Return how many clients must be there at every step: a majority of the honest ones, and the minimum cohort."""
+    return max(dealing.enough_for_lies(clients, plan.colluders), (plan.min_cohort or 1) + plan.colluders)
 
 
 def context_of(pin: str, round: int, session: bytes) -> bytes:
-    """What signatures, common secrets and masks are bound to: deployment (recipe, form and roster), round, session.
+    """Return what signatures, secrets and masks are bound to: deployment (recipe, form, roster), round, session.
 
     SHA-256; without the pin, two deployments of one roster's keys could be mixed.
     """
@@ -47,14 +49,14 @@ def context_of(pin: str, round: int, session: bytes) -> bytes:
 
 
 def known_keys(task: Task) -> dict[int, EllipticCurvePublicKey]:
-    """The roster's keys, which sign."""
+    """Return the roster's keys, which sign."""
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
     return {i: load_ssh_public_key(key.encode()) for i, key in enumerate(task.roster.keys)}  # type: ignore[misc]
 
 
 def signing_key(path: Path) -> EllipticCurvePrivateKey:
-    """The client's authentication key, which signs its session keys."""
+    """Return the client's authentication key, which signs its session keys."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     try:
@@ -67,15 +69,11 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
 
 
 def answer_stage(client: Client, content: Any) -> Any:
-    """The reply's content to one step; raises Refused."""
+    """Return the reply's content to one step; raises Refused."""
     facts = content[FACTS]
     try:
-        stage, round, nonce, session = (
-            facts.get("stage"),
-            number(facts, "round"),
-            nonce_of(facts),
-            stages.session_of(facts),
-        )
+        stage, round, nonce = facts.get("stage"), number(facts, "round"), nonce_of(facts)
+        session = stages.session_of(facts)
         if stage not in _STEPS and stage != stages.END:
             raise Malformed("form")
         _check(client, facts, round)
@@ -84,22 +82,16 @@ def answer_stage(client: Client, content: Any) -> Any:
                 client.store.end_session()
             return stages.write_reply(round, nonce, {})
         state = _opened(client, str(stage), round, session)
-        done, vector = _answered(client, content, str(stage), state)
+        try:
+            done, vector = _STEPS[str(stage)](client, content, state)
+        except BaseException:  # the session is over for this client, and so are its secrets
+            client.store.end_session()
+            raise
     except Malformed as fault:
         raise Refused(f"the server's message is malformed: {fault.reason}") from fault
     except secagg.Aborted as fault:
         raise Refused(f"secure aggregation: {fault}") from fault
     return stages.write_reply(round, nonce, done, vector)
-
-
-def _answered(client: Client, content: Any, stage: str, state: dict[str, Any]) -> tuple[dict[str, bytes], Any]:
-    """One step's answer. If it fails, the session is over for this client, and so are its secrets."""
-    try:
-        found: tuple[dict[str, bytes], Any] = _STEPS[stage](client, content, state)
-    except BaseException:
-        client.store.end_session()
-        raise
-    return found
 
 
 def _check(client: Client, facts: Any, round: int) -> None:
@@ -112,13 +104,13 @@ def _check(client: Client, facts: Any, round: int) -> None:
 
 
 def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str, Any]:
-    """The session so far, if this step is its next; step 0 opens a new one and forgets any other."""
+    """Return the session so far, if this step is its next; step 0 opens a new one and forgets any other."""
     if stage == stages.KEYS:
         if client.store.took_part(round):
             raise Refused(f"this client's vector of round {round} has left already")
         client.store.end_session()
         return {"session": session.hex(), "round": round}
-    state = client.store.session()
+    state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise Refused("a step of a session that is not open")
     if state.get("stage") not in stages.BEFORE[stage]:
@@ -157,10 +149,8 @@ def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> tuple[d
         raise secagg.Aborted("other keys of this client than it gave")
     threshold = threshold_of(client.job.parts.plan, len(keys))
     dealt, kept = dealing.deal(own, keys, threshold)
-    held = stages.write_keys(keys).hex()
-    client.store.keep_session(
-        {**state, "stage": stages.SHARES, "keys": held, "threshold": threshold, "own": [str(kept.seed), str(kept.mask)]}
-    )
+    more = {"keys": stages.write_keys(keys).hex(), "threshold": threshold, "own": [str(kept.seed), str(kept.mask)]}
+    client.store.keep_session({**state, "stage": stages.SHARES, **more})
     return {"commitments": dealt.commitments, "boxes": stages.write_map(dealt.boxes)}, None
 
 
@@ -193,7 +183,7 @@ def _complain(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict
 
 
 def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
-    """The keys of those boxes that their receivers complain about, with their signatures; of no other."""
+    """Return the keys of those boxes that their receivers complain about, with their signatures; of no other."""
     own, keys = _own(client, state), _keys(state)
     complaints = stages.read_map(content[FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
     seen = dealing.keys_seen(own.context, keys)
@@ -207,8 +197,9 @@ def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> t
 
 
 def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], np.ndarray]:
-    """The masked vector, for those that the server still counts: the secrets of all of them can be put together."""
+    """Give the masked vector, for those that the server still counts: all their secrets can be put together."""
     own, keys = _own(client, state), _keys(state)
+    # A server that names fewer clients than dealt shares would learn the sum of the few: each client counts for itself.
     shared = set(stages.read_map(content[FACTS].get("shared"), 0))
     if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
         raise secagg.Aborted("too few clients, or others than dealt true shares")
@@ -216,6 +207,7 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> tuple[d
     client.check(ask)
     held = {str(i): state["shares"][str(i)] for i in shared}
     vector = _encoded(client, ask.broadcast)
+    # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
     client.store.note_participation(state["round"])
     client.store.keep_session({**state, "stage": stages.VECTOR, "shares": held})
     return {}, secagg.masked(own, keys, shared, vector, _mechanism(client).bits)
@@ -227,20 +219,19 @@ def _mechanism(client: Client) -> DistributedDiscreteGaussian:
 
 
 def _encoded(client: Client, broadcast: Any) -> np.ndarray:
-    """The clipped update as whole numbers with this client's own share of the noise; its bits are never used again."""
+    """Return the clipped update as whole numbers with the client's share of noise; its bits are never used again."""
     update, _ = client.update(broadcast)
     mechanism, key = _mechanism(client), fresh_key()
     signs = mechanism.signs(stream(client.job.seed, "rotation", broadcast.round))
-    return mechanism.encode(
-        update.to(torch.float64), signs, SecureBits(key, "rounding"), SecureBits(key, "noise share")
-    )
+    bits = (SecureBits(key, purpose) for purpose in ("rounding", "noise share"))
+    return mechanism.encode(update.to(torch.float64), signs, *bits)
 
 
 def _consent(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
     survivors = set(stages.read_map(content[FACTS].get("survivors"), 0))
     secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
     client.store.keep_session({**state, "stage": stages.CONSENT, "survivors": sorted(survivors)})
-    signature = consistency.consent(_own(client, state), _seen(client, state, survivors))
+    signature = dealing.consent(_own(client, state), _seen(client, state, survivors))
     return {"signature": signature}, None
 
 
@@ -249,16 +240,16 @@ def _shared(state: Mapping[str, Any]) -> set[int]:
 
 
 def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> bytes:
-    """The hash of what this client was told in the session."""
-    return consistency.transcript(_context(client, state), _keys(state), _shared(state), survivors)
+    """Return the hash of what this client was told in the session."""
+    return dealing.transcript(_context(client, state), _keys(state), _shared(state), survivors)
 
 
 def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
-    """Shares for the survivors that this client signed, and for no others; once."""
+    """Give shares for the survivors that this client signed, and for no others; once."""
     survivors = set(state["survivors"])
-    signatures = stages.read_map(content[FACTS].get("signatures"), consistency.SIGNATURE_BYTES)
+    signatures = stages.read_map(content[FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
     seen = _seen(client, state, survivors)
-    consistency.require_consent(signatures, _keys(state), survivors, seen, state["threshold"])
+    dealing.require_consent(signatures, _keys(state), survivors, seen, state["threshold"])
     shares = {int(i): Shares(*(int(text) for text in found)) for i, found in state["shares"].items()}
     seeds, masks = secagg.reveal(shares, survivors, set(shares))
     client.store.end_session()  # before the answer leaves: it is given once

@@ -1,4 +1,4 @@
-"""Step 1 of secure aggregation: dealing shares in boxes, complaints about them, and who of the two has lied.
+"""What clients of secure aggregation sign for each other: deals of shares, complaints (step 1), consent (step 3).
 
 A dealer signs each box together with its commitments, so nobody else can have made a bad one. A receiver that finds no
 true share in a signed box signs a complaint. The dealer then shows the secret key that it made for this one box: if the
@@ -8,12 +8,19 @@ A complaint about an honest dealer can only come from a dishonest client, which 
 honest one complains only about what the dealer itself signed, for the very same set of everybody's keys (hence the same
 threshold), and an honest dealer answers no other. So the answer tells nobody anything new, whatever the server does to
 keys, boxes and complaints on their way.
+
+Consent is round 3 (ConsistencyCheck) of Bonawitz et al. 2017, Figure 4, against a server that lies: it could tell one
+client that u survived and another that u dropped out, and so unmask a sum of fewer vectors than each client was
+promised. So each survivor signs what it was told, and reveals only after ``threshold`` survivors, itself among them,
+have signed the very same. Two different views cannot both get that many signatures while 2·threshold > n + f (n clients
+in the session, f of them in league with the server): honest clients sign once. The paper signs the survivors U3 only;
+here the signature covers the whole public transcript: context, everybody's keys (hence n and the threshold), U2 and U3.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -24,7 +31,6 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedflat.federation.secagg import sharing
-from fedflat.federation.secagg.consistency import transcript
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point
 
@@ -32,6 +38,7 @@ SIGNATURE_BYTES = 64
 BOX_BYTES = 32 + 2 * SHARE_BYTES + 16
 """The box's own public key, two shares, the cipher's tag."""
 _LABEL = b"fedflat secure aggregation: "
+_CONSENT = _LABEL + b"consistency"
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Deal:
 
 
 def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[Deal, Shares]:
-    """Boxes for every other client of ``keys``, and the shares that the client keeps itself.
+    """Return boxes for every other client of ``keys``, and the shares that the client keeps itself.
 
     A threshold of half the clients or less is refused: one half could be asked for b and the other for the mask secret.
     """
@@ -69,7 +76,7 @@ def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[
 
 
 def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
-    """What deals and complaints are bound to: the session and everybody's keys, as their signer was told.
+    """Return what deals and complaints are bound to: the session and everybody's keys, as their signer was told.
 
     Without it a server that tells two clients of different keys, and so of different thresholds, makes one complain
     about what the other dealt rightly, and has the share shown.
@@ -78,13 +85,13 @@ def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
 
 
 def key_of_box(own: Secrets, receiver: int) -> bytes:
-    """The X25519 secret of one box: shown, it opens this box and tells nothing of another."""
+    """Return the X25519 secret of one box: shown, it opens this box and tells nothing of another."""
     purpose = _LABEL + b"box key" + own.context + receiver.to_bytes(8, "big")
     return HKDF(hashes.SHA256(), 32, None, purpose).derive(own.seal)
 
 
 def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[list[Point], list[Point]]:
-    """The points a dealer is committed to, of its seed and of its mask secret; Aborted if they are not what they
+    """Return the points a dealer is committed to, of its seed and of its mask secret; Aborted if they are not what they
     should be.
     """
     if len(commitments) != (2 * threshold - 1) * POINT_BYTES:
@@ -99,13 +106,13 @@ def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[l
 def is_dealt(
     public: PublicKeys, seen: bytes, sender: int, receiver: int, commitments: bytes, signed_box: bytes
 ) -> bool:
-    """Whether a box with these commitments is its dealer's, for the keys that were seen (``keys_seen``)."""
+    """Return whether a box with these commitments is its dealer's, for the keys that were seen (``keys_seen``)."""
     box, signature = signed_box[:BOX_BYTES], signed_box[BOX_BYTES:]
     return _agrees(public, signature, _of_box(seen, sender, receiver, commitments, box))
 
 
 def open_box(own: Secrets, sender: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]) -> Shares:
-    """The receiver's own true shares in a box; Aborted if there are none."""
+    """Return the receiver's own true shares in a box; Aborted if there are none."""
     public = signed_box[:32]
     cipher = _cipher(own.seal, public, own.context, sender, own.client)
     return _true_shares(cipher, own.client, signed_box, points)
@@ -115,7 +122,7 @@ def clears(
     once: bytes, public: PublicKeys, context: bytes, sender: int, receiver: int, signed_box: bytes,
     points: tuple[Sequence[Point], Sequence[Point]],
 ) -> bool:  # fmt: skip
-    """Whether the dealer's key of a box shows that its receiver (of these public keys) finds true shares in it."""
+    """Return whether the dealer's key of a box shows that its receiver, of these keys, finds true shares in it."""
     try:
         if X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw() != signed_box[:32]:
             return False
@@ -126,12 +133,12 @@ def clears(
 
 
 def complaint(own: Secrets, seen: bytes, dealer: int) -> bytes:
-    """A receiver's signature that what the dealer signed holds no true shares for it."""
+    """Return a receiver's signature that what the dealer signed holds no true shares for it."""
     return _signed(own, _of_complaint(seen, own.client, dealer))
 
 
 def is_complaint(public: PublicKeys, seen: bytes, receiver: int, dealer: int, signature: bytes) -> bool:
-    """Whether a complaint is the receiver's (of these public keys), for the keys that were seen."""
+    """Return whether a complaint is the receiver's (of these public keys), for the keys that were seen."""
     return _agrees(public, signature, _of_complaint(seen, receiver, dealer))
 
 
@@ -149,7 +156,7 @@ def _true_shares(
 
 
 def _cipher(secret: bytes, public: bytes, context: bytes, sender: int, receiver: int) -> ChaCha20Poly1305:
-    """The cipher of one box; each key is used once."""
+    """Return the cipher of one box; each key is used once."""
     return ChaCha20Poly1305(agreed(secret, public, b"box" + context + _ends(sender, receiver)))
 
 
@@ -175,3 +182,48 @@ def _agrees(public: PublicKeys, signature: bytes, text: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def enough_for_lies(clients: int, colluders: int) -> int:
+    """Return the smallest threshold t with 2t > n + f: any two sets of t clients share an honest one."""
+    return (clients + colluders) // 2 + 1
+
+
+def transcript(
+    context: bytes, keys: Mapping[int, PublicKeys], shared: Iterable[int], survivors: Iterable[int]
+) -> bytes:
+    """Return the SHA-256 of what all clients of a session must have seen alike, each part with its length before.
+
+    keys: everybody's public keys with their signatures. shared: U2, who sent shares. survivors: U3.
+    """
+    everybody = [n.to_bytes(8, "big") + key.halves + _counted(key.signature) for n, key in sorted(keys.items())]
+    sets = [b"".join(number.to_bytes(8, "big") for number in sorted(found)) for found in (shared, survivors)]
+    return hashlib.sha256(b"".join(_counted(part) for part in (_CONSENT, context, b"".join(everybody), *sets))).digest()
+
+
+def _counted(part: bytes) -> bytes:
+    return len(part).to_bytes(8, "big") + part
+
+
+def consent(own: Secrets, seen: bytes) -> bytes:
+    """Return a client's signature of the transcript that it saw."""
+    return _signed(own, _CONSENT + own.client.to_bytes(8, "big") + seen)
+
+
+def agrees(client: int, public: PublicKeys, seen: bytes, signature: bytes) -> bool:
+    """Return whether a client's signature is of this transcript."""
+    return _agrees(public, signature, _CONSENT + client.to_bytes(8, "big") + seen)
+
+
+def require_consent(
+    signatures: Mapping[int, bytes], keys: Mapping[int, PublicKeys], survivors: set[int], seen: bytes, threshold: int
+) -> None:
+    """Check, before anything is revealed, that enough clients were told the same.
+
+    Raises:
+        Aborted: fewer than ``threshold`` signatures, one of somebody who is no survivor, or one of another transcript.
+    """
+    if len(signatures) < threshold or not set(signatures) <= survivors:
+        raise Aborted("too few clients agree on who is there")
+    if not all(agrees(client, keys[client], seen, signature) for client, signature in signatures.items()):
+        raise Aborted("clients were told different things")

@@ -9,7 +9,7 @@ shares, so that a client that lies is found out, by number, and no other is blam
    (``fedflat.federation.secagg.dealing``); every client checks what it was dealt, and whoever dealt falsely is left
    out;
 2. it adds PRG(b) and, with each other client, ±PRG(their common secret) to its vector, and sends that;
-3. it signs what it was told so far, and who sent a vector (``fedflat.federation.secagg.consistency``);
+3. it signs what it was told so far, and who sent a vector (``fedflat.federation.secagg.dealing``);
 4. if enough others signed the same: for clients that sent a vector it gives its shares of b, for those that did not,
 of the mask secret. Never both.
 
@@ -63,7 +63,7 @@ class PublicKeys:
 
     @classmethod
     def of(cls, halves: bytes, signature: bytes) -> PublicKeys:
-        """From the three keys one after the other."""
+        """Return the keys from their bytes, one after the other."""
         return cls(halves[:32], halves[32:65], halves[65:], signature)
 
     @property
@@ -72,7 +72,7 @@ class PublicKeys:
         return self.seal + self.mask + self.sign
 
     def signed(self, context: bytes, client: int) -> bytes:
-        """The bytes that are signed."""
+        """Return the bytes that are signed."""
         return b"fedflat secure aggregation" + context + client.to_bytes(8, "big") + self.halves
 
 
@@ -97,7 +97,7 @@ class Secrets:
 
     @classmethod
     def fresh(cls, client: int, context: bytes) -> Secrets:
-        """New secrets from the operating system; mask and seed are scalars of P-256."""
+        """Return new secrets from the operating system; mask and seed are scalars of P-256."""
         mask, seed = (sharing.fresh_scalar().to_bytes(32, "big") for _ in range(2))
         return cls(client, context, secrets.token_bytes(32), mask, seed, secrets.token_bytes(32))
 
@@ -109,7 +109,7 @@ class Secrets:
         return seal + mask + Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
 
     def public(self, key: EllipticCurvePrivateKey) -> PublicKeys:
-        """Step 0: the public halves, signed with the key that the roster knows."""
+        """Step 0: return the public halves, signed with the key that the roster knows."""
         bare = PublicKeys.of(self.halves, b"")
         return replace(bare, signature=key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
 
@@ -126,6 +126,7 @@ def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePubl
             known[client].verify(public.signature, public.signed(context, client), ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise Aborted("keys without their client's signature") from None
+        # A point of low order would give every pair the same common secret: found before anything is sealed to it.
         agreed(secrets.token_bytes(32), public.seal, b"trial")
         _mask_point(public.mask)
 
@@ -138,7 +139,7 @@ def _mask_point(key: bytes) -> EllipticCurvePublicKey:
 
 
 def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
-    """32 bytes that only two clients know: X25519, then HKDF. Aborted for a point of low order."""
+    """Return 32 bytes that only two clients know: X25519, then HKDF. Aborted for a point of low order."""
     try:
         common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
@@ -151,7 +152,7 @@ def _derived(common: bytes, purpose: bytes) -> bytes:
 
 
 def prg(seed: bytes, size: int, bits: int) -> Vector:
-    """A mask ``(size,)`` of uniform whole numbers in [0, 2^bits): AES-256-CTR."""
+    """Return a mask ``(size,)`` of uniform whole numbers in [0, 2^bits): AES-256-CTR."""
     words = SecureBits(seed, "secure aggregation mask").integers64(size)
     return (words & np.uint64((1 << bits) - 1)).astype(np.int64)
 
@@ -178,7 +179,7 @@ def _pair_mask(secret: bytes, client: int, key: bytes, other: int, context: byte
 
 
 def wrap(values: Vector, bits: int) -> Vector:
-    """Modulo 2^bits, in [0, 2^bits)."""
+    """Return values modulo 2^bits, in [0, 2^bits)."""
     return values & ((1 << bits) - 1)
 
 
@@ -189,7 +190,7 @@ def check_survivors(client: int, survivors: set[int], shared: set[int], threshol
 
 
 def reveal(own: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Step 4: shares of b for survivors, of the mask secret for clients that dropped out; never both of one client.
+    """Step 4: give shares of b for survivors, of the mask secret for those that dropped out; never both of one.
 
     own: the shares this client holds, by whose they are. shared: clients that took part in step 1. The survivors are
     those that the client checked and signed in step 3.
@@ -231,10 +232,11 @@ class Collector:
     def add(self, client: int, vector: Vector) -> None:
         """Step 2: one masked vector; it is not kept."""
         self.survivors.add(client)
+        # Wrapped before the sum as well: a hostile vector near 2^63 would overflow int64.
         self.total = wrap(self.total + wrap(vector, self.bits), self.bits)
 
     def take_shares(self, holder: int, seeds: Mapping[int, int], masks: Mapping[int, int]) -> bool:
-        """Step 4: one client's shares, if they are of exactly those that were asked for."""
+        """Step 4: take one client's shares, if they are of exactly those that were asked for."""
         if set(seeds) != self.survivors or set(masks) != self.shared - self.survivors:
             return False
         for found, store in ((seeds, self.seeds), (masks, self.masks)):
@@ -243,7 +245,7 @@ class Collector:
         return True
 
     def result(self) -> Vector:
-        """The sum of the survivors' vectors modulo 2^bits ``(d,)``; Aborted if too few gave true shares.
+        """Return the sum of the survivors' vectors modulo 2^bits ``(d,)``; Aborted if too few gave true shares.
 
         Nobody sees one vector, so nobody can clip it: clients bound their own, and a hostile one's is anything.
         """
@@ -259,7 +261,8 @@ class Collector:
         return wrap(total, self.bits)
 
     def _secret(self, points: list[Point], shares: Mapping[int, int]) -> bytes:
-        """The committed secret. If all shares are of one polynomial with that secret, none is examined further."""
+        """Return the committed secret. If all shares are of one polynomial with it, none is examined further."""
+        # Examining every share costs curve points for each; interpolation is cheap, and honest shares all lie on it.
         self.enough(set(shares))
         chosen = self._first(shares)
         whole = all(sharing.value_at(chosen, holder + 1) == share for holder, share in shares.items())

@@ -8,88 +8,94 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fedflat.core.personal import PersonalState
-from fedflat.core.types import Broadcast
-from fedflat.federation.secagg import consistency, dealing, stages
+from fedflat.core.params import PersonalState
+from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
+from fedflat.engine.reduce import Clipped, Part
+from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker
+from fedflat.federation.secagg import dealing, stages
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.client import context_of, known_keys, threshold_of
 from fedflat.federation.secagg.dealing import Deal
 from fedflat.federation.secagg.protocol import Aborted, Collector
-from fedflat.federation.server.culprits import Culprits
-from fedflat.federation.server.replies import PendingReply, ReplyTracker
-from fedflat.federation.server.transport import Flower, log
 from fedflat.federation.task import Task
-from fedflat.federation.wire import NONCE_BYTES, Malformed
+from fedflat.federation.transport import Flower, log
+from fedflat.federation.wire import Malformed
+from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.plan import Plan
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SecureFlower(Flower):
     """The back end of ``trust: distributed``; as ``Flower``, with six exchanges a round, seven if somebody complains.
 
     left_open: an earlier server of this run may have left sessions open at its clients.
     """
 
-    task: Task | None = None
-    plan: Plan | None = None
-    mechanism: Any = None
-    culprits: Culprits | None = None
+    task: Task
+    plan: Plan
+    mechanism: Any
+    culprits: Culprits
     left_open: bool = False
     _refused: Counter[str] = field(default_factory=Counter)
     _excluded: dict[int, str] = field(default_factory=dict)
     _stage: str = ""
+    _session: bytes = b""
     _next: bytes = field(default_factory=lambda: secrets.token_bytes(stages.SESSION_BYTES))
     _ended: tuple[str, ...] = ()
+    _broadcast: Broadcast = field(init=False)
+    _collector: Collector = field(init=False)
+    _deals: dict[int, Deal] = field(default_factory=dict)
 
-    def train(self, cohort: np.ndarray, broadcast: Broadcast, accumulator: Any, heads: PersonalState) -> None:
-        """One secure aggregation; the accumulator gets its sum, or nothing if it is aborted.
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
+        """Run one secure aggregation; yield its sum, or nothing if it is aborted.
 
         Raises:
             RunError: too many rounds in a row came to nothing; this one has not begun, and is not charged.
         """
-        culprits: Culprits = self.culprits  # type: ignore[assignment]
-        culprits.stop_if_in_vain()
+        self.culprits.stop_if_in_vain()
         if self.left_open:
             self._end(broadcast.round, range(self.roster.clients))
             self.left_open = False
-        self._refused, self._excluded = Counter(), {}
-        session, self._next = self._next, secrets.token_bytes(stages.SESSION_BYTES)
-        asked = sorted(set(cohort.tolist()) - culprits.off)
-        collector = Collector(context_of(self.pin, broadcast.round, session), self.mechanism.padded,
-                              self.mechanism.bits, 1)  # fmt: skip
+        self._refused, self._excluded, self._deals, self._broadcast = Counter(), {}, {}, broadcast
+        self._session, self._next = self._next, secrets.token_bytes(stages.SESSION_BYTES)
+        asked = sorted(set(cohort.tolist()) - self.culprits.off)
+        context = context_of(self.pin, broadcast.round, self._session)
+        collector = self._collector = Collector(context, self.mechanism.padded, self.mechanism.bits, 1)
         fault = ""
         try:
-            self._aggregate(collector, session, asked, broadcast)
-            accumulator.take(collector.result(), len(collector.survivors))
+            self._keys(asked)
+            for step in (self._shares, self._checks, self._vectors, self._consents, self._reveals):
+                step()
+            yield Unmasked(collector.result(), len(collector.survivors))
         except Aborted as error:
             fault = f"{error} (step {self._stage})"
             log.warning("round %d: secure aggregation aborted: %s", broadcast.round, fault)
         finally:
-            self._close(collector, broadcast.round)
+            self._name_culprits()
             done = {holder for given in collector.seeds.values() for holder in given}  # they have forgotten already
-            self._end(broadcast.round, set(asked) - done)
-        if len(cohort) >= threshold_of(self.plan, len(cohort)):  # type: ignore[arg-type]
-            culprits.came_to(broadcast.round, fault and self._seen(fault))
+            self._end(
+                broadcast.round, set(asked) - done
+            )  # whoever dropped out comes back with secrets of a dead session
+        if len(cohort) >= threshold_of(self.plan, len(cohort)):
+            self.culprits.came_to(broadcast.round, fault and f"{fault}, {len(self._excluded)} excluded")
         self.refusals(broadcast.round, self._refused)
 
-    def _seen(self, fault: str) -> str:
-        named = ", ".join(f"client {client} ({why})" for client, why in sorted(self._excluded.items()))
-        return f"{fault}, excluded {named or 'nobody'}"
-
-    def _close(self, collector: Collector, round: int) -> None:
-        """Name those who were excluded, in the log and durably."""
-        for client in collector.false:
+    def _name_culprits(self) -> None:
+        """Name those who were excluded in the operator's file; the log, which others may read, has their number."""
+        for client in self._collector.false:
             self._blame(client, "false share")
         if self._excluded:
-            log.warning("round %d: %s", round, self._seen("secure aggregation"))
-        for client in sorted(self.culprits.note(round, self._excluded)):  # type: ignore[union-attr]
-            log.warning("client %d is asked no more in this run", client)
+            log.warning("round %d: secure aggregation excluded %d clients", self._broadcast.round, len(self._excluded))
+        if off := self.culprits.note(self._broadcast.round, self._excluded):
+            log.warning("%d clients are asked no more in this run", len(off))
 
     def _blame(self, client: int, why: str) -> None:
         self._excluded.setdefault(client, why)
@@ -100,53 +106,44 @@ class SecureFlower(Flower):
         Nobody waits for their answers. It may arrive after the next session's first step, hence the name of that one.
         """
         if self._ended:
-            self._pulled(ReplyTracker(round, lambda found: found), self._ended)
+            self.grid.pull_messages(list(self._ended))
         connected = self.roster.connected(self.grid.get_nodes())
         messages = []
         for client in sorted(set(clients) & set(connected)):
-            pending = PendingReply(client, connected[client], secrets.token_bytes(NONCE_BYTES))
+            pending = PendingReply(client, connected[client])
             content = stages.write_question(stages.END, pending, round, self._next, self.pin, {})
             messages.append(self._message(content, pending.node, round))
         self._ended = tuple(number for number in self.grid.push_messages(messages) if number) if messages else ()
 
-    def _aggregate(self, collector: Collector, session: bytes, asked: list[int], broadcast: Broadcast) -> None:
-        self._keys(collector, session, asked, broadcast)
-        deals = self._shares(collector, session, broadcast)
-        self._checks(collector, session, deals, broadcast)
-        self._vectors(collector, session, broadcast)
-        self._consents(collector, session, broadcast)
-        self._reveals(collector, session, broadcast)
-
     def _step(
-        self, stage: str, session: bytes, broadcast: Broadcast, clients: Iterable[int],
-        facts: Callable[[int], dict[str, bytes]], add: Callable[[int, Any], None],
+        self, stage: str, clients: Iterable[int], facts: Callable[[int], dict[str, bytes]],
+        add: Callable[[int, Any], None],
     ) -> None:  # fmt: skip
-        self._stage, vector = stage, stage == stages.VECTOR
+        """Put a step's question to clients; ``add`` takes each answer, or raises what makes its client a culprit."""
+        self._stage, broadcast, vector = stage, self._broadcast, stage == stages.VECTOR
         size = self.mechanism.padded if vector else None
 
         def content(pending: PendingReply) -> Any:
             own, sent = facts(pending.client), broadcast if vector else None
-            return stages.write_question(stage, pending, broadcast.round, session, self.pin, own, sent)
+            return stages.write_question(stage, pending, broadcast.round, self._session, self.pin, own, sent)
 
-        def checked(client: int, answer: Any) -> None:
+        tracker = ReplyTracker(broadcast.round, lambda found: stages.read_reply(found, size))
+        for client, answer in self.exchange(tracker, sorted(clients), content):
             try:
                 add(client, answer)
             except (Malformed, Aborted) as fault:
                 reason = fault.reason if isinstance(fault, Malformed) else "form"
                 self._refused[reason] += 1
                 self._blame(client, reason)
-
-        tracker = ReplyTracker(broadcast.round, lambda found: stages.read_reply(found, size))
-        self.exchange(tracker, sorted(clients), content, checked)
         self._refused += tracker.refused
         for client, reason in tracker.blamed.items():
             if reason == "duplicate":  # refused, the first answer counts, and the client goes on
-                log.warning("round %d: a second answer of client %d to step %s", broadcast.round, client, stage)
+                log.warning("round %d: a second answer to step %s", broadcast.round, stage)
             else:
                 self._blame(client, reason)
 
-    def _keys(self, collector: Collector, session: bytes, asked: list[int], broadcast: Broadcast) -> None:
-        known = known_keys(self.task)  # type: ignore[arg-type]
+    def _keys(self, asked: list[int]) -> None:
+        collector, known = self._collector, known_keys(self.task)
 
         def add(client: int, answer: Any) -> None:
             found = stages.read_keys(answer.facts.get("keys"))
@@ -155,14 +152,13 @@ class SecureFlower(Flower):
             secagg.verify(found, known, collector.context)
             collector.keys |= found
 
-        self._step(stages.KEYS, session, broadcast, asked, lambda client: {}, add)
-        collector.threshold = threshold_of(self.plan, len(collector.keys))  # type: ignore[arg-type]
+        self._step(stages.KEYS, asked, lambda client: {}, add)
+        collector.threshold = threshold_of(self.plan, len(collector.keys))
         collector.enough(set(collector.keys))
 
-    def _shares(self, collector: Collector, session: bytes, broadcast: Broadcast) -> dict[int, Deal]:
-        """Who dealt what; every box is signed by its dealer, and commitments are points."""
-        deals: dict[int, Deal] = {}
-        keys = collector.keys
+    def _shares(self) -> None:
+        """Collect who dealt what; every box is signed by its dealer, and commitments are points."""
+        collector, keys = self._collector, self._collector.keys
         seen = dealing.keys_seen(collector.context, keys)
 
         def add(client: int, answer: Any) -> None:
@@ -173,15 +169,15 @@ class SecureFlower(Flower):
             if not all(dealing.is_dealt(keys[client], seen, client, to, told, box) for to, box in boxes.items()):
                 raise Malformed("false signature")
             collector.points[client] = dealing.points_of(keys[client], told, collector.threshold)
-            deals[client] = Deal(told, boxes)
+            self._deals[client] = Deal(told, boxes)
 
         held = stages.write_keys(keys)
-        self._step(stages.SHARES, session, broadcast, keys, lambda client: {"keys": held}, add)
-        collector.enough(set(deals))
-        return deals
+        self._step(stages.SHARES, keys, lambda client: {"keys": held}, add)
+        collector.enough(set(self._deals))
 
-    def _checks(self, collector: Collector, session: bytes, deals: dict[int, Deal], broadcast: Broadcast) -> None:
-        """Every client says whose shares are false; whoever lied, of dealer and receiver, is out."""
+    def _checks(self) -> None:
+        """Ask every client whose shares are false; whoever lied, of dealer and receiver, is out."""
+        collector, deals = self._collector, self._deals
         accused: dict[int, dict[int, bytes]] = {}
         seen = dealing.keys_seen(collector.context, collector.keys)
 
@@ -203,74 +199,125 @@ class SecureFlower(Flower):
             for dealer, signature in found.items():
                 accused.setdefault(dealer, {})[client] = signature
 
-        self._step(stages.CHECK, session, broadcast, deals, facts, add)
+        self._step(stages.CHECK, deals, facts, add)
         if accused:
-            self._judge(collector, session, deals, accused, broadcast)
+            self._judge(accused)
         collector.enough(collector.shared)
 
-    def _judge(
-        self, collector: Collector, session: bytes, deals: dict[int, Deal], accused: dict[int, dict[int, bytes]],
-        broadcast: Broadcast,
-    ) -> None:  # fmt: skip
+    def _judge(self, accused: dict[int, dict[int, bytes]]) -> None:
         """Ask the accused dealers for the keys of the boxes in question. Who does not answer is out, and not blamed."""
-        answered: set[int] = set()
+        collector, answered = self._collector, set[int]()
 
         def add(dealer: int, answer: Any) -> None:
-            shown = stages.read_map(answer.facts.get("keys"), 32)
-            if set(shown) != set(accused[dealer]):
+            opened = stages.read_map(answer.facts.get("keys"), 32)
+            if set(opened) != set(accused[dealer]):
                 raise Malformed("form")
-            points = collector.points[dealer]
+            boxes, points, context = self._deals[dealer].boxes, collector.points[dealer], collector.context
             clear = {
-                client
-                for client, once in shown.items()
-                if dealing.clears(once, collector.keys[client], collector.context, dealer, client,
-                                  deals[dealer].boxes[client], points)
+                client for client, once in opened.items()
+                if dealing.clears(once, collector.keys[client], context, dealer, client, boxes[client], points)
             }  # fmt: skip
             for client in clear:
                 self._blame(client, "false complaint")
-            if clear != set(shown):
+            if clear != set(opened):
                 raise Malformed("false deal")
             answered.add(dealer)
 
         asked = set(accused) & collector.shared
-        self._step(
-            stages.ANSWER, session, broadcast, asked,
-            lambda dealer: {"complaints": stages.write_map(accused[dealer])}, add,
-        )  # fmt: skip
+        self._step(stages.ANSWER, asked, lambda dealer: {"complaints": stages.write_map(accused[dealer])}, add)
         collector.shared -= (set(accused) - answered) | set(self._excluded)
 
-    def _vectors(self, collector: Collector, session: bytes, broadcast: Broadcast) -> None:
-        shared = stages.write_map(dict.fromkeys(collector.shared, b""))
-
-        self._step(
-            stages.VECTOR, session, broadcast, collector.shared, lambda client: {"shared": shared},
-            lambda client, answer: collector.add(client, answer.vector),
-        )  # fmt: skip
+    def _vectors(self) -> None:
+        collector = self._collector
+        shared = {"shared": stages.write_map(dict.fromkeys(collector.shared, b""))}
+        asked = sorted(collector.shared)
+        self._step(stages.VECTOR, asked, lambda _: shared, lambda client, answer: collector.add(client, answer.vector))
         collector.enough(collector.survivors)
 
-    def _consents(self, collector: Collector, session: bytes, broadcast: Broadcast) -> None:
-        survivors = stages.write_map(dict.fromkeys(collector.survivors, b""))
-        seen = consistency.transcript(collector.context, collector.keys, collector.shared, collector.survivors)
+    def _consents(self) -> None:
+        collector = self._collector
+        survivors = {"survivors": stages.write_map(dict.fromkeys(collector.survivors, b""))}
+        seen = dealing.transcript(collector.context, collector.keys, collector.shared, collector.survivors)
 
         def add(client: int, answer: Any) -> None:
             found = answer.facts.get("signature")
-            if not isinstance(found, bytes) or not consistency.agrees(client, collector.keys[client], seen, found):
+            if not isinstance(found, bytes) or not dealing.agrees(client, collector.keys[client], seen, found):
                 raise Malformed("false signature")
             collector.signatures[client] = found
 
-        self._step(
-            stages.CONSENT, session, broadcast, collector.survivors, lambda client: {"survivors": survivors}, add
-        )
+        self._step(stages.CONSENT, collector.survivors, lambda _: survivors, add)
         collector.enough(set(collector.signatures))
 
-    def _reveals(self, collector: Collector, session: bytes, broadcast: Broadcast) -> None:
-        signatures = stages.write_map(collector.signatures)
+    def _reveals(self) -> None:
+        collector = self._collector
+        signatures = {"signatures": stages.write_map(collector.signatures)}
 
         def add(client: int, answer: Any) -> None:
             seeds, masks = (stages.read_numbers(answer.facts.get(name)) for name in ("seeds", "masks"))
             if not collector.take_shares(client, seeds, masks):
                 raise Malformed("form")
 
-        self._step(
-            stages.REVEAL, session, broadcast, collector.signatures, lambda client: {"signatures": signatures}, add
-        )
+        self._step(stages.REVEAL, collector.signatures, lambda _: signatures, add)
+
+
+@dataclass
+class ClientsSum:
+    """The round's whole-number sum, with the clients' noise in it; no vector of a client is ever here."""
+
+    dimension: int
+    total: np.ndarray
+    count: int = 0
+    divisor: None = None
+
+    def of(self, draw: int) -> ClientsSum:
+        """Return the sum of a cohort draw: there is one."""
+        return self
+
+    def result(self) -> Aggregate:
+        """Return the aggregate; norms and the plain sum are nobody's to know."""
+        nothing = torch.zeros(0, dtype=torch.float64)
+        unknown = torch.zeros(self.dimension, dtype=torch.float64)
+        return Aggregate(unknown, self.count, 0.0, nothing, nothing, {}, self.total)
+
+
+@dataclass(frozen=True)
+class Unmasked:
+    """The part of a round that secure aggregation gives: the sum of ``count`` clients."""
+
+    total: np.ndarray
+    count: int
+    clients: tuple[int, ...] = ()
+    personal: None = None
+
+    def add_to(self, total: ClientsSum) -> None:
+        """Put it in the place of the round's sum."""
+        total.total, total.count = self.total, self.count
+
+
+@dataclass(frozen=True)
+class ClientShares(Mechanism):
+    """The distributed discrete Gaussian where each client has added its share: the server tops up to n_max, and
+    decodes.
+    """
+
+    inner: SharedDiscreteNoise
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> ClientsSum:
+        """Return where the round's sum goes."""
+        return ClientsSum(self.inner.mechanism.dimension, np.zeros(self.inner.mechanism.padded, dtype=np.int64))
+
+    def release(
+        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
+    ) -> Tensor:
+        """Return the decoded noisy sum, float32 ``(d,)``, with n_max shares in it."""
+        nothing = np.zeros(self.inner.mechanism.padded, dtype=np.int64)
+        total = nothing if aggregate.exact is None else aggregate.exact
+        lacking = (self.inner.shares or aggregate.count) - aggregate.count
+        if lacking > 0:
+            rest = replace(self.inner, shares=lacking)
+            return rest.release(key, broadcast, replace(aggregate, exact=total), bound)
+        return self.inner.mechanism.decode(total, self.inner._signs(broadcast))
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return zeros: the noise is in the sum."""
+        return torch.zeros_like(aggregate.total)

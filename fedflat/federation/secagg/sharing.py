@@ -30,18 +30,18 @@ _Triple = tuple[int, int, int]  # Jacobian: x/z², y/z³; z = 0 is the point at 
 
 
 def fresh_scalar() -> int:
-    """A secret from the operating system, uniform in [1, ORDER)."""
+    """Return a secret from the operating system, uniform in [1, ORDER)."""
     return 1 + secrets.randbelow(ORDER - 1)
 
 
 def public_half(scalar: int) -> bytes:
-    """scalar·G, compressed; scalar in [1, ORDER)."""
+    """Return scalar·G, compressed; scalar in [1, ORDER)."""
     key = ec.derive_private_key(scalar, CURVE).public_key()
     return key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
 
 def split(secret: int, threshold: int, holders: Iterable[int]) -> tuple[dict[int, int], list[bytes]]:
-    """Shares of a secret in [1, ORDER): any ``threshold`` of them give it. Holder -> share, and the commitments."""
+    """Return shares of a secret in [1, ORDER), any ``threshold`` of which give it, and the commitments."""
     coefficients = [secret, *(fresh_scalar() for _ in range(threshold - 1))]
 
     def at(x: int) -> int:
@@ -50,11 +50,12 @@ def split(secret: int, threshold: int, holders: Iterable[int]) -> tuple[dict[int
             value = (value * x + coefficient) % ORDER
         return value
 
+    # From 1 on: at 0 the polynomial is the secret itself, and clients count from 0.
     return {holder: at(holder + 1) for holder in holders}, [public_half(a) for a in coefficients]
 
 
 def read_points(data: bytes) -> list[Point]:
-    """Compressed points of the curve, one after the other; ValueError if one is none."""
+    """Return compressed points of the curve, one after the other; ValueError if one is none."""
     if len(data) % POINT_BYTES:
         raise ValueError("not whole points")
     parts = [data[place : place + POINT_BYTES] for place in range(0, len(data), POINT_BYTES)]
@@ -63,7 +64,7 @@ def read_points(data: bytes) -> list[Point]:
 
 
 def is_share(points: Sequence[Point], holder: int, share: int) -> bool:
-    """Whether this is the holder's share under the dealer's commitments: share·G = Σ_k (holder + 1)^k · A_k."""
+    """Return whether this is the holder's share under the dealer's commitments: share·G = Σ_k (holder + 1)^k · A_k."""
     if not 0 < share < ORDER:
         return False
     total: _Triple = (1, 1, 0)
@@ -74,7 +75,7 @@ def is_share(points: Sequence[Point], holder: int, share: int) -> bool:
 
 
 def value_at(shares: Mapping[int, int], x: int) -> int:
-    """The polynomial through shares (holder -> share) at x, by Lagrange's formula; the secret is at x = 0."""
+    """Return the polynomial through shares (holder -> share) at x, by Lagrange's formula; the secret is at x = 0."""
     weights = _weights(tuple(shares), x)
     return sum(weight * share for weight, share in zip(weights, shares.values())) % ORDER
 
@@ -93,7 +94,7 @@ def _weights(holders: tuple[int, ...], x: int) -> list[int]:
 
 
 def _times(number: int, point: _Triple) -> _Triple:
-    """number·point for a small number ≥ 1."""
+    """Return number·point for a small number ≥ 1."""
     total = point
     for bit in bin(number)[3:]:
         total = _double(total)

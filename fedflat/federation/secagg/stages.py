@@ -10,10 +10,10 @@ import numpy as np
 
 from fedflat.core.types import Broadcast
 from fedflat.federation import wire
+from fedflat.federation.replies import PendingReply
 from fedflat.federation.secagg.dealing import BOX_BYTES, SIGNATURE_BYTES
 from fedflat.federation.secagg.protocol import PublicKeys
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES
-from fedflat.federation.server.replies import PendingReply
 from fedflat.federation.wire import FACTS, Malformed, nonce_of, number
 
 KEYS, SHARES, CHECK, ANSWER = "keys", "shares", "check", "answer"
@@ -40,7 +40,7 @@ class StageAnswer:
 
 
 def write_map(values: Mapping[int, bytes]) -> bytes:
-    """Client numbers and values as one byte string: number (8), length (4), value."""
+    """Return client numbers and values as one byte string: number (8), length (4), value."""
     parts = []
     for client, value in sorted(values.items()):
         parts += [client.to_bytes(8, "big"), len(value).to_bytes(4, "big"), value]
@@ -48,16 +48,13 @@ def write_map(values: Mapping[int, bytes]) -> bytes:
 
 
 def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
-    """The map in a byte string, or ``Malformed``; ``size``: the length that every value must have."""
+    """Return the map in a byte string, or ``Malformed``; ``size``: the length that every value must have."""
     if not isinstance(data, bytes):
         raise Malformed("form")
     found: dict[int, bytes] = {}
     place, last = 0, -1
     while place < len(data):
-        client, length = (
-            int.from_bytes(data[place : place + 8], "big"),
-            int.from_bytes(data[place + 8 : place + 12], "big"),
-        )
+        client, length = (int.from_bytes(data[place + a : place + b], "big") for a, b in ((0, 8), (8, 12)))
         value = data[place + 12 : place + 12 + length]
         if client <= last or len(value) != length or (size is not None and length != size):
             raise Malformed("form")
@@ -66,12 +63,12 @@ def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
 
 
 def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
-    """The clients' public keys as bytes for a message."""
+    """Return the clients' public keys as bytes for a message."""
     return write_map({client: key.halves + key.signature for client, key in keys.items()})
 
 
 def read_keys(data: Any) -> dict[int, PublicKeys]:
-    """Public keys of clients, or ``Malformed``."""
+    """Return public keys of clients, or ``Malformed``."""
     found = read_map(data)
     if any(len(value) <= KEY_BYTES for value in found.values()):
         raise Malformed("form")
@@ -79,12 +76,12 @@ def read_keys(data: Any) -> dict[int, PublicKeys]:
 
 
 def write_numbers(values: Mapping[int, int]) -> bytes:
-    """Shares of clients' secrets as bytes for a message."""
+    """Return shares of clients' secrets as bytes for a message."""
     return write_map({client: value.to_bytes(SHARE_BYTES, "big") for client, value in values.items()})
 
 
 def read_numbers(data: Any) -> dict[int, int]:
-    """Shares of clients' secrets, or ``Malformed``."""
+    """Return shares of clients' secrets, or ``Malformed``."""
     return {client: int.from_bytes(value, "big") for client, value in read_map(data, SHARE_BYTES).items()}
 
 
@@ -97,7 +94,7 @@ def write_question(
     facts: Mapping[str, bytes],
     broadcast: Broadcast | None = None,
 ) -> Any:
-    """The server's message of a step; step ``vector`` carries the broadcast."""
+    """Return the server's message of a step; step ``vector`` carries the broadcast."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
     common = {"protocol": wire.PROTOCOL, "round": round} if broadcast is None else None
@@ -110,14 +107,14 @@ def write_question(
 
 
 def stage_of(content: Any) -> str | None:
-    """The step a message is about; None for an ordinary ask."""
+    """Return the step a message is about; None for an ordinary ask."""
     facts = content.get(FACTS)
     stage = facts.get("stage") if facts is not None else None
     return stage if isinstance(stage, str) else None
 
 
 def session_of(facts: Any) -> bytes:
-    """The session among the facts, or ``Malformed``."""
+    """Return the session among the facts, or ``Malformed``."""
     value = facts.get("session")
     if not isinstance(value, bytes) or len(value) != SESSION_BYTES:
         raise Malformed("form")
@@ -125,7 +122,7 @@ def session_of(facts: Any) -> bytes:
 
 
 def write_reply(round: int, nonce: bytes, facts: Mapping[str, bytes], vector: np.ndarray | None = None) -> Any:
-    """A client's message of a step."""
+    """Return a client's message of a step."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
     arrays = ArrayRecord({} if vector is None else {"update": wire.pack(vector)})
@@ -134,7 +131,7 @@ def write_reply(round: int, nonce: bytes, facts: Mapping[str, bytes], vector: np
 
 
 def read_reply(content: Any, size: int | None = None) -> StageAnswer:
-    """A checked reply to a step, or ``Malformed``. size: d' of the masked vector, None where there is none."""
+    """Return a checked reply to a step, or ``Malformed``. size: d' of the masked vector, None where there is none."""
     arrays, facts = wire.parts_of(content)
     if set(arrays) != (set() if size is None else {"update"}):
         raise Malformed("form")

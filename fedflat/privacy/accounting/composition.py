@@ -47,8 +47,10 @@ class LossDistribution:
     _spectra: dict[int, Complexes] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        # Transforms leave values like −1e-18 behind; a negative chance would shorten a tail sum.
         self.probs = np.maximum(np.asarray(self.probs, dtype=np.float64), 0.0)
         grid = np.arange(len(self.probs), dtype=np.float64)
+        # Losses are counted from the mean, so that the T-fold sum stays inside a short window.
         self._centre = round(float(self.probs @ grid))
         index = grid - self._centre
         spread = max(math.sqrt(float(self.probs @ index**2)), 1.0)
@@ -81,6 +83,7 @@ class LossDistribution:
         low, high = self._window(rounds, tail)
         length = _fast_length(high - low + 1)
         spectrum = self._spectrum(length)
+        # Only frequencies that survive the T-th power are raised to it: most vanish, and exp is slow.
         power = np.zeros(len(spectrum), dtype=np.complex128)
         kept = np.flatnonzero(spectrum.real > -_NEGLIGIBLE / rounds)
         power[kept] = np.exp(rounds * spectrum[kept])
@@ -159,6 +162,7 @@ def _log_mean_exp(log_probs: Floats, exponents: Floats) -> float:
     return peak + math.log(float(np.exp(terms - peak).sum()))
 
 
+# Lengths follow the tail and the rounds; without this nearly every round would need a transform of its own.
 def _fast_length(least: int) -> int:
     """The next of 2^k and 3·2^(k−1): few distinct lengths, so that spectra are reused from round to round."""
     power = 1 << max(least - 1, 1).bit_length()
@@ -186,6 +190,7 @@ def _crossing(above: Floats, scaled: Floats, first: int, step: float, delta: flo
     """Where δ(ε) comes down to ``delta``."""
     if len(above) == 0:
         return 0.0
+    # δ(ε) falls from grid point to grid point, so the first that is small enough brackets the answer.
     place = int(np.argmax(above - scaled <= delta))  # the last entry is 0, so there always is one
     excess = above[place] - delta
     if excess <= 0:

@@ -12,9 +12,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,91 +35,8 @@ WITHOUT_REPLACEMENT_ORDERS = (*(1 + x / 10 for x in range(1, 50)), *range(6, 65)
 """Fewer: the library's bound costs the square of the order."""
 
 
-class Account(Protocol):
-    """One mechanism under one accountant."""
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        """ε after ``rounds`` ≥ 1 rounds."""
-
-
-@dataclass(frozen=True)
-class _Unbounded:
-    """No noise, no bound."""
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return math.inf
-
-
-@dataclass(frozen=True)
-class _ExactGaussian:
-    multiplier: float
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return gaussian_epsilon(math.sqrt(rounds) / self.multiplier, delta)
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """Gaussian rounds whose participants the observer knows."""
-
-    q: float
-    multiplier: float
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return schedule_epsilon(rounds, self.q, self.multiplier, delta)
-
-
-@dataclass(frozen=True)
-class _Losses:
-    """Pessimistic loss distributions of both directions (remove, add), or one where they are the same."""
-
-    parts: tuple[LossDistribution, ...]
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return max(part.epsilon(rounds, delta) for part in self.parts)
-
-
-@dataclass(frozen=True)
-class _Renyi:
-    orders: tuple[float, ...]
-    one_round: NDArray[np.float64]
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        from dp_accounting import rdp
-
-        with quiet():
-            return float(rdp.compute_epsilon(self.orders, rounds * self.one_round, delta)[0])
-
-
-@dataclass(frozen=True)
-class _Independent:
-    q: float
-    multiplier: float
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return upper_epsilon(self.q, self.multiplier, rounds, delta)
-
-
-@dataclass(frozen=True)
-class _Least:
-    """The smaller of several bounds, each valid on its own."""
-
-    parts: tuple[Account, ...]
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        return min(part.epsilon(rounds, delta) for part in self.parts)
-
-
-@dataclass(frozen=True)
-class _Library:
-    """Any other event that dp-accounting's PLD accountant knows, composed by it from scratch."""
-
-    event: Any
-
-    def epsilon(self, rounds: int, delta: float) -> float:
-        from dp_accounting import pld
-
-        return float(pld.PLDAccountant().compose(self.event, rounds).get_epsilon(delta))
+Bound = Callable[[int, float], float]
+"""(rounds ≥ 1, δ) -> a proven ε of so many repetitions of one mechanism, by one accountant."""
 
 
 def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
@@ -178,6 +94,7 @@ def grid_step(q: float, multiplier: float) -> float:
     Never coarser than dp-accounting's own 1e-4 unless the losses are that large; at most about 40,000 points then.
     """
     deviation, span = loss_moments(q, multiplier)
+    # One step moves ε by at most itself; a step of 1/300 of the spread is lost among the rounds.
     return max(deviation / 300, min(span / 40_000, 1e-4))
 
 
@@ -188,6 +105,7 @@ def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -
     truncated (event).
     """
     if kind == "truncated":
+        # A cut cohort depends on who else is in it, so it needs the library's rule for full cohorts.
         masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
     else:
         masses = sampled_gaussian(q, multiplier, step)
@@ -196,18 +114,19 @@ def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -
     return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
 
 
-def _discretised(event: Any, kind: str, q: float, multiplier: float) -> Account:
-    found = _Losses(one_round(event, kind, q, multiplier, grid_step(q, multiplier)))
+@lru_cache(maxsize=16)
+def _losses(event: Any) -> tuple[LossDistribution, ...]:
+    """The loss distributions of an event of kind poisson or truncated, kept: making them is what takes time."""
+    kind, q, multiplier = _kind(event)
+    return one_round(event, kind, q, multiplier, grid_step(q, multiplier))
+
+
+def _on_grid(event: Any, rounds: int, delta: float) -> float:
+    kind, q, multiplier = _kind(event)
+    found = max(part.epsilon(rounds, delta) for part in _losses(event))
     # With hardly any noise the grid's own error is the larger one; the smaller bound is no step at LITTLE.
-    return _Least((found, _Schedule(q, multiplier))) if kind == "poisson" and multiplier < 10 * LITTLE else found
-
-
-def _library(event: Any) -> Account:
-    from dp_accounting import pld
-
-    if not pld.PLDAccountant().supports(event):
-        raise InputError(f"accountant: pld cannot account {type(event).__name__}; use rdp.")
-    return _Library(event)
+    near = kind == "poisson" and multiplier < 10 * LITTLE
+    return min(found, schedule_epsilon(rounds, q, multiplier, delta)) if near else found
 
 
 def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float64]]:
@@ -223,8 +142,8 @@ def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float6
         raise InputError(f"privacy.accountant: {reason}.")
     if multiplier == 0:
         return RDP_ORDERS, np.full(len(RDP_ORDERS), math.inf)
-    found = account(event, "rdp")
-    return found.orders, rounds * found.one_round  # type: ignore[attr-defined]
+    orders, one = _renyi(event)
+    return orders, rounds * one
 
 
 @contextlib.contextmanager
@@ -237,6 +156,7 @@ def quiet() -> Iterator[None]:
         text = record.getMessage()
         return "failed to converge" not in text and "Negative Renyi divergence" not in text
 
+    # A filter and not a level: other warnings of the library must still be seen.
     logger.addFilter(keep)
     try:
         yield
@@ -244,75 +164,97 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def _renyi(event: Any, without_replacement: bool) -> _Renyi:
+def _renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
+    """Orders and the library's Rényi divergences ``(n,)`` of one repetition; kept."""
+    try:
+        return _made_renyi(event)
+    except TypeError:  # the library's composed events have no hash
+        return _made_renyi.__wrapped__(event)
+
+
+@lru_cache(maxsize=16)
+def _made_renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
     from dp_accounting import NeighboringRelation, UnsupportedEventError, rdp
 
-    relation = NeighboringRelation.REPLACE_ONE if without_replacement else NeighboringRelation.ADD_OR_REMOVE_ONE
-    orders = WITHOUT_REPLACEMENT_ORDERS if without_replacement else RDP_ORDERS
+    # The library accepts one relation for these events, and another one for all others.
+    replaced = _kind(event)[0] == "without replacement"
+    relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
+    orders = WITHOUT_REPLACEMENT_ORDERS if replaced else RDP_ORDERS
     accountant = rdp.RdpAccountant(orders, relation)
     try:
         with quiet():
             accountant.compose(event)
     except UnsupportedEventError as error:
         raise InputError(f"accountant: rdp cannot account {type(event).__name__}; use pld.") from error
-    return _Renyi(tuple(float(order) for order in orders), accountant.rdp)
+    return tuple(float(order) for order in orders), accountant.rdp
 
 
-def _account(event: Any, accountant: str) -> Account:
+def _of_renyi(orders: Sequence[float], divergences: NDArray[np.float64], delta: float) -> float:
+    from dp_accounting import rdp
+
+    with quiet():
+        return float(rdp.compute_epsilon(orders, divergences, delta)[0])
+
+
+def _by_renyi(event: Any, rounds: int, delta: float) -> float:
+    orders, one = _renyi(event)
+    return _of_renyi(orders, rounds * one, delta)
+
+
+def account(event: Any, accountant: str = "pld") -> Bound:
+    """The bound of one event by one accountant.
+
+    Raises:
+        InputError: the accountant has no bound for this event.
+    """
     kind, q, multiplier = _kind(event)
     reason = refusal(kind, proving(accountant))
     if reason:
         raise InputError(f"privacy.accountant: {reason}.")
     if multiplier == 0:
-        return _Unbounded()
+        return lambda rounds, delta: math.inf
     if accountant == "rdp":
-        return _renyi(event, kind == "without replacement")
+        _renyi(event)  # refuses an event that it does not know before anybody asks
+        return lambda rounds, delta: _by_renyi(event, rounds, delta)
+    # A sum of Gaussians is a Gaussian: no grid is as exact as the formula.
     if kind == "gaussian" or (kind == "poisson" and q >= 1):
-        return _ExactGaussian(multiplier)
+        return lambda rounds, delta: gaussian_epsilon(math.sqrt(rounds) / multiplier, delta)
     if kind == "truncated" and multiplier < LITTLE:
         raise wrong("privacy.noise_multiplier", multiplier, f"0, or at least {LITTLE:g} with truncated cohorts")
     if kind == "poisson" and multiplier < LITTLE:
-        return _Schedule(q, multiplier)
+        return lambda rounds, delta: schedule_epsilon(rounds, q, multiplier, delta)
     if accountant == "fft":
-        return _Independent(q, multiplier)
+        return lambda rounds, delta: upper_epsilon(q, multiplier, rounds, delta)
     if kind == "without replacement":
-        return _Least((_renyi(event, True), _Schedule(q, multiplier)))
-    return _library(event) if kind == "other" else _discretised(event, kind, q, multiplier)
+        # Both are bounds on their own, so the smaller one is too.
+        return lambda rounds, delta: min(
+            _by_renyi(event, rounds, delta), schedule_epsilon(rounds, q, multiplier, delta)
+        )
+    return _library(event) if kind == "other" else lambda rounds, delta: _on_grid(event, rounds, delta)
 
 
-_kept = lru_cache(maxsize=16)(_account)
+def _library(event: Any) -> Bound:
+    """The bound of any other event that dp-accounting's PLD accountant knows, composed by it from scratch."""
+    from dp_accounting import pld
 
-
-def _hashable(event: Any) -> bool:
-    try:
-        hash(event)
-    except TypeError:
-        return False
-    return True
-
-
-def account(event: Any, accountant: str = "pld") -> Account:
-    """The account of one event by one accountant; the most recent are kept.
-
-    Raises:
-        InputError: the accountant has no bound for this event.
-    """
-    return _kept(event, accountant) if _hashable(event) else _account(event, accountant)
+    if not pld.PLDAccountant().supports(event):
+        raise InputError(f"accountant: pld cannot account {type(event).__name__}; use rdp.")
+    return lambda rounds, delta: float(pld.PLDAccountant().compose(event, rounds).get_epsilon(delta))
 
 
 def compose_renyi(events: Sequence[tuple[Any, int]], delta: float) -> float:
     """ε of cohorts of fixed size that differ from round to round, (event, how many): their Rényi divergences add up."""
-    each = [(_renyi(event, True), count) for event, count in events]
-    total = np.sum([count * one.one_round for one, count in each], axis=0)
-    return replace(each[0][0], one_round=total).epsilon(1, delta)
+    each = [(_renyi(event), count) for event, count in events]
+    return _of_renyi(each[0][0][0], np.sum([count * one for (_, one), count in each], axis=0), delta)
 
 
 def by_delta(event: Any, rounds: int) -> Callable[[float], float]:
     """ε of ``rounds`` ≥ 1 repetitions as a function of δ in (0, 1), by the accountant pld; made for many questions."""
-    found = account(event)
-    if not isinstance(found, _Losses):
-        return lambda delta: found.epsilon(rounds, delta)
-    each = [part.curve(rounds) for part in found.parts]
+    kind, q, multiplier = _kind(event)
+    if kind not in ("poisson", "truncated") or q >= 1 or multiplier < 10 * LITTLE:
+        bound = account(event)
+        return lambda delta: bound(rounds, delta)
+    each = [part.curve(rounds) for part in _losses(event)]
     return lambda delta: max(one(delta) for one in each)
 
 
@@ -328,14 +270,14 @@ class EpsilonCurve:
 
     def __init__(self, event: Any, delta: float, accountant: str = "pld") -> None:
         self.delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
-        self._account = account(event, accountant)
+        self._bound = account(event, accountant)
 
     def at(self, rounds: int, delta: float | None = None) -> float:
         """An upper bound on ε after ``rounds`` rounds (0 at 0 rounds; inf where no bound exists or δ ≤ 0)."""
         spent = self.delta if delta is None else delta
         if whole("rounds", rounds) == 0:
             return 0.0
-        return self._account.epsilon(rounds, spent) if spent > 0 else math.inf
+        return self._bound(rounds, spent) if spent > 0 else math.inf
 
 
 def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pld") -> float:

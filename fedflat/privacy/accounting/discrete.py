@@ -106,9 +106,11 @@ def participation_epsilon(curve: Curve, rounds: int, rate: float, delta: float) 
     """ε when the adversary knows in which rounds a client took part: δ(ε) = Σ_n Bin(T, q)(n)·δ(ε after n rounds)."""
     from scipy import stats
 
+    # Who knows the cohorts sees a mixture over how often the client took part; its law is public.
     weights = stats.binom.pmf(np.arange(rounds + 1), rounds, rate)
     counts = np.flatnonzero(weights > delta * 1e-9 / (rounds + 1))
     missed = max(0.0, 1.0 - float(weights[counts].sum()))  # the neglected counts are charged with δ = 1
+    # A client that never took part loses nothing.
     counts = counts[counts > 0]
     single = curve(ORDERS)
 
@@ -200,6 +202,7 @@ class DDGaussAccount:
         if self.share_variance < MIN_SHARE_STD**2:
             return np.full(WHOLE_ORDERS.shape, math.inf)
         bound = inflated_bound(self.clip, self.granularity, self.padded, self.beta) / self.granularity
+        # The theorem is about one noise law; what real sums differ from it is added as `distance`.
         ideal = sum_curve(bound, 1, shares * self.share_variance, self.padded)
         distance = 1.5 * sum_gap(shares, self.share_variance) * self.padded
         return poisson_curve(ideal, self.rate)(WHOLE_ORDERS) + distance
@@ -208,6 +211,7 @@ class DDGaussAccount:
         """Chance (union over rounds) that some round is aborted, with or without the client in question."""
         from scipy import stats
 
+        # Without the client in question, so that the chance is the same in both worlds.
         others = stats.binom(self.clients - 1, self.rate)
         chance = float(others.cdf(self.min_cohort + self.colluders - 1))
         if self.n_max is not None:
@@ -228,6 +232,7 @@ class DDGaussAccount:
         if self.noise_multiplier == 0 or delta <= 0:
             return math.inf
         completed = self.n_max is not None and adversary == "recipients"
+        # Colluders know their own shares, so these hide nothing.
         shares = self.n_max - self.colluders if completed and self.n_max is not None else self.min_cohort
         curve = self.curve(shares)
         if not amplification:

@@ -160,6 +160,7 @@ def guess(params: AccountingParams, target: float) -> float:
     q = params.sampler.q if amplified else 1.0
     share = 1.0 if amplified or params.trust == "local" else params.sampler.q
     count = max(1, round(params.rounds * share))
+    # On a logarithmic scale, since multipliers span seventeen decades.
     low, high = 1e-11, 1e6
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -191,6 +192,7 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
     step = 0
     while y1 < math.log(target) + math.log1p(-TOLERANCE) and x1 - x0 >= 1e-7:
         step += 1  # every fourth step halves the bracket, so this ends
+        # A straight line through an infinite end would point nowhere.
         smooth = math.isfinite(y0) and math.isfinite(y1) and step % 4 != 3
         share = (y0 - aim) / (y0 - y1) if smooth else 0.5
         x = x0 + (x1 - x0) * min(max(share, 1e-4), 1 - 1e-4)
@@ -230,6 +232,7 @@ def rounds_for(*, epsilon: float, most: int = 10**6, **setting: Any) -> int:
     ``setting``: the other arguments of :func:`fedflat.epsilon`.
     """
     in_range("privacy.epsilon", epsilon, 0, open_low=True)
+    # One call outside of the search, or a mistake would look like a budget that allows nothing.
     _epsilon(rounds=1, **setting)  # whatever is wrong with the setting shows here
 
     def fits(rounds: int) -> bool:
@@ -259,6 +262,7 @@ def clients_for(*, epsilon: float, cohort: float, most: int = 10**9, **setting: 
     least = math.ceil(cohort)
     if _epsilon(clients=least, cohort=cohort, **setting) <= epsilon:
         return least
+    # ε falls as M grows, so the largest M that is too small is sought, and the next one taken.
     short = largest(lambda extra: _epsilon(clients=least + extra, cohort=cohort, **setting) > epsilon, most)
     return None if short >= most else least + short + 1
 

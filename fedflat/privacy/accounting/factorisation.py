@@ -78,6 +78,7 @@ def factor_for(
         chosen = {most} | (set() if once or kind == "banded" else {n for n in (2 * most, 4 * most) if n <= widest})
     else:
         chosen = {widest}
+    # Wider bands have less error but move further; which wins depends on the schedule, so all are tried.
     made = [_made(kind, rounds, separation, n, momentum) for n in sorted(chosen)]
     return min(made, key=lambda factor: noise_in_model(factor, momentum)[0] * factor.sensitivity(separation))
 
@@ -105,6 +106,7 @@ def _toeplitz(rounds: int, separation: int, bands: int, momentum: float) -> Floa
 
     def error(ratios: Floats) -> tuple[float, Floats]:
         c = np.concatenate([[1.0], np.cumprod(ratios)])
+        # A filter divides power series: this is the first column of A·C⁻¹ in O(T·bands).
         left = lfilter([1.0], np.convolve(np.convolve(c, [1.0, -1.0]), [1.0, -momentum]), pulse)
         inner = lfilter([1.0], c, left)
         worst = np.convolve(turns, c)[:rounds]
@@ -116,6 +118,7 @@ def _toeplitz(rounds: int, separation: int, bands: int, momentum: float) -> Floa
         down = np.cumsum((by_c * c)[::-1])[::-1]
         return math.log(noise * moved), down[1:] / ratios
 
+    # The square root of 1/(1 − x), which is optimal where everybody takes part once.
     start = np.array([(j - 0.5) / j for j in range(1, bands)])
     found = minimize(
         error, start, jac=True, method="L-BFGS-B", bounds=[(1e-6, 1.0)] * (bands - 1),
@@ -153,6 +156,7 @@ def _banded(start: Floats, momentum: float) -> Floats:
         noise = float((b**2).sum())
         slope = np.zeros_like(start)
         slope[inside] = (-2 * (b.T @ b) @ inverse.T)[down, across] / noise
+        # The norm is fixed at 1, so only the part of the slope along the sphere counts.
         slope = (slope - unit * (slope * unit).sum(axis=1, keepdims=True)) / norms
         return math.log(noise), slope[inside]
 
@@ -161,4 +165,5 @@ def _banded(start: Floats, momentum: float) -> Floats:
     columns = np.zeros_like(start)
     columns[inside] = found.x
     columns /= np.sqrt((columns**2).sum(axis=1, keepdims=True))
+    # A column and its negative are the same mechanism; one sign makes digests comparable.
     return columns * np.sign(columns[:, :1])

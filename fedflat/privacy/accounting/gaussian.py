@@ -27,6 +27,7 @@ def log_delta(epsilon: float | Floats, mu: Floats) -> Floats:
 
     shift = epsilon / mu
     upper = log_ndtr(mu / 2 - shift)
+    # The difference of two nearly equal numbers is taken in logarithms, where digits survive.
     gap = epsilon + log_ndtr(-mu / 2 - shift) - upper
     with np.errstate(divide="ignore"):
         result: Floats = upper + np.log(-np.expm1(np.minimum(gap, 0.0)))
@@ -40,6 +41,7 @@ def _solve(delta_at: Callable[[float], float], delta: float, high: float) -> flo
     if delta_at(0.0) <= delta:
         return 0.0
     root = float(brentq(lambda e: delta_at(e) - delta, 0.0, high, xtol=1e-13, rtol=1e-13))
+    # The solver may stop on either side; what is stated must not be the smaller one.
     return root * (1 + 1e-12) + 1e-13
 
 
@@ -85,6 +87,7 @@ def schedule_epsilon(rounds: int, q: float, multiplier: float, delta: float) -> 
 
     if multiplier == 0:
         return math.inf
+    # Counts that are left out could be worst cases, so their whole chance is charged to δ.
     counts, weights, missing = _support(binom(rounds, q), rounds, delta)
     if counts[-1] == 0:
         return 0.0

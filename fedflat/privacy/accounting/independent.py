@@ -44,6 +44,7 @@ def loss_moments(q: float, sigma: float) -> tuple[float, float]:
 def _threshold(loss: Floats, q: float, sigma: float) -> Floats:
     """The output x at which the log ratio equals ``loss``; −inf below the ratio's infimum log(1 − q)."""
     with np.errstate(divide="ignore", invalid="ignore"):
+        # The inverse of the log ratio: losses below log(1 − q) are not reached by any output.
         ratio = -np.expm1(math.log1p(-q) - loss) if q < 1 else np.ones_like(loss)
         return np.where(ratio > 0, sigma**2 * (loss + np.log(ratio) - math.log(q)) + 0.5, -np.inf)
 
@@ -85,6 +86,7 @@ def _compose(probs: Floats, rounds: int, width: int) -> tuple[Floats, int]:
     centre = round(float(probs @ np.arange(len(probs))))
     padded = np.zeros(max(length, -(-len(probs) // length) * length))
     padded[: len(probs)] = probs
+    # A longer distribution is folded onto the circle; what wraps around is in the tails, which are charged.
     folded = np.roll(padded.reshape(-1, length).sum(axis=0), -centre)
     composed = np.fft.irfft(np.fft.rfft(folded) ** rounds, length)
     return np.maximum(np.roll(composed, length // 2), 0.0), centre * rounds - length // 2
@@ -134,7 +136,9 @@ def _one_direction(q: float, sigma: float, rounds: int, delta: float, remove: bo
     width = _width(probs, rounds, failure)
     composed, start = _compose(probs, rounds, width)
     losses: Floats = (np.arange(len(composed), dtype=np.float64) + (start + rounds * first)) * step + rounds * shift
+    # Hoeffding: errors of rounding to the nearest point are centred, so they grow with √T, not with T.
     slack = step * math.sqrt(rounds / 2 * math.log(2 / failure))
+    # Everything that the grid, the window and the transform may hide is taken from δ.
     doubt = 3 * failure + rounds * (1e-18 + max(0.0, 1 - float(probs.sum()))) + rounding
     upper = _invert(composed, losses, delta - doubt) + slack if doubt < delta else math.inf
     return max(0.0, _invert(composed, losses, delta + doubt) - slack), upper

@@ -31,6 +31,7 @@ def deltas(loss: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
         return _above(loss, epsilons, _where_replaced(loss, epsilons))
     q, removed = loss.sampling_prob, loss.adjacency_type == AdjacencyType.REMOVE
     sign = 1.0 if removed else -1.0
+    # Beyond log(1 − q) no output has such a loss, so the logarithm below would be of a negative number.
     bounded = sign * epsilons > math.log1p(-q)
     found = np.zeros_like(epsilons)
     if removed:
@@ -91,6 +92,7 @@ def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, ste
     full = float(binom.sf(most - 1, clients - 1, q))
     if full == 0:
         return plain
+    # The chance to be one of those who stay, given that the cohort was too large.
     among = float(binom.sf(most, clients, q)) * most / full / clients
     replaced = PrivacyLossDistribution(_one("REPLACE", among, multiplier / 2, step))
     # No public view of the two directions either; a test notices if these names change.

@@ -81,6 +81,7 @@ class Trials:
         """K, by inversion of one uniform number."""
         every = self.chances()
         number, chance = next(every)
+        # One uniform number against running sums, so that K needs no library's sampler.
         left = float(generator.random()) - chance
         while left >= 0 and (chance > 1e-300 or number < self.mean):
             number, chance = next(every)
@@ -95,6 +96,7 @@ class Trials:
 
     def _negative_binomial(self, at: Floats, one: Floats, eta: float) -> Floats:
         """ε(λ) + (1 + η)·min over λ̂ of ((1 − 1/λ̂)·ε(λ̂) + ln(1/γ)/λ̂) + ln E[K]/(λ − 1)."""
+        # λ̂ is free in the theorem: the best of all orders is still a bound.
         among = (1 + eta) * float(np.min((1 - 1 / at) * one - math.log(self.gamma) / at))
         return one + among + math.log(negative_binomial_mean(eta, -math.log(self.gamma))) / (at - 1)
 
@@ -140,6 +142,7 @@ def _deltas(at: Floats, one: Floats, epsilons: Floats) -> Floats:
     Bretagnolle and Huber.
     """
     log = (at - 1) * (one + np.log1p(-1 / at)) - np.log(at) - np.multiply.outer(epsilons, at - 1)
+    # At large ε the total variation says more than any single order.
     variation = np.sqrt(-np.expm1(-np.maximum(one, 0.0)))
     return np.asarray(np.minimum(np.exp(np.minimum(log.min(axis=1), 0.0)), variation.min()))
 

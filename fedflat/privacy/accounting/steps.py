@@ -49,9 +49,11 @@ def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
     merged = gaussians_in_one(steps)
     if not merged:
         return 0.0
+    # One law alone is stated exactly as a single run would state it, not through a common grid.
     if len(merged) == 1:
         ((step, count),) = merged.items()
         return alone(step, count, delta)
+    # Distributions can be multiplied only if they lie on one grid.
     spacing = _spacing(merged)
     found = [(_directions(step, spacing), count) for step, count in merged.items()]
     convolved = max(composition.together([(both[way], count) for both, count in found], delta) for way in (0, 1))
@@ -119,5 +121,6 @@ def _seen(taking_part: LossDistribution, q: float) -> LossDistribution:
     probs = np.zeros(max(taking_part.lowest + len(taking_part.probs), 1) - lowest)
     start = taking_part.lowest - lowest
     probs[start : start + len(taking_part.probs)] = q * taking_part.probs
+    # Not taking part is a loss of exactly 0.
     probs[-lowest] += 1 - q
     return LossDistribution(probs, lowest, taking_part.step, q * taking_part.infinity)

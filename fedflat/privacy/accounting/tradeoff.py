@@ -59,6 +59,7 @@ def true_positives(epsilon_of: EpsilonOf, false_positives: float) -> float:
     low, high = float(_GRID[max(place - 1, 0)]), float(_GRID[min(place + 1, len(_GRID) - 1)])
     best = found[place]
     for _ in range(_REFINED):
+        # The bound has one valley in log δ, which a ternary search finds without derivatives.
         third = (high - low) / 3
         left, right = at(low + third), at(high - third)
         low, high = (low, high - third) if left <= right else (low + third, high)
@@ -79,6 +80,7 @@ def gaussian_mu(epsilon_of: EpsilonOf, slack: float) -> float:
     if not math.isfinite(largest):
         return math.inf
     deltas = _deltas(epsilon_of, slack)
+    # The last δ was chosen as the one at which ε is 0.
     epsilons = np.array([epsilon_of(delta) for delta in deltas[:-1]] + [0.0])
     low, high = 0.0, 1.0
     while not _covers(epsilons, deltas - slack, high):
@@ -117,6 +119,7 @@ def _covers(epsilons: Floats, deltas: Floats, mu: float) -> bool:
     from_above = height[:-1] - slope[:-1] * np.expm1(-gap)
     with np.errstate(over="ignore", invalid="ignore"):
         from_below = height[1:] - slope[1:] * np.expm1(gap)
+    # A straight line lies under another one if it does at both ends.
     upper = (at_above <= height[:-1]) & (at_below <= from_above)
     lower = (at_below <= height[1:]) & (at_above <= from_below)
     return bool(np.all(upper | lower))

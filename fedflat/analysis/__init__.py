@@ -1,1 +1,0 @@
-"""Loss surfaces, curvature and the papers' formulas."""

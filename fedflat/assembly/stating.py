@@ -1,0 +1,335 @@
+"""Make the privacy statement of a run from its recipe, its ledger and a few public terms.
+
+The run writes it with :func:`stated`; ``fedflat verify`` makes it again with the same function from the files of the
+run's folder (:func:`restated`), and compares the two field by field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from fedflat.assembly import going_on
+from fedflat.assembly.plans import algorithm_of, is_public, plan_of
+from fedflat.assembly.records import is_seeded, settled
+from fedflat.config.reading import GIVEN
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
+from fedflat.core.checks import RunError
+from fedflat.core.types import Algorithm, ClientState, Phase
+from fedflat.data.clients import GIVEN as PAIRS
+from fedflat.data.public import HELD_OUT
+from fedflat.engine.job import SEEN, Job, Outcome, interrupted
+from fedflat.methods import assembly as published
+from fedflat.methods import assembly as voting
+from fedflat.methods import noise as noising
+from fedflat.methods.plans import DDGaussPlan
+from fedflat.methods.published import with_tensors
+from fedflat.privacy.accounting.steps import Step, steps_epsilon
+from fedflat.privacy.correlated import ScheduledPlan
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.statement import PRIORS, multipliers, rounds_charged, statement
+from fedflat.records.folder import METRICS, read_lines
+from fedflat.records.opening import versions
+
+Entries = Sequence[Mapping[str, Any]]
+
+CHECK_INS = (
+    "The cohort is drawn by the server from the roster of registered clients, connected or not; a client that does "
+    "not answer counts as a zero vector. So a client takes part with probability at most q, whatever decides who is "
+    "connected, and the sampling law holds towards everybody who does not learn the cohort. Not towards those who do: "
+    "who runs the SuperLink, who watches the network, and the client itself."
+)
+TURNS = (
+    "Clients take turns as they come: of those who are connected and whose last turn is far enough back, the server "
+    "asks those that have waited longest, and keeps each one's last turn on disk. A client that does not answer counts "
+    "as a zero vector. Nobody's participation is secret, so this holds towards those who see it too. It counts on "
+    "clients connecting whatever their data."
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Public facts that a statement needs and that neither the recipe nor the ledger's events show.
+
+    The ledger's first line carries them. algorithm, kind, private, vectors, personal, finetuned, client_state: of the
+    method. left_out: how many clients became public test data. identified: whether the user's own code can be told
+    apart from other code. dimension: d. tensors: how many tensors are shared. fedflat: the version that began the run.
+    """
+
+    algorithm: str
+    kind: str = "update"
+    private: bool = True
+    vectors: int = 1
+    personal: bool = False
+    finetuned: bool = False
+    client_state: tuple[str, ...] = ()
+    identified: bool = True
+    prior: str = "unknown"
+    held_out: bool = False
+    left_out: int = 0
+    deployment: bool = False
+    dimension: int = 1
+    tensors: int = 1
+    fedflat: str = ""
+
+    @classmethod
+    def of(cls, recipe: Recipe, job: Job, *, deployment: bool = False) -> Terms:
+        """Return the terms of a run that is about to begin."""
+        method, layout = job.parts.algorithm, job.parts.layout
+        return cls(
+            **_of_method(method),
+            identified=job.identity.method is not None,
+            prior=prior_of(recipe, job.problem.pristine),
+            held_out=held_out(method, recipe.data.dataset, job.data.name),
+            left_out=job.data.left_out,
+            deployment=deployment,
+            dimension=layout.dimension,
+            tensors=layout.shared,
+            fedflat=versions(("fedflat",))["fedflat"],
+        )
+
+    @classmethod
+    def read(cls, recipe: Recipe, record: Mapping[str, Any]) -> Terms:
+        """Return the terms in a ledger's record; those of a packaged method come from its code instead."""
+        known = {field.name for field in fields(cls)}
+        said: dict[str, Any] = {key: value for key, value in record.items() if key in known}
+        # JSON has no tuples, and terms are compared as values.
+        said["client_state"] = tuple(said.get("client_state", ()))
+        return cls(**said if own_method(recipe) else {**said, **_of_method(algorithm_of(recipe))})
+
+    def record(self) -> dict[str, Any]:
+        """Return what the ledger keeps."""
+        return {**asdict(self), "client_state": list(self.client_state)}
+
+    def method(self, recipe: Recipe) -> Algorithm:
+        """Return the packaged method, or, of the user's own one, a stand-in with what the account asks for."""
+        if not own_method(recipe):
+            return algorithm_of(recipe)
+        return Algorithm(
+            self.algorithm,
+            private=self.private,
+            vectors=self.vectors,
+            transforms=(_stand_in,) if self.vectors > 1 else (),
+            head=("*",) if self.personal else None,
+            finetune=Phase() if self.finetuned else None,
+            client_state=tuple(ClientState(name, _stand_in) for name in self.client_state),
+            kind=self.kind,  # type: ignore[arg-type]
+        )
+
+
+def _stand_in(*_: Any) -> Any:
+    raise TypeError("a stand-in for a method's own function is never called")
+
+
+def own_method(recipe: Recipe) -> bool:
+    """Return whether the recipe's method is the user's own code, which reading a folder must not run."""
+    return ":" in recipe.algorithm.name or recipe.algorithm.options.get("source") == GIVEN
+
+
+def _of_method(method: Algorithm) -> dict[str, Any]:
+    return {
+        "algorithm": method.name,
+        "kind": method.kind,
+        "private": method.private,
+        "vectors": method.vectors,
+        "personal": method.head is not None,
+        "finetuned": method.finetune is not None,
+        "client_state": tuple(state.name for state in method.client_state),
+    }
+
+
+def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
+    """Return what shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``, and which."""
+    if recipe.after is not None:
+        return "earlier run"
+    own = recipe.model.name == GIVEN or ":" in recipe.model.name
+    said = {**vars(type(module)), **vars(module)} if own and module is not None else {}  # never what it inherits
+    found = said.get("prior", "unknown") if own else getattr(module, "prior", "none")
+    return found if str(found).partition(": ")[0] in PRIORS else "unknown"
+
+
+def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
+    """Return whether the examples a method takes for public were clients' own (``data.public``): held out of their
+    data.
+    """
+    source, given = method.options.get("public"), loaded == PAIRS
+    if source is None and method.kind == "votes" and not given:
+        source = HELD_OUT
+    return source == HELD_OUT or (source is not None and source == dataset and not given)
+
+
+def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: bool = False) -> dict[str, Any]:
+    """Return the privacy statement of a run so far."""
+    history = outcome.history or ([] if job.folder is None else read_lines(job.folder.path / METRICS))
+    found = stated(
+        recipe,
+        settled(recipe, job.parts, job.data.clients, job.problem.pristine),
+        job.parts.plan,
+        Terms.of(recipe, job, deployment=deployment),
+        rounds=outcome.state.round,
+        entries=outcome.entries,
+        tested=tested(history),
+        seen=outcome.seen,
+    )
+    found["warnings"] += going_on.warning(recipe, outcome.entries, found["proven_epsilon"])
+    return found
+
+
+def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether figures on public test data were released."""
+    return any(row.get("test_loss") is not None for row in metrics)
+
+
+def restated(
+    recipe: Recipe, content: Mapping[str, Any], terms: Terms, *, rounds: int, entries: Entries, public_data: bool
+) -> dict[str, Any]:
+    """Return the statement made again from a run's files. content: of its recipe.yaml, which is settled.
+
+    Raises:
+        InputError: the recipe is no settled one. RunError: this machine makes another factorisation of the noise.
+    """
+    # A stand-in for the user's own method: reading a folder must never run its code.
+    method = terms.method(recipe)
+    plan = plan_of(recipe, method, recipe.data.clients or 0, terms.dimension)
+    if published.applies(recipe, method):
+        plan = with_tensors(plan, terms.tensors)
+    own = plan.mechanism
+    if isinstance(own, ScheduledPlan) and entries and entries[0].get("factor", own.factor.digest) != own.factor.digest:
+        raise RunError("the noise's factorisation comes out otherwise on this machine, and with it the sentences on it")
+    base = {key: value for key, value in content.items() if key != "versions"}
+    if isinstance(base.get("model"), Mapping) and recipe.model.name == GIVEN:
+        base["model"] = {key: value for key, value in base["model"].items() if key not in ("class", "file")}
+    return stated(recipe, base, plan, terms, rounds=rounds, entries=entries, tested=public_data)
+
+
+def stated(
+    recipe: Recipe,
+    base: Mapping[str, Any],
+    plan: Plan,
+    terms: Terms,
+    *,
+    rounds: int,
+    entries: Entries,
+    tested: bool,
+    seen: bool = False,
+) -> dict[str, Any]:
+    """Return the statement of ``rounds`` finished rounds whose ledger has ``entries``. base: the settled recipe.
+
+    What it costs together with earlier runs (``after``) is not in it: that needs their folders.
+    """
+    plan = plan.standing(entries)
+    facts = {**base, **_facts(recipe, terms, tested)}
+    # Both would tell who reads the statement more than the guarantee allows for.
+    for name in ("engine", "seed"):  # where it ran changes nothing; whoever knows a simulation's seed knows its noise
+        facts.pop(name, None)
+    facts |= noising.facts(recipe, plan) | voting.votes_facts(plan)
+    charged = rounds_charged(rounds, entries)
+    asked: dict[str, Any] = {}
+    said: list[str] = []
+    if terms.deployment:
+        more, said = _of_deployment(plan, rounds, entries)
+        facts |= more
+    if plan.protocol == "published":
+        asked = published.stated(plan, charged)
+        facts |= published.published_facts(plan)
+    found = statement(
+        plan,
+        rounds_run=rounds,
+        algorithm=terms.algorithm,
+        facts=facts,
+        key_source=key_source(recipe, terms),
+        entries=entries,
+        warnings=said,
+        **asked,
+    )
+    if not terms.deployment:
+        last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
+        found["reasons"] += interrupted(plan, found["rounds_charged"], last)
+    found["warnings"] += [SEEN] if seen else []
+    return found
+
+
+def key_source(recipe: Recipe, terms: Terms) -> Any:
+    """Return where the key of cohorts and noise came from: ``seed`` or ``os-entropy``."""
+    return "seed" if is_seeded(recipe) and terms.identified and not terms.deployment else "os-entropy"
+
+
+def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
+    """Return the public facts that the statement puts into sentences of its own."""
+    clip = recipe.privacy.clip
+    shown = clip.model_dump(exclude_none=True) if isinstance(clip, ClipSection) else clip
+    return {
+        "clip": shown if terms.private else None,
+        "secure": recipe.privacy.secure_rng,
+        "own_clients": not is_public(recipe.data.dataset),
+        "personal": terms.personal,
+        "finetuned": terms.finetuned,
+        **({"client_state": list(terms.client_state)} if terms.client_state else {}),
+        "public_data": tested,
+        **({} if terms.identified else {"unidentified": True}),
+        "prior": terms.prior,
+        "held_out": terms.held_out,
+        **({"left_out": terms.left_out} if terms.left_out else {}),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- deployments
+
+
+def _of_deployment(plan: Plan, rounds: int, entries: Entries) -> tuple[dict[str, Any], list[str]]:
+    """Return what a deployment's statement says besides, and its warning: what real check-ins mean for the sampling."""
+    known = cohort_known_epsilon(plan, rounds, entries)
+    chosen = cohort_chosen_epsilon(plan, rounds, entries)
+    check_ins = TURNS if plan.sampler.name == "min-separation" else CHECK_INS
+    facts = {"simulation": False, "deployment": True, "check_ins": check_ins, "epsilon_cohort_known": known}
+    facts["epsilon_cohort_chosen"] = chosen if math.isfinite(chosen or 0.0) else None
+    return facts, [check_ins + _towards(known, chosen, plan.delta)] if plan.private else []
+
+
+def cohort_known_epsilon(plan: Plan, rounds: int, entries: Entries) -> float | None:
+    """ε of the models towards somebody who also learns every cohort: exact Gaussian over Bin(T, q) participations.
+
+    None where the plan's own figure holds towards them already (local, distributed), or nothing is proven.
+    """
+    own = plan.standing(entries).mechanism
+    if isinstance(own, ScheduledPlan) and own.chance is not None and plan.event_multiplier > 0:
+        return own.known_epsilon(plan, plan.rounds)
+    if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
+        return None
+    charged = rounds_charged(rounds, entries)
+    spent = multipliers(plan, entries, charged) if charged else {}
+    return steps_epsilon(
+        {Step("known", plan.sampler.q, s / plan.params.factor): n for s, n in spent.items()}, plan.delta
+    )
+
+
+def cohort_chosen_epsilon(plan: Plan, finished: int, entries: Entries) -> float | None:
+    """ε towards a lying server that asks a client in all T rounds, whatever cohorts it draws and lines it writes.
+
+    distributed (ddgauss): T sums of the minimum cohort's shares, no amplification; inf where none is proven. local: T
+    answers, if fewer rounds are charged. None elsewhere. T, not the rounds charged: what a client counts is its own
+    answers, T of them; the ledger is the server's.
+    """
+    charged = rounds_charged(finished, entries)
+    rounds = max(plan.rounds, charged)
+    if plan.trust == "local" and plan.private and plan.event_multiplier > 0:
+        return plan.epsilon(rounds) if rounds > charged else None
+    if not isinstance(plan.mechanism, DDGaussPlan):
+        return None
+    return plan.mechanism.account(plan).epsilon(rounds, "server", amplification=False)
+
+
+def _towards(known: float | None, chosen: float | None, delta: float) -> str:
+    """Return the figures in words; nothing where there is none."""
+    text = ""
+    if known is not None:
+        text += f" Towards them, if they are not the trusted server: ε = {known:.4g} at δ = {delta:g}."
+    if chosen is not None:
+        text += " The server's figure counts on its asking and charging as agreed: "
+        text += f"one that asks a client in every planned round learns of it at ε = {chosen:.4g}, δ = {delta:g}."
+    return text

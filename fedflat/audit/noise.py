@@ -1,0 +1,330 @@
+"""Measure the noise of real rounds against the plan: its size, its independence, its secrecy, and the cohort draws.
+
+Clients without data send exactly zero, so what a round releases is its noise and nothing else. A recipe is run on such
+clients through ``engine.train``, with its own model, method, clip, mechanism and server path, and the released means
+are compared with what the ledger says. Missing noise on some coordinates, one noise in two rounds, a std that is 5 %
+too small and cohorts that anyone can compute are found in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor, nn
+
+from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
+from fedflat.audit.bounds import AuditResult
+from fedflat.audit.hostile import Case, Maker, federation
+from fedflat.audit.worlds import CLIENTS, Engine, Recorder, world_recipe
+from fedflat.config.recipe import Recipe
+from fedflat.core.process import using_threads
+from fedflat.core.rng import digest
+from fedflat.core.types import Broadcast
+from fedflat.data.clients import FederatedData
+from fedflat.engine.job import Job
+from fedflat.engine.round import RoundParts, broadcast_of
+from fedflat.engine.train import train
+from fedflat.simulation import run as simulation
+
+Floats = NDArray[np.float64]
+
+ROUNDS = 3
+ENTRIES = 60_000
+"""Numbers measured in each round, over all runs: the std is then known to 1.5 % at ``FAILURE``."""
+MOST_RUNS = 60
+SLICE = 1 << 17
+"""Neighbouring coordinates whose law and correlations are looked at; every coordinate counts in the std."""
+FAILURE = 1e-7
+"""Chance that one test blames sound noise."""
+TOO_MUCH = 1.03
+"""Noise larger than planned by more than this is a fault of the plan, though no leak."""
+ALIKE = 0.9
+"""Correlation from which two noises are one; it is found with a handful of coordinates already."""
+COHORT_CLIENTS, COHORT_ROUNDS = 40, 20
+ASSUMPTIONS = (
+    f"{CLIENTS} clients without data, all in the cohort, {ROUNDS} rounds, repeated under several noise keys: what is "
+    "released is noise alone. The recipe's own model, method, clip, mechanism, σ and server path.",
+    f"Each test blames sound noise with probability {FAILURE:g}. Cohorts: the recipe's sampler, {COHORT_CLIENTS} "
+    f"clients, {COHORT_ROUNDS} rounds, under two keys.",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Noise of several runs, in units of the planned std: float64 ``(runs, rounds, entries)``.
+
+    planned: correlation of two rounds of one run by the plan, ``(rounds, rounds)``. again: whether a second start of
+    the same recipe has the same noise. std: of the first ledger line. needed: σ times its sensitivity. outside: the
+    largest number that left outside a common mask.
+    """
+
+    noise: Floats
+    planned: Floats
+    again: bool
+    std: float
+    needed: float
+    outside: float
+
+
+def audit_noise(
+    recipe: Recipe, *, model: nn.Module | None = None, clients: Sequence[Any] | None = None, test: Any = None
+) -> AuditResult:
+    """Compare the noise and the cohorts of a recipe's rounds with its plan.
+
+    model, clients, test: as for ``fedflat.run``. Raises InputError where the recipe cannot run.
+    """
+    began, method = time.perf_counter(), algorithm_of(recipe)
+    reason = not_applicable(recipe, method.private, method.kind)
+    if reason:
+        return AuditResult("noise", method.name, assumptions=(reason,), details={"ratio": None, "reason": reason})
+    data = data_of(recipe, clients, test)
+    module, _, _ = module_of(recipe, model, data)
+    with using_threads(1):
+        found = measure(recipe, module, data)
+        faults = (*noise_faults(found), *key_faults(found, recipe), *cohort_faults(recipe))
+    return AuditResult(
+        "noise", method.name, confidence=1 - FAILURE, canary="clients without data",
+        statistic="std over the planned one", runs=found.noise.shape[0], seconds=time.perf_counter() - began,
+        assumptions=ASSUMPTIONS, violations=faults, details={"ratio": math.sqrt(float(np.square(found.noise).mean()))},
+    )  # fmt: skip
+
+
+def not_applicable(recipe: Recipe, private: bool, kind: str) -> str:
+    """Return why a recipe's noise is not measured so, or an empty string."""
+    if not private or recipe.privacy.noise_multiplier == 0:
+        return "There is no noise to measure: the run is not private."
+    if recipe.privacy.protocol == "published":
+        return "A published procedure: the mechanism audit measures what it leaks."
+    if kind != "update":
+        return "Votes: the mechanism audit measures what they leak."
+    return ""
+
+
+def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
+    """Run the recipe on clients without data, and collect the noise of its rounds."""
+    small, empty = _small(recipe, data)
+    first = prepare(small, module, data=empty)
+    runs, lines, outside = list[Floats](), list[dict[str, Any]](), None
+    for number in range(MOST_RUNS):
+        # Under one key all runs would have the same noise.
+        if number:
+            first.key = digest(first.key, "audit: noise", number)
+        noise, lines, outside = _noise(first)
+        runs.append(noise)
+        if number and sum(run.shape[1] for run in runs) >= ENTRIES:
+            break
+    # Two starts by the command's own path show whether a secret key is drawn anew.
+    starts = [_started(small, module, empty) for _ in range(2)]
+    scales, planned = _plan(first.parts, lines)
+    width = min(run.shape[1] for run in runs)
+    noise = np.stack([run[:, :width] for run in runs]) / scales[:, None]
+    line = lines[0]
+    return Measured(
+        noise, planned, _cosine(*starts) > ALIKE, line["std"],
+        line["noise_multiplier"] * line["sensitivity"] if line["trust"] == "central" else 0.0, outside or 0.0,
+    )  # fmt: skip
+
+
+def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
+    """Return the recipe for a few clients that all take part, and their federation, which holds no data."""
+    small = world_recipe(recipe, CLIENTS, Engine("sequential"), ROUNDS, Case("empty", noise=True))
+    privacy = small.dump()["privacy"] | {"noise_multiplier": recipe.privacy.noise_multiplier or 1.0}
+    privacy["randomness"] = recipe.privacy.randomness
+    maker = Maker(data)
+    empty = federation(data, [maker.make("empty", client) for client in range(CLIENTS)], maker.public())
+    return Recipe.of(small.dump() | {"privacy": privacy}), empty
+
+
+def _started(small: Recipe, module: nn.Module, empty: FederatedData) -> Floats:
+    """Return the noise of round 0 as a user's run has it, with the key that ``simulation.run`` takes."""
+    recorder = Recorder()
+
+    def start(job: Job) -> None:
+        job.parts = recorder.in_front_of(job.parts)
+
+    simulation.run(small, module, on_start=start, data=empty, progress=False)
+    return recorder.means[0].double().numpy()
+
+
+def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float | None]:
+    """Return a run's noise on the sums ``(rounds, entries)``, its ledger lines, and what left outside the mask."""
+    recorder, parts = Recorder(), job.parts
+    job.parts = recorder.in_front_of(parts)
+    try:
+        outcome = train(job)
+    finally:
+        job.parts = parts
+    sums = [mean.double() * parts.plan.divisor for mean in recorder.means]
+    masks = [_mask(job, t) for t in range(len(sums))]
+    if all(mask is None for mask in masks):
+        return torch.stack(sums).numpy(), outcome.entries, None
+    outside = max(float(s[~m].abs().max()) if m is not None and bool((~m).any()) else 0.0 for s, m in zip(sums, masks))
+    kept = [s[m] if m is not None else s for s, m in zip(sums, masks)]
+    width = min(len(k) for k in kept)
+    return torch.stack([k[:width] for k in kept]).numpy(), outcome.entries, outside
+
+
+def _mask(job: Job, round: int) -> Tensor | None:
+    """Return the common mask of a round, drawn from public randomness."""
+    if job.parts.algorithm.mask is None:
+        return None
+    state = replace(job.parts.first_state(job.initial_weights, job.threshold), round=round)
+    found: Broadcast = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared))
+    return found.mask
+
+
+def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, Floats]:
+    """Return the planned std of each round's sum, and the planned correlation of two rounds."""
+    source, count = parts.mechanism, len(lines)
+    bound = float(lines[0]["clip"])
+    std = source.total_std(bound, CLIENTS)
+    base = [line["std"] if std is None else std for line in lines]
+    if not hasattr(source, "factor"):
+        return np.array(base), np.eye(count)
+    rows = np.asarray(source.factor.inverse, dtype=np.float64)[:count]
+    lengths = np.linalg.norm(rows, axis=1)
+    return np.array(base) * lengths, rows @ rows.T / np.outer(lengths, lengths)
+
+
+def noise_faults(found: Measured) -> tuple[str, ...]:
+    """Return a sentence for each way in which the measured noise differs from the plan."""
+    return (*_size_faults(found), *_law_faults(found), *_correlation_faults(found))
+
+
+def _size_faults(found: Measured) -> list[str]:
+    """Return the ledger's own arithmetic, the std of each round, and coordinates without noise."""
+    said, noise = [], found.noise
+    if found.std < found.needed * (1 - 1e-9):
+        said.append(f"the ledger's std {found.std:.6g} is below σ × sensitivity, {found.needed:.6g}")
+    if found.outside:
+        said.append("something leaves outside the common mask")
+    for t in range(noise.shape[1]):
+        squares, count = float(np.square(noise[:, t]).sum()), noise[:, t].size
+        ratio = math.sqrt(squares / count)
+        if stats.chi2.cdf(squares, count) < FAILURE:
+            said.append(f"round {t}: the noise's std is {ratio:.3f} of the planned one")
+        elif ratio > TOO_MUCH and stats.chi2.sf(squares, count) < FAILURE:
+            said.append(f"round {t}: the noise's std is {ratio:.3f} times the planned one")
+    silent = int((noise == 0).all(axis=(0, 1)).sum())
+    weak = np.square(noise).sum((0, 1))
+    limit = stats.chi2.ppf(FAILURE / noise.shape[2], noise.shape[0] * noise.shape[1])
+    if silent or (weak < limit).any():
+        said.append(f"{int((weak < limit).sum()) or silent} of {noise.shape[2]} coordinates have too little noise")
+    return said
+
+
+def _law_faults(found: Measured) -> list[str]:
+    """Return whether the noise is Gaussian: Kolmogorov and Smirnov's test on a slice."""
+    flat = found.noise[..., :SLICE].ravel()[:SLICE]
+    test = stats.kstest(flat, "norm")
+    # A grid, or 3 % of freedom in the std, is not a fault of the law.
+    return ["the noise is not Gaussian"] if test.pvalue < FAILURE and test.statistic > 0.03 else []
+
+
+def _correlation_faults(found: Measured) -> list[str]:
+    """Return correlations that are not planned: between rounds, coordinates and runs."""
+    said, noise = [], found.noise[..., :SLICE]
+    limit = _limit(noise[:, 0].size)
+    for s in range(noise.shape[1]):
+        for t in range(s):
+            seen = _cosine(noise[:, s], noise[:, t])
+            if abs(seen - found.planned[s, t]) > limit:
+                said.append(f"rounds {t} and {s}: correlation {seen:.2f} where {found.planned[s, t]:.2f} is planned")
+    one, other = noise[:-1], noise[1:]
+    if one.size and abs(_cosine(one, other)) > _limit(one.size):
+        said.append("runs under different keys share their noise")
+    lag, worst = _largest_lag(noise)
+    if abs(worst) > _limit(noise.size, lags=noise.shape[2]):
+        said.append(f"coordinates {lag} apart have correlation {worst:.2f}")
+    return said
+
+
+def _limit(count: int, lags: int = 1) -> float:
+    """Return the absolute correlation of ``count`` independent pairs that chance exceeds with ``FAILURE``."""
+    return min(0.99, float(stats.norm.isf(FAILURE / 2 / lags)) / math.sqrt(count))
+
+
+def _cosine(a: Floats, b: Floats) -> float:
+    return float((a * b).sum() / math.sqrt(float(np.square(a).sum() * np.square(b).sum()) or 1.0))
+
+
+def _largest_lag(noise: Floats) -> tuple[int, float]:
+    """Return the distance of coordinates with the largest circular autocorrelation, and that correlation."""
+    rows = noise.reshape(-1, noise.shape[2])
+    power = np.square(np.abs(np.fft.rfft(rows, axis=1))).sum(0)
+    found = np.fft.irfft(power, rows.shape[1])
+    found = found[1 : rows.shape[1] // 2 + 1] / (found[0] or 1.0)
+    if not len(found):
+        return 0, 0.0
+    lag = int(np.abs(found).argmax())
+    return lag + 1, float(found[lag])
+
+
+def key_faults(found: Measured, recipe: Recipe) -> tuple[str, ...]:
+    """Return what is wrong with the noise key: a second start of a secret run must have other noise."""
+    if found.again and secret(recipe):
+        return ("a second start of the same recipe has the same noise, though its randomness is secret",)
+    return ()
+
+
+def secret(recipe: Recipe) -> bool:
+    """Return whether the recipe's noise comes from operating-system entropy."""
+    return recipe.privacy.randomness == "secret"
+
+
+class CohortRecorder:
+    """A back end that keeps the cohorts it is given, in front of a real one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.name, self.cohorts = inner, inner.name, list[tuple[int, ...]]()
+
+    def train(self, cohort: NDArray[np.int64], *rest: Any) -> Any:
+        """Record the cohort, then train it."""
+        self.cohorts.append(tuple(cohort.tolist()))
+        return self.inner.train(cohort, *rest)
+
+
+def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
+    """Return what is wrong with secret cohorts: the same under two keys, in two rounds, or of the wrong size."""
+    kind = recipe.cohort.sampling
+    if kind not in ("poisson", "truncated", "fixed"):
+        return ()
+    one, other = (_cohorts(kind, number) for number in (1, 2))
+    said = []
+    if any(a == b for a, b in zip(one, other)):
+        said.append("cohorts are the same under two keys: they can be computed")
+    if len(set(one)) < len(one):
+        said.append("two rounds of a run have the same cohort")
+    drawn = sum(map(len, [*one, *other]))
+    places = 2 * COHORT_ROUNDS * COHORT_CLIENTS
+    if kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE:
+        said.append(f"{drawn} of {places} coins fell where half of them should")
+    return tuple(said)
+
+
+def _cohorts(kind: str, number: int) -> list[tuple[int, ...]]:
+    """Return the cohorts of a run with the given sampler, half of the clients in each round."""
+    size = COHORT_CLIENTS // 2
+    recipe = {
+        "rounds": COHORT_ROUNDS, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
+        "cohort": {"size": size, "sampling": kind} | ({"max": COHORT_CLIENTS - 1} if kind == "truncated" else {}),
+        "privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        "engine": {"device": "cpu", "backend": "sequential"},
+    }  # fmt: skip
+    nobody = [(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))] * COHORT_CLIENTS
+    job = prepare(Recipe.of(recipe), nn.Linear(2, 2), nobody, (torch.zeros(2, 2), torch.tensor([0, 1])))
+    job.key = digest(job.key, "audit: cohorts", number)
+    recorder = CohortRecorder(job.backend)
+    job.backend = recorder
+    train(job)
+    return recorder.cohorts

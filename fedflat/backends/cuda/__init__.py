@@ -1,1 +1,0 @@
-"""Clients on a GPU."""

@@ -1,1 +1,0 @@
-"""Blocks of clients on multilayer perceptrons, in matrix products."""

@@ -1,0 +1,174 @@
+"""Run and end work on this machine: threads, free memory, progress, Ctrl-C and SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals that end a process whose own compiled code is at fault."""
+T = TypeVar("T")
+_asked: list[int] = []
+
+
+def stop_signal() -> int:
+    """Return the signal that asked this process to stop, since ``forget``; 0 for none."""
+    return _asked[0] if _asked else 0
+
+
+def forget_signals() -> None:
+    """Forget that somebody asked this process to stop."""
+    _asked.clear()
+
+
+@contextlib.contextmanager
+def on_request(what: str, stop: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Inside the block the first signal calls ``stop`` and says that it ends after ``what``; a second one raises
+    KeyboardInterrupt. Does nothing outside the main thread, where signals cannot be set."""
+
+    def handler(number: int, frame: object) -> None:
+        if _asked:
+            raise KeyboardInterrupt
+        _asked.append(number)
+        stop()
+        print(f"\nStopping after {what} (Ctrl-C again to stop at once).", file=sys.stderr)
+
+    with _set(handler):
+        yield
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """Inside the block both signals are ignored; processes started there inherit that."""
+    with _set(signal.SIG_IGN):
+        yield
+
+
+def leave_to_parent() -> None:
+    """For a worker process: its parent stops it, also where a signal reaches the whole group."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def own_stderr() -> int:
+    """Return a file in memory that a worker process can write its errors to (``write_errors_to``), for ``text_of``."""
+    return os.memfd_create("stderr")
+
+
+def write_errors_to(parent: int, file: int) -> None:
+    """In a worker process: from now on standard error is the file that process ``parent`` made by ``own_stderr``."""
+    told = os.open(f"/proc/{parent}/fd/{file}", os.O_WRONLY | os.O_APPEND)
+    os.dup2(told, 2)
+    os.close(told)
+
+
+def text_of(file: int) -> str:
+    """Return what a worker process has written to its standard error so far."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").strip()
+
+
+def how_it_ended(status: int | None, last: str = "") -> str:
+    """Return how a worker process ended, in words, with the last line that it wrote.
+
+    status: as ``multiprocessing`` gives it: below zero the signal that ended it; None where nobody knows it.
+    """
+    words = f"it ended with status {status}" if status is not None else "it was killed or crashed"
+    if status is not None and status < 0:
+        name = signal.Signals(-status).name
+        words = f"its compiled code crashed ({name})" if -status in CRASHES else f"it was killed by {name}"
+        words += ", as the system does where memory is short" if -status == signal.SIGKILL else ""
+    line = last.strip().splitlines()[-1:]
+    return f'{words}; its last words were "{line[0].strip()[:300]}"' if line else words
+
+
+@contextlib.contextmanager
+def _set(handler: Callable[[int, object], None] | signal.Handlers) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, was in before.items():
+            if was is not None:  # not set from Python: nothing to put back
+                signal.signal(number, was)
+
+
+@contextlib.contextmanager
+def set_meanwhile(read: Callable[[], T], write: Callable[[T], object], value: T) -> Iterator[None]:
+    """Inside the block a setting of the process has another value; it is put back afterwards."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def using_threads(count: int) -> contextlib.AbstractContextManager[None]:
+    """``count`` intra-op threads inside the block, put back afterwards.
+
+    With one, sums have one order: equal passes give equal bits, and cores work on different clients, not on one matrix.
+    """
+    import torch  # here: the command line asks this file for signals before torch is loaded
+
+    return set_meanwhile(torch.get_num_threads, torch.set_num_threads, count)
+
+
+Listener = Callable[[str, int, int], object]
+"""(what is done and the name of a step, steps done, steps in all)."""
+_listeners: list[Listener] = []
+
+
+def report_progress(what: str, done: int, total: int) -> None:
+    """Tell the listeners how far something is."""
+    for listener in _listeners:
+        listener(what, done, total)
+
+
+@contextlib.contextmanager
+def listening_to_progress(listener: Listener) -> Iterator[None]:
+    """``listener`` is told of what is done inside the block, from whichever thread."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+GIB = 2**30
+
+
+def free_memory() -> float | None:
+    """Available bytes, as the kernel says, or as a container's limit leaves."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")
+        # A container sees the whole machine's memory in /proc.
+        limit = float((group / "memory.max").read_text()) - float((group / "memory.current").read_text())
+        return min(free, limit)
+    except (OSError, ValueError):  # no limit is the word max
+        return free
+
+
+def in_background(work: Callable[[], T]) -> Callable[[], T]:
+    """``work()`` is done by a thread from now on; calling what is returned waits for it and gives what it gave, or
+    raises what it raised."""
+    pool = ThreadPoolExecutor(1)
+    found = pool.submit(work)
+    # Lets the thread end when it is done; what is returned still waits for it.
+    pool.shutdown(wait=False)
+    return found.result

@@ -1,0 +1,249 @@
+"""Turn text and images into tensors, by public vocabularies and decoders only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.typing import NDArray
+
+from fedflat.core.checks import InputError, whole, wrong
+from fedflat.core.durable import cache_folder, read_tensors, write_tensors
+from fedflat.core.imports import hub
+
+# The 80 characters LEAF uses for Shakespeare. Id 0 stands for every other character, 1..80 for these.
+CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+WINDOW = 80  # characters an input has, as in LEAF
+
+PADDING, SEPARATOR, FIRST_WORD = 0, 1, 2
+LENGTH, VOCABULARY = 64, 8192
+MOST_WORDS = 2**20  # a model has weights for each, though no language needs more
+
+Text = str | Sequence[str]
+
+
+def encode(text: str) -> npt.NDArray[np.int64]:
+    """Character ids ``(len(text),)`` in [0, 80]."""
+    # Four bytes a character: a table look-up instead of a loop in Python.
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    table = np.zeros(128, dtype=np.int64)
+    table[[ord(c) for c in CHARACTERS]] = np.arange(1, len(CHARACTERS) + 1)
+    return np.where(points < 128, table[np.minimum(points, 127)], 0).astype(np.int64)
+
+
+def windows(
+    texts: Sequence[str], owners: Sequence[Any], length: int = WINDOW
+) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[Any]]:
+    """Next-character examples: inputs ``(N, length)``, targets ``(N, length)`` shifted by one, owner of each ``(N,)``.
+
+    The texts of one owner are joined by line ends, in stored order, and cut into windows that do not overlap
+    (a random test split then shares no target with the training data). The rest shorter than a window is
+    left out, so an owner with at most ``length`` characters has no example.
+    """
+    by_owner: dict[Any, list[str]] = {}
+    for text, owner in zip(texts, owners):
+        by_owner.setdefault(owner, []).append(text)
+    inputs, targets, ids = [], [], []
+    for owner, own in by_owner.items():
+        codes = encode("\n".join(own))
+        count = max(len(codes) - 1, 0) // length
+        inputs.append(codes[: count * length].reshape(count, length))
+        targets.append(codes[1 : count * length + 1].reshape(count, length))
+        ids += [str(owner)] * count
+    x, y = (np.concatenate(side) if side else np.empty((0, length), dtype=np.int64) for side in (inputs, targets))
+    return torch.from_numpy(x), torch.from_numpy(y), np.array(ids, dtype=str)
+
+
+def ready_windows(x: Sequence[str], y: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hub's ready-made form (80 characters ``x``, the next one ``y``) as ids and shifted ids, ``(N, T)``
+    each.
+    """
+    lengths = {len(text) for text in x}
+    if len(lengths) > 1 or any(len(following) != 1 for following in y):
+        allowed = "x of one length and y of one character"
+        raise wrong("data.dataset", f"windows of {sorted(lengths)} characters", allowed)
+    codes = encode("".join(a + b for a, b in zip(x, y))).reshape(len(x), -1)
+    return torch.from_numpy(codes[:, :-1].copy()), torch.from_numpy(codes[:, 1:].copy())
+
+
+def tokenize(texts: Sequence[Text], length: int = LENGTH, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """Return the token ids ``(N, length)`` int64 of lower-cased words by CRC-32; 0 is padding, 1 separates a pair of
+    sentences.
+
+    Punctuation counts as words of its own. The hash is a public constant: no download, nothing learnt from data.
+    An element may be one text or a sequence of texts. Longer ones are cut.
+    """
+    whole("data.max_length", length, 1)
+    whole("data.vocabulary", vocabulary, FIRST_WORD + 1, MOST_WORDS)
+    import re
+
+    word = re.compile(r"\w+|[^\w\s]")
+    known: dict[str, int] = {}
+    ids = np.zeros((len(texts), length), dtype=np.int64)
+    for row, text in enumerate(texts):
+        sentences = (text,) if isinstance(text, str) else tuple(text)
+        tokens: list[int] = []
+        for i, sentence in enumerate(sentences):
+            tokens += [SEPARATOR] if i else []
+            for found in word.findall(sentence.lower()):
+                if found not in known:
+                    known[found] = FIRST_WORD + zlib.crc32(found.encode()) % (vocabulary - FIRST_WORD)
+                tokens.append(known[found])
+        ids[row, : len(tokens)] = tokens[:length]
+    return torch.from_numpy(ids)
+
+
+def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> tuple[torch.Tensor, int, int]:
+    """``(ids (N, length), vocabulary, padding id)`` by a transformers tokenizer: a folder or a hub id.
+
+    Raises InputError when it cannot be loaded (not there, no network, transformers not installed).
+    """
+    try:
+        from transformers import AutoTokenizer
+
+        with hub():
+            tool = AutoTokenizer.from_pretrained(tokenizer)
+    except Exception as error:  # the hub client raises many unrelated types
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        allowed = "a folder with a transformers tokenizer, or a hub id that can be reached or is in HF_HOME's cache"
+        raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({reason})") from None
+    if tool.pad_token_id is None:
+        raise wrong("data.tokenizer", tokenizer, "a tokenizer with a padding token")
+    columns = list(zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts]))
+    if not columns:
+        return torch.empty((0, length), dtype=torch.int64), len(tool), int(tool.pad_token_id)
+    sides = [list(column) for column in columns]
+    coded = tool(*sides, padding="max_length", truncation=True, max_length=length, return_tensors="np")
+    return torch.from_numpy(coded["input_ids"].astype(np.int64)), len(tool), int(tool.pad_token_id)
+
+
+FORMAT = "fedflat-images-1"
+
+
+def decode(column: Sequence[Any], where: str) -> torch.Tensor:
+    """``(N, C, H, W)`` uint8 from encoded images (bytes, or ``{"bytes": …}``); C is 1 for grey images, else 3.
+
+    The first image decides size and channels. Raises InputError for an unreadable image or another size.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    out: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    mode = "RGB"
+    for row, cell in enumerate(column):
+        content = cell.get("bytes") if isinstance(cell, dict) else cell
+        try:
+            if not content:
+                raise ValueError("no image bytes in the file")
+            with Image.open(io.BytesIO(content)) as image:
+                if out is None:
+                    mode = "L" if image.mode in ("L", "1") else "RGB"
+                pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+        except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise wrong(where, f"row {row}: {error}", "images that pillow can read") from None
+        if out is None:
+            out = np.empty((len(column), *pixels.shape), dtype=np.uint8)
+        if pixels.shape != out.shape[1:]:
+            sizes = f"row {row} of size {pixels.shape[:2]}"
+            raise wrong(where, sizes, f"one size for all images, {out.shape[1:3]} as in row 0")
+        out[row] = pixels
+    if out is None:
+        return torch.empty((0, 1, 1, 1), dtype=torch.uint8)
+    stacked = torch.from_numpy(out)
+    return (stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)).contiguous()
+
+
+def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """``(x/255 − mean)/std`` per channel: float32, contiguous NCHW. A single constant serves all channels."""
+    shape = (1, -1, 1, 1)
+    scale = 255.0 * torch.tensor(std, dtype=torch.float32)
+    shift = torch.tensor(mean, dtype=torch.float32) / torch.tensor(std, dtype=torch.float32)
+    return images.to(torch.float32).div_(scale.view(shape)).sub_(shift.view(shape)).contiguous()
+
+
+def fingerprint(files: Iterable[Path], *columns: str) -> str | None:
+    """Return the cache key of a split: path, size and modification time of its files, and the columns read.
+
+    None, which ``cached`` takes as "do not keep", for a split that has no files of its own.
+    """
+    files = list(files)
+    if not files:
+        return None
+    parts = [FORMAT, *columns]
+    for file in files:
+        state = file.stat()
+        parts.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def cached(key: str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the uint8 tensor under ``key`` in the cache, else ``build()``, which is then kept there.
+
+    The cache is ``$FEDFLAT_CACHE`` or ``~/.cache/fedflat``. A file that is damaged (unreadable, or its checksum
+    differs) is built anew; a cache that cannot be written is done without.
+    """
+    if key is None:
+        return build()
+    path = cache_folder() / f"{key}.safetensors"
+    found = (read_tensors(path) or {}).get("images")
+    if found is not None:
+        return found
+    images = build()
+    with contextlib.suppress(OSError):
+        write_tensors(path, {"images": images})
+    return images
+
+
+ALLOWED = "an image, encoded or of Pillow"
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a cell holds an image: bytes, ``{"bytes": …, "path": …}``, or one of Pillow."""
+    from PIL import Image
+
+    encoded = isinstance(value, dict) and bool({"bytes", "path"} & set(value))
+    return encoded or isinstance(value, (bytes, Image.Image))
+
+
+def pictures(values: Sequence[Any], name: str, place: Callable[[int], str]) -> NDArray[np.float32]:
+    """``(N, C, H, W)`` float32 in [0, 1], pixels over 255; C is 1 where the first image is grey, else 3.
+
+    Raises InputError naming row, client and column of a cell that is no image, or of another size or kind.
+    """
+    rows: list[NDArray[np.uint8]] = []
+    for row, value in enumerate(values):
+        where = f"{place(row)}, column {name}"
+        pixels = _pixels(value, where)
+        if rows and pixels.shape != rows[0].shape:
+            raise wrong(where, f"an image of shape {pixels.shape}", f"{rows[0].shape}, as in {place(0)}")
+        rows.append(pixels)
+    return np.stack(rows).astype(np.float32) / np.float32(255)
+
+
+def _pixels(value: Any, where: str) -> NDArray[np.uint8]:
+    """Return one image ``(C, H, W)`` uint8."""
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        grey = np.asarray(value.convert("L" if value.mode in ("L", "1") else "RGB"))
+        return grey[None] if grey.ndim == 2 else grey.transpose(2, 0, 1)
+    content = value.get("bytes") if isinstance(value, dict) else value
+    try:
+        if isinstance(value, dict) and not content and value.get("path"):
+            content = Path(value["path"]).read_bytes()
+        if not isinstance(content, bytes):
+            raise wrong(where, "a missing value" if content is None else type(content).__name__, ALLOWED)
+        return decode([content], where)[0].numpy()
+    except OSError as error:
+        raise wrong(where, f"{value['path']} ({error.strerror})", ALLOWED) from None
+    except InputError as error:
+        if str(error).startswith(f"{where}: found row 0"):  # decode counts within what it is given
+            raise wrong(where, "bytes that are no image", "an image that Pillow can read") from None
+        raise

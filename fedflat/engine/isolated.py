@@ -1,0 +1,430 @@
+"""Record a user's own pieces as tensor operations, so that their code never runs on a client's data.
+
+A gradient rule, a transform or a state's function is a function of one client. It is called once for each set of public
+numbers, under ``torch.func.vmap(…, randomness="error")``, on made-up numbers in the form of a block; the tensor
+operations that it makes are recorded, and only these run on clients' data. So it cannot see another row, what it stores
+is made up, and a draw from a global generator is an error. Python that would follow the numbers (a branch on data,
+``.item()``, ``view.generator``) is refused by torch or here; such a piece's clients are trained one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedflat.core.checks import InputError
+from fedflat.core.held import global_generators
+from fedflat.core.params import Layout
+from fedflat.core.types import Algorithm, ClientView, GradientFn, Local, broadcast_by
+from fedflat.engine.client import steps_of
+
+Ask = Callable[[str, int, Tensor], Tensor]
+"""What a piece asks of the engine: a name, a number of classes (or 0), and a tensor ``(n, …)`` -> ``(n, …)``."""
+Call = Callable[[list[Tensor], ClientView, Ask], Tensor]
+"""A piece as it is recorded: one client's tensors, what it may see, and how it asks the engine -> its outcome."""
+KEPT = 4
+"""Recordings kept of a piece: for each shape and each phase's public numbers one."""
+
+
+class Refused(InputError):
+    """A piece that cannot be recorded, and why."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation: what is called, on which slots and constants, and the slots of its outcome. ``drop``: slots that
+    nobody reads afterwards."""
+
+    call: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: tuple[int | None, ...]
+    drop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Operations on inputs ``(n, …)``, which are the first slots. result: the slot of the outcome."""
+
+    steps: tuple[_Step, ...]
+    result: _Slot
+    facts: tuple[Any, ...]
+    broadcast: Mapping[str, Tensor]
+
+    def fits(self, facts: tuple[Any, ...], broadcast: Mapping[str, Tensor]) -> bool:
+        """Return whether it was made for these public numbers."""
+        return self.facts == facts and all(torch.equal(self.broadcast[name], v) for name, v in broadcast.items())
+
+    def run(self, inputs: Sequence[Tensor], ask: Ask) -> Tensor:
+        """Return the outcome for a block's tensors."""
+        slots: dict[int, Any] = dict(enumerate(inputs))
+        for step in self.steps:
+            args = [_filled(arg, slots) for arg in step.args]
+            call = ask if step.call is None else step.call
+            found = call(*args, **{k: _filled(v, slots) for k, v in step.kwargs.items()})
+            for number, value in zip(step.out, found if isinstance(found, tuple | list) else (found,)):
+                if number is not None:
+                    slots[number] = value
+            for number in step.drop:
+                slots.pop(number, None)
+        return cast(Tensor, slots[self.result.number])
+
+
+def _filled(arg: Any, slots: Mapping[int, Any]) -> Any:
+    if type(arg) is _Slot:
+        return slots[arg.number]
+    return [_filled(part, slots) for part in arg] if type(arg) is list else arg
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation on tensors; ``inputs`` have the first slots."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[_Step] = []
+        self._held: list[Any] = list(inputs)  # alive, so that no address is used twice
+        self._slots = {id(tensor): number for number, tensor in enumerate(inputs)}
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self._count = len(inputs)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its whole compiler, which takes seconds
+
+    def slot(self, tensor: Tensor) -> _Slot | Tensor:
+        """Return where a tensor lies; itself if it comes from elsewhere."""
+        number = self._slots.get(id(tensor))
+        if number is not None:
+            return _Slot(number)
+        self._held.append(tensor)
+        self._given.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def note(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> None:
+        """Add a step."""
+        marked = tuple(self._marked(arg) for arg in args), {k: self._marked(v) for k, v in kwargs.items()}
+        outs = [self._new(value) for value in (found if isinstance(found, tuple | list) else (found,))]
+        self.steps.append(_Step(call, *marked, tuple(outs)))
+
+    def _marked(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.slot(arg)
+        return [self._marked(part) for part in arg] if isinstance(arg, list | tuple) else arg
+
+    def _new(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._slots:
+            self._slots[id(value)], self._count = self._count, self._count + 1
+            self._held.append(value)
+        return self._slots[id(value)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # vmap refuses most draws itself; this also finds those on tensors outside of it.
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Refused("draws random numbers")
+        found = func(*args, **kwargs)
+        self.note(func, args, kwargs, found)
+        for place, argument in enumerate(func._schema.arguments):
+            written = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(written, Tensor):
+                self.slot(written)
+                # Recorded, such a write would reach the next round, or another client's view of the broadcast.
+                if written.untyped_storage().data_ptr() in self._given:
+                    raise Refused("writes into a tensor that it was given or keeps")
+        return found
+
+
+class _Asked(torch.autograd.Function):
+    """A question to the engine, for all clients of the block at once."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(at: Tensor, token: Tensor, ask: Callable[[Tensor], Tensor]) -> Tensor:
+        raise Refused("asks for a gradient outside of its own call")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, at: Tensor, token: Tensor, ask: Callable[[Tensor], Tensor]) -> Any:
+        """The tensors of all clients -> the engine's answer."""
+        whole = at.expand(info.batch_size, *at.shape) if in_dims[0] is None else at.movedim(in_dims[0], 0)
+        return ask(whole), 0
+
+
+class _Closed:
+    """Placeholder for ``view.generator`` that refuses when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refused("draws from view.generator")
+
+
+def record(
+    call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor],
+    inputs: Sequence[Tensor],
+    broadcast: Mapping[str, Tensor],
+    facts: tuple[Any, ...],
+    check: bool = True,
+) -> Recording:
+    """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
+
+    check: look whether a row reaches another. Raises Refused where it cannot be.
+    """
+    places = [torch.arange(x.numel(), dtype=x.dtype, device=x.device) for x in inputs]
+    made = [torch.sin(place + k).view(x.shape) for k, (place, x) in enumerate(zip(places, inputs))]
+    told = {name: vector.clone() for name, vector in broadcast.items()}
+    token = torch.zeros(len(made[0]), device=made[0].device)
+    recorder = _Recorder([*made, *told.values(), token])
+
+    def one(mine: list[Tensor], token: Tensor) -> Tensor:
+        def ask(name: str, classes: int, at: Tensor) -> Tensor:
+            def answer(whole: Tensor) -> Tensor:
+                # The stand-in's own arithmetic is not part of the piece.
+                with torch._C._DisableTorchDispatch():
+                    found = torch.cos(whole) if not classes else whole.new_full((len(whole), classes), 1 / classes)
+                recorder.note(None, (name, classes, whole), {}, found)
+                return found
+
+            return cast(Tensor, _Asked.apply(at, token, answer))  # type: ignore[no-untyped-call]
+
+        return call(mine, told, _Closed(), ask)
+
+    before = global_generators()
+    try:
+        with recorder:
+            found = torch.func.vmap(one, randomness="error")(made, token)
+    except Refused:
+        raise
+    except Exception as error:  # torch's own refusals have no type of their own
+        raise Refused(_in_words(error)) from error
+    if global_generators() != before:
+        raise Refused("draws from a global generator")
+    result = recorder.slot(found)
+    if not isinstance(result, _Slot):
+        raise Refused("returns a tensor that it keeps")
+    recording = Recording(_without_leftovers(recorder.steps, result), result, facts, told)
+    if check:
+        _refuse_mixing(recording, made, [*told.values(), token])
+    return recording
+
+
+def _refuse_mixing(recording: Recording, made: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
+    """Raise Refused where one client's row reaches another's outcome."""
+    # NaN in all other rows must not show in the first: vmap cannot see what a matrix product mixes.
+    rows = [recording.run([*values, *rest], _same_back)[:1] for values in (made, _others_broken(made))]
+    if not torch.equal(*(torch.nan_to_num(row) for row in rows)):
+        raise Refused("mixes the clients of a block")
+
+
+def _others_broken(made: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same first row, NaN in all others."""
+    return [torch.cat([values[:1], torch.full_like(values[1:], torch.nan)]) for values in made]
+
+
+def _same_back(name: str, classes: int, at: Tensor) -> Tensor:
+    return at.new_ones(len(at), classes) if classes else at * 2
+
+
+def _in_words(error: Exception) -> str:
+    text = str(error)
+    if "data-dependent control flow" in text:
+        return "branches on a client's numbers"
+    if ".item()" in text or "data pointer" in text or "numpy" in text:
+        return "reads a client's numbers into Python (.item(), .numpy())"
+    if "random" in text:
+        return "draws random numbers"
+    return f"cannot run under torch.func.vmap ({type(error).__name__}: {(text.splitlines() or [''])[0][:120]})"
+
+
+def _without_leftovers(steps: Sequence[_Step], result: _Slot) -> tuple[_Step, ...]:
+    """Return the steps, each dropping what is read there for the last time."""
+    seen, found = {result.number}, list[_Step]()
+    for step in reversed(steps):
+        used = {*_numbers((*step.args, *step.kwargs.values())), *(n for n in step.out if n is not None)}
+        found.append(replace(step, drop=tuple(used - seen)))
+        seen |= used
+    return tuple(reversed(found))
+
+
+def _numbers(args: Iterable[Any]) -> Iterable[int]:
+    for arg in args:
+        if type(arg) is _Slot:
+            yield arg.number
+        elif type(arg) is list:
+            yield from _numbers(arg)
+
+
+# ---------------------------------------------------------------------------------------------------- the pieces
+
+
+@dataclass
+class Isolated:
+    """A piece by its recordings; called as the piece is, with one client's tensors or a block's."""
+
+    piece: Any
+    name: str
+    _made: dict[tuple[Any, ...], Recording] = field(default_factory=dict, repr=False, compare=False)
+    _checked: set[Any] = field(default_factory=set, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __getstate__(self) -> Any:
+        return self.piece, self.name
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    @property
+    def called(self) -> str:
+        """The piece's own name."""
+        name: str = getattr(self.piece, "__qualname__", None) or type(self.piece).__qualname__
+        return name.replace(".<locals>", "")
+
+    def _run(self, call: Call, view: ClientView, tensors: Sequence[Tensor], ask: Ask) -> Tensor:
+        """Return the outcome for one client's tensors ``(…)`` or a block's ``(n, …)``; its states go behind them."""
+        single, facts = tensors[0].dim() == 1, (view.clip, view.steps, view.lr)
+        names, given = list(view.state), [*tensors, *view.state.values()]
+        block = [x[None] for x in given] if single else [x.expand(len(tensors[0]), -1) for x in given]
+        asked: Ask = ask if not single else lambda name, classes, at: ask(name, classes, at[0])[None]
+        shapes = tuple(x.shape for x in block)
+        with self._lock:  # blocks of clients train in threads
+            made = self._made.get((shapes, facts))
+            if made is None or not made.fits(facts, view.broadcast):
+
+                def inner(mine: list[Tensor], told: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
+                    state = dict(zip(names, mine[len(tensors) :]))
+                    seen = replace(view, state=state, broadcast=told, generator=generator)
+                    return call(mine[: len(tensors)], seen, ask)
+
+                try:
+                    made = record(inner, block, view.broadcast, facts, check=shapes not in self._checked)
+                except Refused as error:
+                    raise Refused(f"{self.name}: {self.called} {error}") from error
+                # Learning rates change each round; old recordings would only pile up.
+                if len(self._made) >= KEPT:
+                    self._made.clear()
+                self._made[shapes, facts] = made
+                self._checked.add(shapes)
+        found = made.run([*block, *view.broadcast.values(), block[0].new_zeros(len(block[0]))], asked)
+        return found[0] if single else found
+
+
+class IsolatedRule(Isolated):
+    """A gradient rule."""
+
+    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
+        """Return the gradient function that the rule makes, as its recording."""
+
+        def call(mine: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
+            w, start = mine
+            seen = replace(seen, start=start, shares=lambda classes: ask("shares", classes, w))
+            return cast(Tensor, self.piece(lambda at: ask("gradient", 0, at), seen)(w))
+
+        def answer(name: str, classes: int, at: Tensor) -> Tensor:
+            return gradient(at.contiguous()) if name == "gradient" else view.shares(classes)
+
+        return lambda w: self._run(call, view, [w, view.start], answer)
+
+
+class IsolatedTransform(Isolated):
+    """A transform of a client's update."""
+
+    def __call__(self, update: Tensor, view: ClientView) -> Tensor:
+        """Return the message that the transform makes, as its recording."""
+
+        def call(mine: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
+            seen = replace(seen, gradient=lambda: ask("gradient", 0, mine[0]))
+            return cast(Tensor, self.piece(mine[0], replace(seen, examples=lambda: ask("examples", 1, mine[0]))))
+
+        def answer(name: str, classes: int, at: Tensor) -> Tensor:
+            return view.gradient() if name == "gradient" else view.examples()
+
+        return self._run(call, view, [update], answer)
+
+
+class IsolatedState(Isolated):
+    """The function of a client's state; it is asked for one client at a time."""
+
+    def __call__(self, sent: Tensor, view: ClientView) -> Tensor:
+        """Return the client's new state, as ``ClientState.next`` does."""
+
+        def answer(name: str, classes: int, at: Tensor) -> Tensor:
+            raise Refused("asks for a gradient")
+
+        return self._run(lambda mine, seen, ask: cast(Tensor, self.piece(mine[0], seen)), view, [sent], answer)
+
+
+def packaged(*pieces: Any) -> bool:
+    """Return whether pieces are this package's, which are tested to work row by row; no trial shows what a user's own
+    does to the rows of a block once real data are in them.
+    """
+    left = [piece for piece in pieces if piece is not None]
+    while left:
+        piece = left.pop()
+        if not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
+            return False
+        left += [getattr(piece, name) for name in ("outer", "inner") if hasattr(piece, name)]  # a composed rule
+    return True
+
+
+def isolated(algorithm: Algorithm, layout: Layout, local: Local) -> Algorithm:
+    """Return the method with each piece of a user's own by its recordings. Raises Refused, naming the piece and why."""
+    names = {id(piece): name for name, piece in pieces_of(algorithm)}
+
+    def of(kind: Callable[[Any, str], Any], piece: Any) -> Any:
+        return piece if packaged(piece) else kind(piece, names[id(piece)])
+
+    phases = tuple(replace(phase, rule=of(IsolatedRule, phase.rule)) for phase in algorithm.phases)
+    transforms = tuple(of(IsolatedTransform, transform) for transform in algorithm.transforms)
+    states = tuple(replace(state, next=of(IsolatedState, state.next)) for state in algorithm.client_state)
+    made = replace(algorithm, phases=phases, transforms=transforms, client_state=states)
+    _try(made, layout, local)
+    return made
+
+
+def pieces_of(algorithm: Algorithm) -> list[tuple[str, Any]]:
+    """Return what clients run of a method, each with its name."""
+    found: list[tuple[str, Any]] = [(f"algorithm.phases[{i}].rule", p.rule) for i, p in enumerate(algorithm.phases)]
+    found += [(f"algorithm.transforms[{i}]", transform) for i, transform in enumerate(algorithm.transforms)]
+    return found + [(f"algorithm.client_state ({state.name})", state.next) for state in algorithm.client_state]
+
+
+def _try(algorithm: Algorithm, layout: Layout, local: Local) -> None:
+    """Call every recorded piece once, on zeros in the form of two clients."""
+    told = {name: torch.zeros(layout.dimension) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
+    state = {s.name: torch.zeros(2, layout.dimension) for s in algorithm.client_state}
+    update, phases = torch.zeros(2, layout.dimension), {id(phase.rule): phase for phase in algorithm.phases}
+    view = ClientView(steps=steps_of(algorithm.shared_phase, local), lr=0.1, broadcast=told, state=state)
+    for _, piece in pieces_of(algorithm):
+        if isinstance(piece, IsolatedRule):
+            phase = phases[id(piece)]
+            span, seen = layout.span(phase.part), replace(view, steps=steps_of(phase, local), clip=1.0)
+            w, tensors = torch.zeros(2, span.stop - span.start), layout.tensors("shared")
+            seen = replace(seen, broadcast={}, state={}) if phase.part == "personal" else seen
+            seen = replace(seen, start=w, tensors=tensors, shares=lambda k: torch.full((2, k), 1 / k))
+            piece(lambda at: at, seen)(w)
+        elif isinstance(piece, IsolatedTransform):
+            examples = functools.partial(torch.ones, 2, 1)
+            tensors = layout.tensors("shared")
+            piece(update, replace(view, tensors=tensors, gradient=update.clone, examples=examples))
+        elif isinstance(piece, IsolatedState):
+            one = {key: value[0] for key, value in state.items()}
+            piece(torch.zeros(algorithm.vectors * layout.dimension), replace(view, state=one))
+
+
+__all__ = ["Isolated", "Recording", "Refused", "isolated", "packaged", "record"]

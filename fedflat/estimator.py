@@ -1,0 +1,262 @@
+"""Private federated training for whoever thinks in scikit-learn: one fit is one run of :func:`fedflat.run`.
+
+    from fedflat import PrivateClassifier
+
+    model = PrivateClassifier(epsilon=8).fit(X, y, users=people)  # people[i]: whose row i is
+    model.predict(X_new), model.privacy_["proven_epsilon"]
+
+What is protected is a user with all of their rows; without ``users`` every row is a user's only one. A scaler that is
+fitted before it, in a pipeline, reads the rows without noise: name public ``ranges`` instead. Every fit spends ε anew:
+``privacy_["epsilon_of_all_fits"]`` adds up what this process has fitted on the same users, so that a cross-validation
+shows what it cost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from fedflat.core.checks import in_range, wrong
+from fedflat.simulation.run import run
+
+
+@dataclass(eq=False)
+class _Fit:
+    """Users, ε and δ of one fit of this process; users None: rows without names, which may be anybody's."""
+
+    users: frozenset[Any] | None
+    epsilon: float
+    delta: float
+
+
+_FITS: list[_Fit] = []
+CLASSES = "Which classes there are: they were taken from y. Name them (classes=) where that is private."
+
+
+@dataclass(eq=False, repr=False)
+class _Private(BaseEstimator):  # type: ignore[misc]
+    """What both estimators share. All parameters are public, and so is the number of users."""
+
+    epsilon: float = 8.0
+    delta: float | None = None
+    algorithm: Any = "dp-fedavg"
+    body: str | None = None
+    hidden: int | None = None
+    rounds: int = 30
+    steps: int = 10
+    batch_size: int = 16
+    lr: float = 0.3
+    clip: float = 0.5
+    cohort: float = 1.0
+    ranges: Sequence[Any] | None = None
+    recipe: Mapping[str, Any] | None = None
+    out: Any = None
+    random_state: Any = None
+
+    def _train(self, inputs: Tensor, targets: Tensor, users: Any, task: str) -> None:
+        """Train on one client for each user, and keep the released model and its statement."""
+        in_range("cohort", self.cohort, 0, 1, open_low=True)
+        places, names = _by_user(users, len(inputs))
+        pairs = [(inputs[rows], targets[rows]) for rows in places]
+        fit = _Fit(names, self.epsilon, self.delta or 0.0)
+        # Counted before anything is released.
+        _FITS.append(fit)
+        try:
+            result = run(self._recipe(len(pairs), task), clients=pairs, task=task, out=self.out, progress=False)
+        except BaseException:
+            # Without a folder nothing was released.
+            if self.out is None:
+                _FITS.remove(fit)
+            raise
+        epsilon = result.privacy["proven_epsilon"]
+        fit.epsilon, fit.delta = float("inf") if epsilon is None else epsilon, result.privacy["delta"] or 0.0
+        self.history_, self.n_users_ = result.history, len(pairs)
+        self.privacy_ = result.privacy | _of_all_fits(names)
+        self.model_ = result.model
+
+    def _recipe(self, clients: int, task: str) -> dict[str, Any]:
+        """Return the recipe of a fit: the parameters, and over them what ``recipe`` says section by section."""
+        whole = self.cohort >= 1
+        model: dict[str, Any] = {"name": "linear"} if self.hidden is None else {"name": "mlp", "hidden": self.hidden}
+        if self.body is not None:
+            model = {"name": "representation", "body": self.body}
+        spent = {"epsilon": self.epsilon} if self.delta is None else {"epsilon": self.epsilon, "delta": self.delta}
+        found: dict[str, Any] = {
+            "rounds": self.rounds,
+            # This seed drives public things only; the noise is secret.
+            "seed": int(check_random_state(self.random_state).randint(2**31)),
+            "algorithm": self.algorithm,
+            "model": model,
+            "local": {"steps": self.steps, "batch_size": self.batch_size, "lr": self.lr},
+            "cohort": {"size": clients if whole else max(1, round(self.cohort * clients))},
+            "privacy": {"clip": self.clip, **spent},
+        }
+        found["cohort"]["sampling"] = "full" if whole else "poisson"
+        if task == "classification":
+            found["data"] = {"classes": len(self.classes_)}
+        for key, value in (self.recipe or {}).items():
+            both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+            found[key] = found[key] | dict(value) if both else value
+        return found
+
+    def _inputs(self, rows: Any, targets: Any = "no_validation", *, reset: bool, **checks: Any) -> Any:
+        """Return checked rows as a tensor on the public ranges, with checked targets where they are given."""
+        if reset:
+            # A fit that fails must not leave the model of an earlier one.
+            self.__dict__.pop("model_", None)
+        found = validate_data(
+            self, rows, targets, reset=reset, dtype=np.float32, allow_nd=self.body is not None, **checks
+        )
+        x, *rest = found if isinstance(found, tuple) else (found,)
+        if self.ranges is not None:
+            low, high = (np.asarray(bound, dtype=np.float32) for bound in self.ranges)
+            if not (high > low).all():
+                raise wrong("ranges", self.ranges, "(low, high), numbers or one for each column, low < high")
+            x = np.clip(2 * (x - low) / (high - low) - 1, -1, 1)
+        inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+        if self.body is not None and inputs.dim() == 3:
+            # Grey images have one channel.
+            inputs = inputs[:, None]
+        return (inputs, *rest) if rest else inputs
+
+    def _outputs(self, rows: Any) -> Tensor:
+        """Return the released model's outputs for new rows."""
+        check_is_fitted(self, "model_")
+        inputs = self._inputs(rows, reset=False)
+        with torch.no_grad():
+            return torch.cat([self.model_(some) for some in inputs.split(500)]).double()
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        # The noise is secret, so two fits differ.
+        tags.non_deterministic = True
+        return tags
+
+
+@dataclass(eq=False, repr=False)
+class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
+    """Classify rows by a model that is (ε, δ)-differentially private for each user.
+
+    Args:
+        epsilon, delta: the guarantee of one fit; delta None: 0.1 over the number of users.
+        algorithm: a method by its name, or a mapping with its options.
+        body: None, or frozen features for images: patches, scattering, contrastive or a folder.
+        hidden: None for a linear model, or the width of one hidden layer.
+        rounds, steps, batch_size, lr, clip: of the training (docs/recipe.md).
+        cohort: share of the users that take part in a round, by coins of their own below 1.
+        ranges: public (low, high) of the inputs, or of each column: they are mapped to [-1, 1] and cut there.
+        recipe: more keys of a recipe, by section, over those above.
+        out: a new folder for the run's files.
+        random_state: seed of initial weights and batches; the noise is secret whatever it is.
+        classes: all classes. None: those in ``y``, which then are public.
+
+    Attributes: ``classes_``, ``privacy_`` (the statement, and what all fits of this process on these users cost),
+    ``model_`` (the torch module), ``history_``, ``n_users_``, ``n_features_in_``.
+
+    Raises ValueError as scikit-learn does, and fedflat.InputError (a ValueError) for a setting that cannot be used.
+    """
+
+    classes: Sequence[Any] | None = None
+
+    def fit(self, X: Any, y: Any, users: Any = None) -> PrivateClassifier:
+        """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
+        inputs, labels = self._inputs(X, y, reset=True)
+        check_classification_targets(labels)
+        self.classes_ = np.unique(labels if self.classes is None else np.asarray(self.classes))
+        if len(self.classes_) < 2:
+            raise ValueError("y: found 1 class; allowed: two classes or more (classes= names those that do not occur).")
+        unknown = np.setdiff1d(labels, self.classes_)
+        if len(unknown):
+            raise wrong("y", str(unknown[0]), f"the classes {', '.join(map(str, self.classes_))}")
+        self._train(inputs, torch.from_numpy(np.searchsorted(self.classes_, labels)), users, "classification")
+        if self.classes is None:
+            self.privacy_["not_covered"] = [*self.privacy_["not_covered"], CLASSES]
+        return self
+
+    def predict(self, X: Any) -> Any:
+        """Return the most probable class of each row ``(n,)``."""
+        best = self._outputs(X).argmax(-1).numpy()
+        return self.classes_[best]
+
+    def predict_proba(self, X: Any) -> Any:
+        """Return the probability of each class ``(n, classes)``, in the order of ``classes_``."""
+        return self._outputs(X).softmax(-1).numpy()
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        # On the few rows of scikit-learn's checks noise outweighs the signal.
+        tags.classifier_tags.poor_score = True
+        return tags
+
+
+@dataclass(eq=False, repr=False)
+class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
+    """Predict numbers by a model that is (ε, δ)-differentially private for each user.
+
+    Parameters and attributes are those of :class:`PrivateClassifier`, and target_range: the public (low, high) of y,
+    which is mapped to [-1, 1] for training, cut there, and mapped back. None: y as it is, best about 1.
+    """
+
+    lr: float = 0.1
+    target_range: Sequence[float] | None = None
+
+    def fit(self, X: Any, y: Any, users: Any = None) -> PrivateRegressor:
+        """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
+        inputs, values = self._inputs(X, y, reset=True, y_numeric=True)
+        low, high = self.target_range or (-1.0, 1.0)
+        if not high > low:
+            raise wrong("target_range", self.target_range, "(low, high) with low < high")
+        self.middle_, self.half_ = (low + high) / 2, (high - low) / 2
+        targets = (values.astype(np.float64) - self.middle_) / self.half_
+        if self.target_range is not None:
+            targets = targets.clip(-1, 1)
+        self._train(inputs, torch.from_numpy(targets.astype(np.float32)), users, "regression")
+        return self
+
+    def predict(self, X: Any) -> Any:
+        """Return the prediction of each row ``(n,)``, in y's own units."""
+        found = self._outputs(X).reshape(-1).numpy()
+        return self.middle_ + self.half_ * found
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True
+        return tags
+
+
+def _by_user(users: Any, rows: int) -> tuple[list[Any], frozenset[Any] | None]:
+    """Return the rows of each user, in the order of their first row; and the users' names, None without names."""
+    if users is None:
+        # Silence would let somebody protect single rows where they meant people.
+        warnings.warn("users: none given, so every row counts as a user of its own", stacklevel=4)
+        return [slice(row, row + 1) for row in range(rows)], None
+    named = np.asarray(users)
+    if named.shape != (rows,):
+        raise wrong("users", f"shape {named.shape}", f"one name for each of the {rows} rows")
+    codes, names = pd.factorize(named)
+    if (codes < 0).any():
+        raise wrong(f"users[{int(np.argmax(codes < 0))}]", "no name", "a name for each row")
+    return [np.flatnonzero(codes == code) for code in range(len(names))], frozenset(names.tolist())
+
+
+def _of_all_fits(users: frozenset[Any] | None) -> dict[str, Any]:
+    """Return what this process' fits on users that this fit shares have spent, their ε and δ added up."""
+    shared = [fit for fit in _FITS if fit.users is None or users is None or fit.users & users]
+    # By basic composition: valid whatever the fits have in common.
+    total = sum(fit.epsilon for fit in shared)
+    return {
+        "fits": len(shared),
+        "epsilon_of_all_fits": total if np.isfinite(total) else None,
+        "delta_of_all_fits": sum(fit.delta for fit in shared),
+    }

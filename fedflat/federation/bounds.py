@@ -1,0 +1,269 @@
+"""How large a message may be, held against what arrived before any of it is unpacked.
+
+Flower keeps a message as a tree of objects, each stored once under its hash: an array is a list of chunks, and the same
+chunk may stand in it a thousand times. So 10 MB on the wire can be 4 GB in memory. A deployment knows the size of every
+honest message before it starts (``task.json``): what has more objects, longer objects, or unpacks to more, is refused
+from its counts and heads alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedflat.engine.job import Job
+from fedflat.federation.wire import Malformed
+from fedflat.methods.ddgauss import SharedDiscreteNoise
+
+log = logging.getLogger("fedflat.bounds")
+
+FACTS = 1 << 16
+"""Bytes for everything in a message but its arrays, and what grows with clients and rounds."""
+FRAMES = 16
+"""Objects of a message beside the chunks of its arrays: an honest one has at most nine."""
+CHUNK = 5_242_880
+"""Bytes of an array in one object, as Flower cuts it (FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)."""
+TOO_LARGE, DAMAGED = 413, 400
+"""Codes of the errors that stand in for a refused reply; Flower's own are below 100."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a message may hold. arrays: bytes of all arrays, unpacked. facts: bytes of everything else."""
+
+    arrays: int
+    facts: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of a whole message."""
+        return self.arrays + self.facts
+
+    @property
+    def objects(self) -> int:
+        """Objects of a message, chunks included."""
+        return FRAMES + self.arrays // CHUNK
+
+    @property
+    def object(self) -> int:
+        """Bytes of one object: a chunk, or the facts."""
+        return min(self.total, max(CHUNK, self.facts) + FACTS)
+
+    def names(self, tree: Any) -> list[str]:
+        """Return the ids of a message's objects, or raise ``Malformed`` for too many; a repeated one counts again."""
+        found: list[str] = []
+        for node in _nodes(tree):
+            found.append(node.object_id)
+            if len(found) > self.objects:
+                raise Malformed("size")
+        return list(dict.fromkeys(found))
+
+    def check(self, contents: Mapping[str, bytes]) -> None:
+        """Raise ``Malformed`` if objects (id -> bytes) are too many or too long, or would unpack to too much."""
+        if len(contents) > self.objects or sum(map(len, contents.values())) > self.total:
+            raise Malformed("size")
+        if sum(_unpacked(content, contents, self) for content in contents.values()) > self.total:
+            raise Malformed("size")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a deployment. ask: of the server's messages. reply: of a client's."""
+
+    ask: Limit
+    reply: Limit
+
+    @classmethod
+    def of(cls, job: Job) -> Limits:
+        """Return the limits that a job's model, method, clients and rounds need."""
+        parts, clients = job.parts, job.data.clients
+        size, plan = parts.layout.dimension, parts.plan
+        reply = 4 * parts.message_length
+        cohort = clients if plan.trust == "distributed" else 0
+        if isinstance(parts.mechanism, SharedDiscreteNoise):
+            reply = 8 * parts.mechanism.mechanism.padded
+        arrays = size * (4 * (1 + len(parts.broadcast)) + 1) + FACTS  # and a mask; the rest for heads of arrays
+        facts = FACTS + 512 * cohort + 256 * plan.rounds  # keys and boxes of a cohort; the ledger's signed history
+        ask = Limit(arrays, facts + 80 * cohort**2)  # everybody's commitments to everybody
+        return cls(ask, Limit(reply + FACTS, FACTS + 512 * cohort))
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Limits:
+        """Return the limits in ``task.json``; KeyError, TypeError or ValueError if there are none."""
+        pairs = [[int(number) for number in found[name]] for name in ("ask", "reply")]
+        if any(number < 1 for pair in pairs for number in pair):
+            raise ValueError("limits below one byte")
+        return cls(*(Limit(*pair) for pair in pairs))
+
+    def dump(self) -> dict[str, list[int]]:
+        """Return the limits as values for JSON."""
+        return {name: [limit.arrays, limit.facts] for name, limit in (("ask", self.ask), ("reply", self.reply))}
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    for child in tree.children:
+        yield from _nodes(child)
+    yield tree
+
+
+def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> int:
+    """Return the bytes that an array's chunks come to, as often as they stand in it; 0 for any other object."""
+    # Flower's form of an object: its type, its children's ids and its length, a zero byte, the content. Only the head
+    # of an array says how often each chunk stands in it, which is what makes ten megabytes four gigabytes.
+    head, divider, _ = content[:200_000].partition(b"\0")
+    if not head.startswith(b"Array "):
+        return 0
+    try:
+        children = head.decode("ascii").split(" ")[1].split(",")
+        if not divider or len(content) - len(head) > limit.facts:
+            raise Malformed("size")
+        said = json.loads(content[len(head) + 1 :])
+        places, shape = said["arraychunk_ids"], said["shape"]
+        entries = 1
+        for length in shape:
+            entries *= max(int(length), 0)
+            if entries > limit.arrays:
+                raise Malformed("shape")
+        return sum(len(contents[children[place]]) for place in places)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise error if isinstance(error, Malformed) else Malformed("form") from error
+
+
+@dataclass
+class _Reply:
+    """What a SuperLink has of one reply. tree: its objects, as they were declared first."""
+
+    message: Any
+    tree: bytes
+    length: int = 0
+
+
+class ReplyKeeper:
+    """Lets a SuperLink's state keep one reply to a question, of at most the ``limit``, and give it out when it is
+    whole; an error of the same node takes the place of any other, and its objects go.
+
+    state: Flower's, in memory; three of its methods are replaced.
+    """
+
+    def __init__(self, state: Any, limit: Limit) -> None:
+        self.state, self.limit = state, limit
+        self._keep, self._put = state.store_message_and_object_tree, state.store_object
+        self._give = state.get_message_res
+        self._replies: dict[str, _Reply] = {}
+        self._sessions: dict[str, _Reply] = {}
+        self._alone = threading.RLock()
+        state.store_message_and_object_tree, state.store_object = self.declare, self.store
+        state.get_message_res = self.whole
+
+    def declare(self, message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
+        """Take a message and the tree of its objects; return whether it is kept, and which objects are wanted."""
+        asked = message.metadata.reply_to_message_id
+        # Flower's store is used from several threads; a reply must not grow between the look at it and its storage.
+        with self._alone:
+            if asked and not self._is_honest(message, tree, asked):
+                return self._refuse(message)
+            kept: tuple[bool, list[str]] = self._keep(message, tree, session)
+            if asked and kept[0]:
+                self._sessions[session] = self._replies[asked]
+            elif asked:
+                self._replies.pop(asked)
+            return kept
+
+    def _is_honest(self, message: Any, tree: Any, asked: str) -> bool:
+        """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
+        for gone in [number for number in self._replies if number not in self.state.message_ins_store]:
+            del self._replies[gone]
+        for over in [number for number in self._sessions if number not in self.state._object_push_sessions]:
+            del self._sessions[over]
+        try:
+            self.limit.names(tree)
+        except Malformed:
+            return False
+        declared = tree.SerializeToString(deterministic=True)
+        reply = self._replies.setdefault(asked, _Reply(message, declared))
+        return bool(tree.object_id == message.metadata.message_id) and reply.tree == declared
+
+    def store(self, run_id: int, session: str, object_id: str, content: bytes) -> bool:
+        """Take one object's content; return whether it is kept."""
+        with self._alone:
+            reply = self._sessions.get(session)
+            if reply is not None:
+                reply.length += len(content)
+                if reply.length > self.limit.total:
+                    self.state._cleanup_push_session(session, cleanup_messages=True)
+                    del self._sessions[session]
+                    self._refuse(reply.message)
+                    return False
+        if not session:
+            return False
+        kept: bool = self._put(run_id, session, object_id, content)
+        return kept
+
+    def _half(self) -> dict[str, _Reply]:
+        """Return the replies that have not all arrived, by push session."""
+        open = self.state._object_push_sessions
+        return {name: one for name, one in self._sessions.items() if name in open and open[name].pending_object_ids}
+
+    def whole(self, message_ids: set[str], run_id: int) -> Any:
+        """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
+        with self._alone:
+            half = {reply.message.metadata.reply_to_message_id for reply in self._half().values()}
+        return self._give(set(message_ids) - half, run_id)
+
+    def blame(self, key: bytes) -> None:
+        """Refuse whatever the node of a key has declared or was asked: the door did not read what it sent."""
+        node = self.state.get_node_id_by_public_key(key)
+        with self._alone:
+            for name, reply in self._half().items():
+                if reply.message.metadata.src_node_id == node:
+                    self.state._cleanup_push_session(name, cleanup_messages=True)
+                    self._refuse(reply.message)
+            for number, question in list(self.state.message_ins_store.items()):
+                known = self.state.message_ins_id_to_message_res_id
+                if question.metadata.dst_node_id == node and number not in known:
+                    self._refuse(answer_to(question))
+
+    def _refuse(self, message: Any) -> tuple[bool, list[str]]:
+        log.warning(
+            "a reply was refused before it was kept: more than %d objects or %d bytes, or another than was declared",
+            self.limit.objects, self.limit.total,
+        )  # fmt: skip
+        error = refusal(message.metadata, "size")
+        # Flower sets an id when a message is sent; this one is made where it would have arrived.
+        error.metadata.__dict__["_message_id"] = error.object_id
+        with self.state.lock:
+            if self.state.store_message_res(error) is not None:
+                self.state._store_generated_message(error)
+        return False, []
+
+
+def answer_to(question: Any) -> Any:
+    """Return an empty reply to a message, as from the node that it was for."""
+    from flwr.app import Message, RecordDict
+
+    return Message(RecordDict(), reply_to=question)
+
+
+def refusal(said: Any, reason: str) -> Any:
+    """Return the error that stands in for a refused reply, as from its sender. said: the reply's metadata."""
+    from flwr.app import Error
+    from flwr.app.message import make_message
+    from flwr.app.metadata import Metadata
+
+    known = [
+        "run_id",
+        "message_id",
+        "src_node_id",
+        "dst_node_id",
+        "reply_to_message_id",
+        "group_id",
+        "created_at",
+        "ttl",
+        "message_type",
+    ]
+    code = TOO_LARGE if reason == "size" else DAMAGED
+    return make_message(Metadata(**{name: getattr(said, name) for name in known}), error=Error(code, reason))

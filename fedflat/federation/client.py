@@ -1,0 +1,214 @@
+"""The client's side of a round: read the ask, train on its own examples, clip, answer. Data and head stay here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.backends.sequential import Sequential
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.params import PersonalState
+from fedflat.core.process import using_threads
+from fedflat.core.rng import fresh_key
+from fedflat.core.types import Broadcast, RoundState
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.client import LocalResult
+from fedflat.engine.device import exact
+from fedflat.engine.evaluate import scores
+from fedflat.engine.job import Job
+from fedflat.engine.reduce import RoundSum, Trained, states_of
+from fedflat.engine.round import accumulator_of, noisy_sum
+from fedflat.engine.train import finetuned
+from fedflat.federation.secagg.client import answer_stage
+from fedflat.federation.secagg.stages import stage_of
+from fedflat.federation.store import Store, read_examples
+from fedflat.federation.task import Task
+from fedflat.federation.tips import without_tip
+from fedflat.federation.wire import Answer, Malformed, Refused, Request, read_request, write_answer
+
+log = logging.getLogger("fedflat.client")
+
+
+@dataclass
+class Client:
+    """One client: its number, its own data file, its own state folder, and what it agreed to (the task).
+
+    pin: a hash that the operator of the client fixed by hand; with it, another recipe is refused whatever the server
+    says. operator: the public key of who runs the server; without one the first that is seen is pinned. held: examples
+    that are never trained on, for the client's own record of how well the models do for it.
+    """
+
+    task: Task
+    number: int
+    data: Path
+    store: Store
+    pin: str = ""
+    key: Path | None = None
+    held: Path | None = None
+    operator: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.task.form.clients:
+            raise wrong("node config: client", self.number, f"0 to {self.task.form.clients - 1}")
+        if self.pin and self.pin != self.task.pin:
+            raise wrong("node config: pin", self.pin, f"{self.task.pin}, the hash of the app's recipe, task and roster")
+
+    @cached_property
+    def job(self) -> Job:
+        """Model, plan and data, built as the simulation builds them; only this client's rows are there."""
+        from fedflat.assembly.jobs import prepare
+
+        inputs, targets = read_examples(self.data)
+        self.task.form.check(str(self.data), inputs, targets)
+        return prepare(self.task.recipe, data=self.task.form.federation(self.number, (inputs, targets)))
+
+    def answer(self, content: Any) -> Any:
+        """Return the content of the reply to a message's content.
+
+        Raises:
+            Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
+        """
+        content = without_tip(content, self.store.folder, self.operator)
+        if stage_of(content) is not None:
+            return answer_stage(self, content)
+        if self.job.parts.plan.trust == "distributed":
+            raise Refused("the server asks for an update without secure aggregation")
+        try:
+            ask = read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
+        except Malformed as fault:
+            raise Refused(f"the server's message is malformed: {fault.reason}") from fault
+        self.check(ask)
+        update, examples = self.update(ask.broadcast)
+        if self.job.parts.plan.trust == "local":
+            self.store.note_participation(ask.broadcast.round)
+        return write_answer(Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
+
+    def check(self, ask: Request) -> None:
+        """Check what a client must not take the server's word for."""
+        plan, now = self.job.parts.plan, self.job.parts.of(ask.broadcast.round)
+        if ask.client != self.number:
+            raise Refused(f"the server asks client {ask.client}, this is client {self.number}")
+        if ask.pin != self.task.pin:
+            raise Refused("the server runs another recipe, task or roster")
+        if ask.broadcast.round >= plan.rounds:
+            raise Refused(f"the server asks for round {ask.broadcast.round} of {plan.rounds}")
+        agreed = self.job.threshold if now.threshold is None else now.threshold
+        if not now.clip.moves and ask.broadcast.clip != agreed:
+            raise Refused("the server asks for another clip than the recipe's")
+        allowed = plan.rounds if plan.max_participations is None else plan.max_participations
+        if plan.trust != "local":
+            return
+        if self.store.took_part(ask.broadcast.round):  # a second noised answer would be one more than is charged
+            raise Refused(f"this client's answer to round {ask.broadcast.round} has left already")
+        if self.store.participations() >= allowed:
+            raise Refused(f"this client has taken part {allowed} times, which is all its guarantee allows")
+
+    def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
+        """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for."""
+        job = self.job
+        parts, rows = job.parts.of(broadcast.round), job.data.parts[self.number]
+        before = self.store.head(job.initial_weights[parts.layout.dimension :], broadcast.round)
+        if self.held is not None:
+            self._note_accuracy(broadcast)
+        if len(rows) == 0:  # it answers all the same: who has no examples is nobody's to know
+            return torch.zeros(parts.message_length), 0
+        alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
+        states = self.store.states(broadcast.round)
+        kept = PersonalState(before, states={name: {self.number: state} for name, state in states.items()})
+        states = states_of(parts.algorithm, kept, self.number, broadcast.shared)
+        # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
+        with using_threads(1), exact(job.problem.device):
+            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]), states)
+        outgoing = self._outgoing(alone, result, broadcast, kept)
+        self.store.keep_head(broadcast.round, before, kept.of(self.number))
+        self.store.keep_states(broadcast.round, states, states_of(parts.algorithm, kept, self.number, broadcast.shared))
+        return outgoing, len(rows) if parts.weighted else 0
+
+    def _note_accuracy(self, broadcast: Broadcast) -> None:
+        """Note how well the model does for this client; if that fails, it changes nothing that is sent."""
+        try:
+            self.store.note_accuracy(evaluate(self, broadcast.shared, broadcast.round))
+        except Exception as error:  # whatever it is, the answer is the same as without the record
+            log.error("no personal accuracy was noted: %s: %s", type(error).__name__, error)
+
+    def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: PersonalState) -> Tensor:
+        """Return what leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
+
+        What stays goes to ``kept``; a state is moved by the message as clipped here.
+        """
+        parts, key = self.job.parts.of(broadcast.round), fresh_key()  # never stored: nobody can draw this noise again
+        noised = parts.plan.trust == "local" and parts.plan.private
+        plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
+        own = accumulator_of(parts, broadcast, key) if noised else plain
+        size = len(alone.data.parts[self.number])
+        RoundSum(alone.algorithm, alone.local, broadcast, own, kept).add(Trained.of([self.number], [size], result))
+        if noised:
+            return noisy_sum(parts, broadcast, own.result(), key).to(torch.float32)
+        if parts.clip.moves:
+            return result.message.to(torch.float32)
+        return plain.result().total.to(torch.float32)
+
+
+def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
+    """Return the record of one model on the client's held-back examples.
+
+    shared: ``(d,)``, released after ``round`` rounds. The record: round, personal_accuracy (own head or fine-tuned),
+    shared_accuracy (w^0's head, not fine-tuned), examples.
+
+    Raises:
+        InputError: no held-back file, examples of another form, or a model of another size.
+    """
+    job, number = client.job, client.number
+    if client.held is None:
+        raise wrong("node config: held", "nothing", "a file of examples that are never trained on")
+    inputs, targets = read_examples(client.held)
+    client.task.form.check(str(client.held), inputs, targets)
+    size = job.parts.layout.dimension
+    if shared.shape != (size,):
+        raise wrong("--model", f"{shared.numel()} shared parameters", f"{size}, as the recipe's model has")
+    first = job.initial_weights[size:]
+    heads = PersonalState(first, {number: client.store.head(first, round)})
+    with using_threads(1):
+        plain = scores(job.problem, torch.cat([shared, first]), inputs, targets).mean()[1]
+        own = heads.whole(shared, number)
+        tune = job.parts.algorithm.finetune
+        if tune is not None:
+            own = finetuned(job, RoundState(round, shared, job.threshold), own, number, tune)
+        found = scores(job.problem, own, inputs, targets).mean()[1]
+    return {"round": round, "personal_accuracy": found, "shared_accuracy": plain, "examples": len(inputs)}
+
+
+def client_of(task: Task, config: Any) -> Client:
+    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, held, operator."""
+    for name in ("client", "data", "state"):
+        if name not in config:
+            raise wrong(
+                "node config", "nothing", f'{name}=…, for example --node-config \'client=0 data="…" state="…"\''
+            )
+    if not isinstance(config["client"], int) or isinstance(config["client"], bool):
+        raise wrong("node config: client", config["client"], "the client's number in the roster")
+    data, state = (Path(str(config[name])) for name in ("data", "state"))
+    key, held, operator = (Path(str(config[n])) if config.get(n) else None for n in ("key", "held", "operator"))
+    return Client(task, config["client"], data, Store(state), str(config.get("pin", "")), key, held, operator)
+
+
+def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
+    """Return the Flower reply to a Flower message; what went wrong stays in this client's own log."""
+    from flwr.app import Error, Message
+
+    try:
+        client = client_of(Task.read(app_folder), config)
+        with client.store.alone():
+            client.store.note_node(message.metadata.dst_node_id)
+            return Message(client.answer(message.content), reply_to=message)
+    except (InputError, RunError) as error:
+        log.error("%s", error)
+    except Exception:  # a traceback in the reply could carry data
+        log.exception("local training failed")
+    return Message(Error(code=0, reason="no answer"), reply_to=message)

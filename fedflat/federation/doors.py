@@ -1,0 +1,256 @@
+"""The SuperLink's and the SuperNode's doors: who is heard, for how long, and how much they may say.
+
+Flower reads a request's whole body before it asks whose it is, and keeps a connection that says nothing for as long as
+it likes. So each address has a door before Flower: a stranger's connection is closed when it has not shown a credential
+in time, or when there are too many; and no byte of a body is read without one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import logging
+import resource
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from fedflat.federation.bounds import FACTS, Limit
+
+log = logging.getLogger("fedflat.doors")
+
+FLEET, CONTROL, RUNTIME = "/v1/fleet/", "/v1/control/", "/v1/runtime/"
+STRANGERS, EACH, SECONDS = 128, 32, 15.0
+"""Connections without a credential so far (each takes 256 KiB for TLS), connections of one key, and seconds until a
+credential must be shown."""
+ROOM = 1 << 20
+"""Bytes beyond one reply that a key's requests may hold at a time: their frames, and what else it asks meanwhile."""
+SILENCE = 60.0
+"""Seconds between two log lines on one limit: whoever floods a door does not fill the disk."""
+ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Options of an accepted connection: one whose other end has vanished is closed after half a minute."""
+Door = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files and connections as the system allows; return how many these are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Guest(socket.socket):
+    """An accepted connection. gone: called when it is closed."""
+
+    gone: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Close the connection; tell the gate once."""
+        if self.gone is not None:
+            self.gone()
+            self.gone = None
+        super().close()
+
+
+class Gate(socket.socket):
+    """A listening socket that keeps few strangers, and each for a short time.
+
+    A connection is a stranger's until ``welcome`` is told whose it is. One too many takes the place of the oldest of
+    the host that has most.
+    """
+
+    def __init__(self, name: str, host: str, port: int, strangers: int = STRANGERS, seconds: float = SECONDS) -> None:
+        super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.name, self.most, self.seconds = name, strangers, seconds
+        self._strangers: dict[Any, tuple[Guest, float]] = {}
+        self._known: dict[Any, dict[Any, Guest]] = {}
+        self._said: dict[str, float] = {}
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind((host, port))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, and make room for it."""
+        found, address = super().accept()
+        # asyncio keeps this object and closes it: a subclass is the one way to hear of that.
+        guest = Guest(self.family, self.type, self.proto, fileno=found.detach())
+        for option in ALIVE.keys() & vars(socket).keys():  # not every system has them all
+            level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
+            guest.setsockopt(level, getattr(socket, option), ALIVE[option])
+        place = address[:2]
+        guest.gone = lambda: self._forget(place)
+        if len(self._strangers) >= self.most:
+            self.say("connections", f"{self.most} connections have shown no credential; the oldest are closed")
+            # Of the host that has most: one flooding machine closes its own connections, not a new client's.
+            hosts = Counter(host for host, _ in self._strangers)
+            busiest = max(hosts.values())
+            self._close(next(place for place in self._strangers if hosts[place[0]] == busiest))
+        self._strangers[place] = guest, time.monotonic()
+        return guest, address
+
+    def welcome(self, place: Any, key: Any) -> None:
+        """Take the connection from ``place`` (host, port) for one of ``key``, which it has shown."""
+        guest, _ = self._strangers.pop(tuple(place), (None, 0.0))
+        if guest is None:
+            return
+        own = self._known.setdefault(key, {})
+        if len(own) >= EACH:
+            self.say("key", f"one key has {EACH} connections; its oldest are closed")
+            _shut(own.pop(next(iter(own))))
+        own[tuple(place)] = guest
+
+    async def sweep(self) -> None:
+        """Close strangers who have said nothing for too long; to be called every second."""
+        late = time.monotonic() - self.seconds
+        for place in [place for place, (_, since) in self._strangers.items() if since < late]:
+            self.say("time", f"connections without a credential are closed after {self.seconds:g} seconds")
+            self._close(place)
+
+    def say(self, limit: str, what: str) -> None:
+        """Log that a limit was met, once a minute."""
+        now = time.monotonic()
+        if now - self._said.get(limit, -SILENCE) >= SILENCE:
+            self._said[limit] = now
+            log.warning("%s: %s", self.name, what)
+
+    def _close(self, place: Any) -> None:
+        _shut(self._strangers.pop(place)[0])
+
+    def _forget(self, place: Any) -> None:
+        self._strangers.pop(place, None)
+        for key, own in list(self._known.items()):
+            if own.pop(place, None) is not None and not own:
+                del self._known[key]
+
+
+def _shut(guest: Guest) -> None:
+    with suppress(OSError):
+        guest.shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
+
+
+def fleet_only(
+    app: Any, known: Collection[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
+) -> Door:
+    """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
+
+    Nothing is read of a request without the signature of a ``known`` key (PEM), of one that is longer than a reply's
+    ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request that was
+    too long by itself. Requests that are too long together may be one that was cut off and its repetition, which an
+    honest client sends: they are put off, and nobody is blamed.
+    """
+    held: Counter[bytes] = Counter()
+
+    async def door(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return  # websockets, and the lifespan, which the operator's door starts once for both
+        headers = dict(scope["headers"])
+        if not scope["path"].startswith(FLEET):
+            return await _refuse(send, 404)
+        key = _signed_by(headers, known)
+        if key is None:
+            return await _refuse(send, 401)
+        gate.welcome(scope["client"], key)
+        length = _length(headers)
+        most = limit.object + FACTS if scope["path"] == FLEET + "push-object" else FACTS + 128 * limit.objects
+        if length is None:
+            return await _refuse(send, 411)
+        if length > most:
+            gate.say("length", "a client's request was longer than a reply can be, and was not read")
+            blame(key)
+            return await _refuse(send, 413)
+        if held[key] + length > limit.total + ROOM:
+            gate.say("sum", "a client's requests at one time were longer than a reply can be; one has to wait")
+            return await _refuse(send, 503)  # Flower's client sends it again; after a 429 it would give up
+        held[key] += length
+        try:
+            await app(scope, receive, send)
+        finally:
+            held[key] -= length
+
+    return door
+
+
+def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool], gate: Gate | None = None) -> Door:
+    """Return an ASGI application as accounts of this machine see it: no path to SuperNodes' interface, and of a request
+    without a credential nothing is read. allowed: whether path and headers show one."""
+
+    async def door(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if not path.startswith((CONTROL, RUNTIME)):
+                return await _refuse(send, 404)
+            if not allowed(path, {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}):
+                return await _refuse(send, 401)
+            if gate is not None:
+                gate.welcome(scope["client"], "operator")
+        elif scope["type"] != "lifespan":
+            return
+        await app(scope, receive, send)
+
+    return door
+
+
+def worker_or_task(secret: bytes, state: Callable[[], Any]) -> Callable[[str, Mapping[str, str]], bool]:
+    """Return what says whether a request to the Runtime interface is of this start's worker, or of a task given out."""
+    from flwr.supercore import constant as header
+    from flwr.supercore.auth.superexec import compute_superexec_signature, derive_auth_secret
+
+    own = derive_auth_secret(secret)
+
+    def is_shown(path: str, headers: Mapping[str, str]) -> bool:
+        if not path.startswith(RUNTIME):
+            return False
+        if token := headers.get(header.TASK_TOKEN_HEADER, ""):
+            return state().get_task_by_token(token) is not None
+        try:
+            wanted = compute_superexec_signature(
+                auth_secret=own, method="/flwr.proto.Runtime/AcquireTask",
+                timestamp=int(headers[header.SUPEREXEC_AUTH_TIMESTAMP_HEADER]),
+                nonce=headers[header.SUPEREXEC_AUTH_NONCE_HEADER],
+                body_sha256=headers[header.SUPEREXEC_AUTH_BODY_SHA256_HEADER],
+            )  # fmt: skip
+            # Compared in constant time: how long a wrong one takes tells nothing of the right one.
+            return hmac.compare_digest(wanted.encode(), headers[header.SUPEREXEC_AUTH_SIGNATURE_HEADER].encode())
+        except (KeyError, ValueError):
+            return False
+
+    return is_shown
+
+
+async def _refuse(send: Any, status: int) -> None:
+    headers = [(b"content-length", b"0"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _length(headers: Mapping[bytes, bytes]) -> int | None:
+    """Return the length that a request says its body has; None without one."""
+    # Both headers together are how a request is smuggled past a proxy: that length is not believed.
+    said = headers.get(b"content-length", b"")
+    return int(said) if said.isdigit() and len(said) < 16 and b"transfer-encoding" not in headers else None
+
+
+def _signed_by(headers: Mapping[bytes, bytes], known: Collection[bytes]) -> bytes | None:
+    """Return the known key that signed the request's time, if that is now. Flower asks whose node the request is of."""
+    from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+
+    def given(name: str) -> bytes:
+        return headers.get(name.lower().encode(), b"")
+
+    try:
+        names = (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+        key, signature = (base64.b64decode(given(name), validate=True) for name in names)
+        signed = datetime.fromisoformat(given(TIMESTAMP_HEADER).decode("ascii"))
+        age = (datetime.now(UTC) - signed).total_seconds()
+    except (ValueError, TypeError):  # TypeError: a time without a zone
+        return None
+    if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+        return None
+    fits = key in known and verify_signature(bytes_to_public_key(key), given(TIMESTAMP_HEADER), signature)
+    return key if fits else None

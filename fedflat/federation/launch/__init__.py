@@ -1,1 +1,0 @@
-"""From a recipe to processes: project, certificates, addresses."""

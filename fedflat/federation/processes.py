@@ -1,0 +1,221 @@
+"""A federation's programs as processes (private files, orderly ends, nothing left behind), and which Flower they need.
+
+Flower's own parts are used here, and they change from one minor version to the next: ``check_flower`` refuses others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.imports import missing
+from fedflat.federation.bounds import Limit
+from fedflat.federation.wire import Malformed
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+"""Linux's numbers, of prctl.h."""
+LOOK = 0.02
+"""Seconds between looks at children that were asked to end: nobody notices them, and they cost nothing."""
+_LIBC = ctypes.CDLL(None)
+"""Loaded here and not between fork and exec."""
+
+
+def status_of(work: Callable[[], int]) -> int:
+    """Return the exit status of ``work()``: with one line, 2 for bad input and 1 for a fault of the surroundings."""
+    try:
+        return work()
+    except (InputError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def program(usage: str, arguments: Sequence[str], work: Callable[[], int]) -> int:
+    """Return the exit status of a program of the federation; 2 with its usage for another number of words.
+
+    usage: its name and what it takes; what stands in brackets may be left out together.
+    """
+    needed, _, optional = usage.partition(" [")
+    if len(arguments) not in {len(needed.split()) - 1, len(f"{needed} {optional}".split()) - 1}:
+        print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
+        return 2
+    return status_of(work)
+
+
+def private() -> None:
+    """From here on: files that only this account reads (umask 077), and no core dumps (they would hold updates)."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def must_be_free(where: str, host: str, port: int) -> None:
+    """Raise InputError, before Flower starts, if another program listens on this port or there is no such port."""
+    if port > 65535:
+        raise wrong(where, f"{host}:{port}", "a port up to 65535")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower's own: a closed one may be left over
+        try:
+            found.bind((host, port))
+        except OSError as error:  # anything else is Flower's to say: a name, an address of another network
+            if error.errno == errno.EADDRINUSE:
+                raise wrong(where, f"{host}:{port}, which another program uses", "a free port") from error
+
+
+def check_private(key: Path, option: str = "") -> None:
+    """Raise InputError unless a private key is there, and its owner's only."""
+    if not key.is_file():
+        raise wrong(f"{option}{key}", "no such file", "a private key, 0600")
+    if key.stat().st_mode & 0o077:
+        raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
+
+
+def hang_up_is_an_end() -> None:
+    """Let a closed terminal (SIGHUP) end this program as SIGTERM does; Flower handles only the latter."""
+    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
+def end_with_an_exit() -> None:
+    """Turn every signal that asks for an end into SystemExit, so that ``finally`` and ``with`` clean up."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in END_SIGNALS:
+        signal.signal(number, leave)
+
+
+def dies_with(parent: int) -> None:
+    """Ask the kernel (Linux) for SIGTERM when the parent is gone, however it went; exit if it has gone already."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def named(name: str) -> None:
+    """Set the name that ``ps`` and ``top`` show (Linux, 15 characters)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def end(groups: Iterable[int], seconds: float) -> None:
+    """End children that lead process groups: asked first, killed with all they started after ``seconds``."""
+    left = set(groups)
+    for child in left:
+        _signal_group(child, signal.SIGTERM)
+    until = time.monotonic() + seconds
+    while left and time.monotonic() < until:
+        left -= {child for child in left if gone(child)}
+        time.sleep(LOOK)
+    for child in left:
+        _signal_group(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def gone(child: int) -> bool:
+    """Return whether a child that leads a process group has ended; what it left behind in its group is killed then."""
+    try:
+        found, _ = os.waitpid(child, os.WNOHANG)
+    except ChildProcessError:
+        found = child
+    if found:
+        _signal_group(child, signal.SIGKILL)
+    return bool(found)
+
+
+def _signal_group(group: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+ANSWER = 1 << 24
+"""Bytes beyond a message that a SuperLink's answer may have: the app's bundle, with the whole roster."""
+
+
+def check_flower() -> None:
+    """Refuse another Flower than the one that the tests ran with (``fedflat/tested.txt``); its patches are welcome.
+
+    Raises:
+        InputError: no Flower, or another minor version.
+    """
+    lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
+    minor = ".".join(dict(line.split("==") for line in lines)["flwr"].split(".")[:2])
+    try:
+        found = metadata.version("flwr")
+    except metadata.PackageNotFoundError:
+        raise missing("deploy", f"flwr {minor}.*", "federation") from None
+    if ".".join(found.split(".")[:2]) != minor:
+        raise wrong("flwr", found, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
+
+
+def uncoloured() -> None:
+    """Keep colour codes out of Flower's lines, unless a terminal shows them."""
+    from flwr.supercore.logger import update_console_handler
+
+    update_console_handler(colored=sys.stderr.isatty())
+
+
+def limit_messages(limit: Limit) -> None:
+    """Hold what this process receives against the limit: answers before they are read, objects before any is kept, and
+    a message before it is unpacked. For a SuperNode, whose SuperLink may send anything."""
+    import httpx
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.supercore.protobuf.client import ProtobufClient
+    from flwr.supernode import start_client_internal
+
+    pull, inflate = inflatable_utils.pull_objects, inflatable_utils.inflate_object_from_contents
+    made = ProtobufClient.__init__
+
+    def pulled(object_ids: list[str], *given: Any, **named: Any) -> Any:
+        if len(object_ids) > limit.objects:
+            raise Malformed("size")
+        found = pull(object_ids, *given, **named)
+        if sum(map(len, found.values())) > limit.total:
+            raise Malformed("size")
+        return found
+
+    def inflated(object_id: str, contents: dict[str, bytes], **named: Any) -> Any:
+        if named.get("objects") is None:
+            limit.check(contents)
+        return inflate(object_id, contents, **named)
+
+    def answered(response: Any) -> None:
+        length = response.headers.get("content-length", "")
+        if "content-encoding" in response.headers or not length.isdigit() or int(length) > limit.total + ANSWER:
+            raise httpx.DecodingError("an answer longer than a message can be", request=response.request)
+
+    def limited(self: Any, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
+        self._client.event_hooks = {"response": [answered]}
+
+    inflatable_utils.pull_objects = start_client_internal.pull_objects = pulled
+    inflatable_utils.inflate_object_from_contents = inflated
+    ProtobufClient.__init__ = limited  # type: ignore[method-assign]
+
+
+def draw_apart() -> None:
+    """Let Flower draw its waits from a generator that nobody else has.
+
+    Each task's process sends signs of life from a thread, with waits from Python's global generator; and local training
+    during which that generator moves is refused, since its draws could tell clients of each other.
+    """
+    from flwr.supercore import heartbeat
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.supercore.retry import retry_invoker
+
+    # Each of them has the module `random` as a name of its own, and calls its functions through that name.
+    for module in (heartbeat, inflatable_utils, retry_invoker):
+        module.random = random.SystemRandom()

@@ -1,0 +1,234 @@
+"""Whom a deployment's server asks, and which replies count: questions of a round, refusals, culprits and turns.
+
+Nothing here trusts a client. A reply counts once, from the node that was asked, with the nonce it was given, in its own
+round, with an update of the agreed type and shape and finite values. Everything else is refused under one of a few
+fixed words. Some of these can depend on a client's data (its training diverged, or took too long), so their counts
+belong to the operator's private file; only the rest may be logged.
+
+Where clients take turns as they come (``CheckIns``), those are asked that are connected and have waited longest, at
+most m. Each ask is on disk before it is sent, in the operator's own file beside the noise keys: no restart and no
+backup of the run's folder brings anybody back earlier.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedflat.core import durable
+from fedflat.core.checks import RunError
+from fedflat.core.cohorts import NEVER, Ids, MinSeparation
+from fedflat.core.types import RoundState
+from fedflat.federation.bounds import DAMAGED, TOO_LARGE
+from fedflat.federation.wire import NONCE_BYTES, Malformed
+
+PROTOCOL_FAULTS = (
+    "unasked", "duplicate", "late", "replayed", "sender", "round", "form", "protocol", "shape", "dtype", "size",
+)  # fmt: skip
+"""Refusals that no honest client causes, whatever its data: their counts may be logged."""
+DATA_FAULTS = ("not finite", "failed", "missing", "too late")
+"""What may depend on a client's data: never logged, never in the run's folder."""
+UNREACHABLE = "unreachable"
+"""What the transport says, at every poll, of a client that is not connected; no reply, so it is not counted. A client
+that does not come back in time is counted once, as missing, which is not for the log."""
+
+
+@dataclass(frozen=True)
+class PendingReply:
+    """One question put to one client. message: the transport's id of it, once it is sent."""
+
+    client: int
+    node: int
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+
+
+@dataclass
+class ReplyTracker:
+    """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
+
+    blamed: client -> why its own answer to its question was first refused, for what no honest client does.
+    """
+
+    round: int
+    read: Callable[[Any], Any]
+    refused: Counter[str] = field(default_factory=Counter)
+    blamed: dict[int, str] = field(default_factory=dict)
+    _open: dict[str, PendingReply] = field(default_factory=dict)
+    _closed: dict[str, PendingReply] = field(default_factory=dict)
+
+    def sent(self, message: str, pending: PendingReply) -> None:
+        """Note that the transport took the question under this id."""
+        self._open[message] = pending
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Ids of the questions that are not answered yet."""
+        return tuple(self._open)
+
+    def take(self, reply: Any) -> tuple[int, Any] | None:
+        """Check in one Flower message: (client, answer), or None if it is refused (and counted)."""
+        try:
+            return self._checked(reply)
+        except Malformed as fault:
+            if fault.reason == UNREACHABLE:
+                return None
+            self.refused[fault.reason] += 1
+            pending = self._closed.get(reply.metadata.reply_to_message_id)
+            if pending is not None and reply.metadata.src_node_id == pending.node and fault.reason in PROTOCOL_FAULTS:
+                self.blamed.setdefault(pending.client, fault.reason)
+            return None
+
+    def _checked(self, reply: Any) -> tuple[int, Any]:
+        # The order matters: what an honest client can cause is told apart before anybody is blamed.
+        asked = reply.metadata.reply_to_message_id
+        if asked in self._closed:
+            raise Malformed("duplicate")
+        pending = self._open.get(asked)
+        if pending is None:
+            raise Malformed("unasked")
+        if reply.metadata.src_node_id != pending.node:  # somebody else's reply does not use up the question
+            raise Malformed(UNREACHABLE if reply.has_error() else "sender")
+        self._closed[asked] = self._open.pop(asked)
+        if reply.has_error() or not reply.has_content():
+            code = reply.error.code if reply.has_error() else 0
+            raise Malformed({TOO_LARGE: "size", DAMAGED: "form"}.get(code, "failed"))
+        answer = self.read(reply.content)
+        if answer.round != self.round:
+            raise Malformed("late" if answer.round < self.round else "round")
+        if not hmac.compare_digest(answer.nonce, pending.nonce):
+            raise Malformed("replayed")
+        return pending.client, answer
+
+    def close(self) -> tuple[str, ...]:
+        """Return the round is over: whoever has not answered is missing. Returns the ids that are still open."""
+        left = self.waiting
+        self.refused["missing"] += len(left)
+        self._closed.update(self._open)
+        self._open.clear()
+        return left
+
+    def late(self, replies: Iterable[Any]) -> None:
+        """Count a client's replies to an earlier round's questions: slow training is no fault, and tells who was
+        asked."""
+        self.refused["too late"] += sum(1 for reply in replies if not reply.has_error())
+
+
+def loggable(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts that cannot depend on anyone's data."""
+    return {name: counts[name] for name in PROTOCOL_FAULTS if counts.get(name)}
+
+
+@dataclass
+class Culprits:
+    """Who broke the protocol in one run, by number, and when the server stops asking them, or stops altogether.
+
+    What counts is what no honest client does, whatever its data and its network. Silence is none of these, and nobody
+    is put off for it. path: one line for each such round, in the operator's own folder; it survives restarts. limit: a
+    client that broke it in so many rounds is asked no more. aborts: charged rounds in a row without a result, for
+    another reason than a small draw, after which the run stops; counted from the start of this server.
+    """
+
+    path: Path
+    limit: int = 3
+    aborts: int = 3
+    strikes: Counter[int] = field(init=False)
+    _in_vain: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        text = self.path.read_bytes() if self.path.exists() else b""
+        if last := text.rpartition(b"\n")[2]:  # a kill in ``note``: half a line goes, a whole one gets its end
+            text = text + b"\n" if last.endswith(b"}}") else text.removesuffix(last)
+            durable.replace(self.path, text)
+        try:
+            self.strikes = Counter(int(client) for line in text.splitlines() for client in json.loads(line)["excluded"])
+        except (ValueError, KeyError, TypeError) as error:
+            hint = "mend or delete the line, and start again"
+            raise RunError(f"{self.path}: cannot be read ({error}); {hint}") from error
+
+    @property
+    def off(self) -> set[int]:
+        """Clients that are asked no more in this run."""
+        return {client for client, count in self.strikes.items() if count >= self.limit}
+
+    def note(self, round: int, excluded: Mapping[int, str]) -> set[int]:
+        """Add one round's exclusions, durably; the clients that are put off from now on."""
+        if not excluded:
+            return set()
+        before = self.off
+        line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
+        durable.append(self.path, line.encode() + b"\n")
+        self.strikes.update(excluded.keys())
+        return self.off - before
+
+    def came_to(self, round: int, fault: str) -> None:
+        """Note how a round ended: why it was aborted, or nothing."""
+        self._in_vain = [*self._in_vain, f"round {round}: {fault}"] if fault else []
+
+    def stop_if_in_vain(self) -> None:
+        """Raise RunError before another round is spent, if the last ones came to nothing."""
+        if len(self._in_vain) >= self.aborts:
+            seen = f"{len(self._in_vain)} charged rounds in a row were aborted ({'; '.join(self._in_vain)})"
+            hint = f"nothing is lost, start it again when the cause is mended; {self.path.parent} has the counts"
+            raise RunError(f"the run stops: {seen}; {hint}")
+
+
+@dataclass
+class CheckIns:
+    """Chooses the cohorts of a deployment under ``min-separation``.
+
+    present: who is connected. path: the file of asks. charged: rounds that have a line in the ledger, or in the mark
+    beside the noise key: what was asked in another round was never added up, and does not count.
+
+    Raises:
+        RunError: the file is not as it was written, or the disk refuses.
+    """
+
+    sampler: MinSeparation
+    present: Callable[[], Iterable[int]]
+    path: Path
+    charged: frozenset[int] = frozenset()
+    _last: Ids = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = np.full(self.sampler.clients, NEVER, dtype=np.int64)
+        for round, clients in self._asked():
+            if round in self.charged:
+                self._last[clients] = np.maximum(self._last[clients], round)
+
+    def cohort(self, state: RoundState) -> Ids:
+        """Return the clients to ask in a round, ascending; they are written down before this returns."""
+        chosen = self.sampler.next_of(np.array(sorted(self.present()), dtype=np.int64), self._last, state.round)
+        line = json.dumps({"round": state.round, "clients": chosen.tolist()}) + "\n"
+        try:
+            durable.append(self.path, line.encode())
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); nobody was asked") from error
+        self._last[chosen] = state.round
+        return chosen
+
+    def _asked(self) -> list[tuple[int, list[int]]]:
+        """Return the asks on disk; a last line that a crash tore asked nobody."""
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+            *lines, torn = data.split(b"\n")
+            if torn:
+                os.truncate(self.path, len(data) - len(torn))
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read ({error.strerror}), so nobody's last turn is known") from error
+        try:
+            found = [json.loads(line) for line in lines]
+            asked = [(int(one["round"]), [int(client) for client in one["clients"]]) for one in found]
+            if any(not 0 <= client < self.sampler.clients for _, clients in asked for client in clients):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise RunError(f"{self.path}: not as it was written, so nobody's last turn is known") from error
+        return asked

@@ -1,0 +1,318 @@
+"""The server's side: the simulation's own loop, with a cohort that trains elsewhere.
+
+``train`` chooses the cohort, broadcasts, sums, finishes the round, writes the ledger and checkpoints; this module only
+carries messages, checks replies in, and keeps the run's key and folder. A client that does not answer, or not as
+agreed, is not added: a zero vector under the same denominator.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedflat.assembly.stating import Terms, state_privacy
+from fedflat.core import durable
+from fedflat.core.checks import RunError, whole, wrong
+from fedflat.core.cohorts import MinSeparation
+from fedflat.core.params import PersonalState
+from fedflat.core.process import using_threads
+from fedflat.core.rng import fresh_key
+from fedflat.core.types import RoundState
+from fedflat.engine.job import Job, Outcome
+from fedflat.engine.resume import compare
+from fedflat.engine.train import train
+from fedflat.federation.bounds import Limits
+from fedflat.federation.events import log_fields, serve_metrics
+from fedflat.federation.replies import CheckIns, Culprits
+from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
+from fedflat.federation.store import read_examples
+from fedflat.federation.task import Roster, Task, check_deployable
+from fedflat.federation.tips import operator_key, restore_lines, tip_record
+from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Inbox, Refusals, return_large_blocks
+from fedflat.methods.ddgauss import SharedDiscreteNoise
+from fedflat.pieces.clipping import MethodScale, whole_vector
+from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import checkpoint, keys
+from fedflat.records.folder import LEDGER, RECIPE, RunFolder, plain
+from fedflat.records.opening import Opening
+from fedflat.simulation import drowned, write_ending
+
+log = logging.getLogger("fedflat.server")
+
+ENDED = "ended.json"
+"""In the folder of a run that ``fedflat.federation.close`` ended."""
+
+WAIT_SECONDS = 600.0
+"""How long a run that says nothing waits for its first nodes, and for answers in a round: ten minutes of training."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
+    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
+    exclusion_limit: a client that broke the protocol in so many rounds is asked no more. abort_limit: under secure
+    aggregation the run stops after so many charged rounds in a row without a result. metrics: where a page about the
+    server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
+
+    out: Path
+    test: Path | None = None
+    answer_seconds: float = 600.0
+    nodes: int = 1
+    start_seconds: float = 600.0
+    poll: float = POLL_SECONDS
+    abort_limit: int = 3
+    exclusion_limit: int = 3
+    metrics: str = ""
+    beyond: bool = False
+
+    def __post_init__(self) -> None:
+        whole("abort-limit", self.abort_limit, 1)
+        whole("exclusion-limit", self.exclusion_limit, 1)
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """Read the settings from a Flower app's run config."""
+        test = str(config.get("test", ""))
+        return cls(
+            Path(str(config["out"])).expanduser(),
+            Path(test).expanduser() if test else None,
+            float(config.get("answer-seconds", WAIT_SECONDS)),
+            int(config.get("wait-for-nodes", 1)),
+            float(config.get("start-seconds", WAIT_SECONDS)),
+            abort_limit=config.get("abort-limit", 3),
+            exclusion_limit=config.get("exclusion-limit", 3),
+            metrics=str(config.get("metrics", "")),
+            beyond=config.get("metrics-beyond-this-machine", False) is True,
+        )
+
+
+def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
+    """Run a deployment to its end, or go on with the one in ``settings.out``; returns the privacy statement.
+
+    Raises:
+        InputError: the task, the folder or the roster is not what it should be, or the run was ended for good.
+        RunError: the disk refuses, or another server has the run.
+    """
+    job = job_of(task, settings)
+    return_large_blocks()  # before the first reply: the allocator keeps what it took in small blocks until the end
+    with serve_metrics(settings.metrics, settings.beyond), ExitStack() as held:
+        held.enter_context(_only_server(settings.out))
+        folder = _folder(task, job, settings.out)
+        held.enter_context(_only_server(settings.out, folder.run))  # a copied folder has another path and the same key
+        job.folder, job.stored, job.tell, job.operator = folder, True, log.warning, operator_key()
+        restore_lines(folder.path, folder.run)
+        outcome = stored_outcome(job, folder.path)
+        # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
+        if not outcome.complete or compare(folder.run, outcome.entries)[0]:
+            counts = Refusals(_operator_file(folder.run))
+            excluded = counts.path.with_suffix(".excluded.jsonl")
+            culprits = Culprits(excluded, settings.exclusion_limit, settings.abort_limit)
+            job.backend, job.round_zero_backend = _backend(grid, task, job, settings, counts, culprits), None
+            job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
+            _tell_start(job, outcome)
+            for note in drowned(task.recipe, job):
+                log.warning(note)
+            _wait_for_nodes(grid, task.roster, settings)
+            log.info("clients enough are connected", extra=log_fields("ready"))
+            outcome = _train(job)
+        facts = state_privacy(task.recipe, job, outcome, deployment=True)
+        write_ending(job, facts, outcome)
+        if outcome.complete:
+            keys.forget(folder.run)
+        log.info("run complete: %s", folder.path, extra=log_fields("complete"))
+        return facts
+
+
+def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusals, culprits: Culprits) -> Flower:
+    """Return what asks the clients: one exchange a round, or the steps of secure aggregation."""
+    dimension, seconds = job.parts.message_length, settings.answer_seconds
+    if hasattr(grid, "_runtime_client"):  # Flower's own
+        grid = Inbox(grid, task.limits.reply)
+    common = (grid, task.roster, task.pin, dimension, seconds, counts.note)
+    tip = None
+    if job.folder is not None and job.operator is not None:
+        tip = functools.partial(tip_record, job.folder.path, job.folder.run, job.operator)
+    if not isinstance(job.parts.mechanism, ClientShares):
+        return Flower(*common, poll=settings.poll, culprits=culprits, tip=tip)
+    mechanism = job.parts.mechanism.inner.mechanism
+    return SecureFlower(
+        *common, poll=settings.poll, task=task, plan=job.parts.plan, mechanism=mechanism, culprits=culprits,
+        left_open=(settings.out / LEDGER).exists(), tip=tip,
+    )  # fmt: skip
+
+
+def _check_ins(
+    grid: Any, task: Task, job: Job, culprits: Culprits, run: str, outcome: Outcome
+) -> Callable[[RoundState], Any] | None:
+    """Return what chooses the cohorts where clients take turns as they come; None where the law alone does."""
+    sampler = job.parts.plan.sampler
+    if not isinstance(sampler, MinSeparation):
+        return None
+    lost, _ = compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
+    charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
+    place = culprits.path.with_suffix("").with_suffix(".check-ins.jsonl")
+    return CheckIns(
+        sampler, lambda: task.roster.connected(grid.get_nodes()).keys() - culprits.off, place, charged
+    ).cohort
+
+
+def _train(job: Job) -> Outcome:
+    """Return the simulation's loop; a disk that refuses a checkpoint stops it before the new model is broadcast."""
+    from safetensors import SafetensorError
+
+    try:
+        with using_threads(1):
+            return train(job, on_round=_announce)
+    except (OSError, SafetensorError) as error:
+        hint = "nothing more was released, start it again when it is mended"
+        raise RunError(f"the run stops ({error}); {hint}") from error
+
+
+def job_of(task: Task, settings: Settings) -> Job:
+    """Return the run's parts, built as the simulation builds them, with the public test set and nobody's examples."""
+    from fedflat.assembly.jobs import prepare
+    from fedflat.assembly.plans import algorithm_of
+    from fedflat.methods.noise import trust_of
+
+    method = algorithm_of(task.recipe)
+    check_deployable(task.recipe, method, trust_of(task.recipe, method))
+    test = None
+    if settings.test is not None:
+        test = read_examples(settings.test)
+        task.form.check(str(settings.test), *test)
+    engine = task.recipe.engine.model_copy(update={"device": "cpu"})  # it trains nobody, and may have no GPU
+    job = prepare(task.recipe.model_copy(update={"engine": engine}), data=task.form.federation(test=test))
+    if (wanted := Limits.of(job)) != task.limits:
+        raise wrong("task.json: bytes", task.limits.dump(), f"{wanted.dump()}, as the recipe's messages need")
+    if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
+        job.parts = replace(job.parts, clip=whole_vector(job.threshold))
+    if job.parts.plan.trust == "local" and job.parts.plan.private:
+        job.parts = replace(job.parts, mechanism=ClientNoise())
+    if isinstance(job.parts.mechanism, SharedDiscreteNoise):
+        job.parts = replace(job.parts, mechanism=ClientShares(job.parts.mechanism))
+    return job
+
+
+@contextmanager
+def _only_server(out: Path, run: str = "") -> Iterator[None]:
+    """One server on a folder or, by its id, on a run, whose folder's copies share a key: the second is refused before
+    it touches key, ledger or network."""
+    import fcntl
+
+    lock = keys.folder().parent / "servers" / f"{run}.lock" if run else out / "server.lock"
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise wrong("out", f"{lock.parent} ({error.strerror})", "a folder you may write to") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"{out}: another server is running this run, or a copy of its folder") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _folder(task: Task, job: Job, out: Path) -> RunFolder:
+    """Return the run's folder: new, or that of the same recipe, data form and model. The job gets what the run is."""
+    import yaml
+
+    from fedflat.assembly.records import settled, write_frozen
+    from fedflat.records.opening import versions
+
+    keys.check_outside(out)
+    # The public test set may come and go; whose data it is says the roster, not the server.
+    job.identity = replace(job.identity, recipe=task.identity, data="")
+    if not (out / RECIPE).exists():
+        dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
+        name = secrets.token_hex(16)
+        known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
+        marks = {**known, "run": name, "task": task.identity}
+        text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
+        terms = Terms.of(task.recipe, job, deployment=True).record()
+        job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
+        job.opening.write(out)
+        write_frozen(job, out)
+        # The recipe last: a folder with one is a whole folder, and a kill before this line leaves none.
+        durable.replace(out / RECIPE, text, mode=0o644)
+        return RunFolder(out, deployment=True, run=name)
+    if _versions(out).get("task") != task.identity:
+        allowed = "a new folder, or the one this task was started in"
+        raise wrong("out", f"{out}, the folder of another deployment", allowed)
+    if (out / ENDED).exists():
+        raise wrong("out", f"{out}, a run that its operator ended for good", "a new folder")
+    job.opening = Opening.read(out)
+    job.opening.refuse_older("out", out)
+    if job.opening.differing(job.identity):
+        raise wrong("out", f"{out}, the folder of another deployment", "the one this task was started in")
+    return RunFolder(out, deployment=True, run=job.opening.run)
+
+
+def stored_outcome(job: Job, out: Path) -> Outcome:
+    """Return the run in ``out`` as its checkpoint and ledger have it, without touching either."""
+    found = checkpoint.newest(out / "checkpoints")
+    size = job.parts.layout.dimension
+    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if found is None else found[0]
+    entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
+    plan = job.parts.plan.standing(entries)
+    last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
+    return Outcome(state, PersonalState(job.initial_weights[size:]), [], [], entries, complete=state.round >= last)
+
+
+def _versions(out: Path) -> dict[str, Any]:
+    import yaml
+
+    found = yaml.safe_load((out / RECIPE).read_text(encoding="utf-8"))
+    return dict(found.get("versions") or {}) if isinstance(found, dict) else {}
+
+
+def run_id(out: Path) -> str:
+    return str(_versions(out).get("run", ""))
+
+
+def _operator_file(run: str) -> Path:
+    """Return where counts of missing and refused replies go: beside the noise keys, not in the run's folder."""
+    place = keys.folder().parent / "operator"
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{place}: cannot be made ({error.strerror})") from error
+    return place / f"{run}.jsonl"
+
+
+def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
+    until = time.monotonic() + settings.start_seconds
+    while len(roster.connected(grid.get_nodes())) < min(settings.nodes, roster.clients):
+        if time.monotonic() > until:
+            seconds = f"{settings.start_seconds:g} s"
+            raise RunError(f"fewer than {settings.nodes} clients of the roster connected in {seconds}")
+        time.sleep(settings.poll)
+
+
+def _tell_start(job: Job, outcome: Outcome) -> None:
+    """One log line of what is to be done, and what was done before."""
+    plan, done = job.parts.plan.standing(outcome.entries), outcome.state.round
+    charged = done + plan.again(outcome.entries)
+    spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
+    facts = {"finished": done, "rounds": plan.rounds, "epsilon": spent, "budget": plan.budget, "delta": plan.delta}
+    log.info("rounds %d to %d", done, plan.rounds - 1, extra=log_fields("start", **facts))
+
+
+def _announce(released: dict[str, Any], state: object) -> None:
+    """One log line of a round, of what was released anyway."""
+    number = released["round"]
+    figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
+    more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}
+    log.info("round %d: %s", number, json.dumps(plain(figures)), extra=log_fields("round", **more, **figures))

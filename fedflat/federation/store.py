@@ -1,0 +1,188 @@
+"""A client's own disk: its examples, personal part, states, and how often it took part. Nothing here is ever sent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.core import durable
+from fedflat.core.checks import InputError, RunError, wrong
+
+HEAD, STATES, ROUNDS, ACCURACY = "head.safetensors", "states.safetensors", "rounds.jsonl", "personal.jsonl"
+SESSION, NODE, LOCK = "session.json", "node.json", "answer.lock"
+
+
+def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
+    """Write ``inputs (n, …)`` and ``targets (n,)`` as the file that a client (or the server, its public test set)
+    reads.
+    """
+    from safetensors.torch import save
+
+    whole = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}
+    durable.replace(Path(path), save(whole))
+
+
+def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
+    """Return the examples in a file; InputError if it is none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(path)
+        return found["inputs"], found["targets"]
+    except (SafetensorError, OSError, KeyError) as error:
+        allowed = "a safetensors file with inputs and targets (fedflat.federation.write_examples writes one)"
+        raise InputError(f"{path}: found no examples ({type(error).__name__}); allowed: {allowed}.") from error
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder of one client, readable by its owner only."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise wrong("state", f"{self.folder} ({error.strerror})", "a folder you may write to") from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One answer at a time, whatever processes share the folder: what it counts it counts before the next asks."""
+        import fcntl
+
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def head(self, first: Tensor, round: int) -> Tensor:
+        """Return the personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.
+
+        A round that is asked again (the server was restarted) starts from where it started before, not from its end.
+        """
+        path = self.folder / HEAD
+        kept = _kept(path, round)
+        if not path.exists():
+            return first.clone()
+        found = kept.get("", first[:0])
+        if found.shape != first.shape:
+            raise wrong(str(path), f"{found.numel()} personal parameters", f"{first.numel()}, as the model has")
+        return found
+
+    def states(self, round: int) -> dict[str, Tensor]:
+        """Return the client's states ``(d,)`` that a round starts from, as for the head; none before the first."""
+        return _kept(self.folder / STATES, round)
+
+    def keep_head(self, round: int, before: Tensor, after: Tensor) -> None:
+        """Store a round's personal part, durably; one that is not finite is not kept."""
+        # A head that diverged would be trained from in every later round.
+        if after.numel() and bool(torch.isfinite(after).all()):
+            _keep(self.folder / HEAD, round, {"": before}, {"": after})
+
+    def keep_states(self, round: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Store a round's states, durably."""
+        if after:
+            _keep(self.folder / STATES, round, before, after)
+
+    def participations(self) -> int:
+        """Return how many answers have left this client, or may have."""
+        path = self.folder / ROUNDS
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def took_part(self, round: int) -> bool:
+        """Return whether an answer to this round has left, or may have."""
+        # The text is searched, not parsed: a line that a kill tore still counts as an answer that may have left.
+        path, line = self.folder / ROUNDS, json.dumps({"round": round})
+        return path.exists() and line in path.read_text(encoding="utf-8")
+
+    def keep_session(self, session: dict[str, Any]) -> None:
+        """Keep the secrets of one secure aggregation until its end; there is one at a time."""
+        durable.replace(self.folder / SESSION, json.dumps(session).encode())
+
+    def session(self) -> dict[str, Any]:
+        """Return the session that is open; an empty one where there is none, or where its file is damaged."""
+        found = _read(self.folder / SESSION)
+        return found if isinstance(found, dict) else {}
+
+    def end_session(self) -> None:
+        """Forget a session's secrets, also in a file that a kill left half written."""
+        for name in (SESSION, SESSION + ".part"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def node(self) -> int | None:
+        """Return Flower's number of this client's SuperNode, if it was ever asked anything."""
+        found = _read(self.folder / NODE)
+        node = found.get("node") if isinstance(found, dict) else None
+        return node if isinstance(node, int) else None
+
+    def note_node(self, node: int) -> None:
+        """Remember Flower's number, which a restart after a kill needs (``fedflat.federation.rejoin``)."""
+        if self.node() != node:
+            durable.replace(self.folder / NODE, json.dumps({"node": node}).encode())
+
+    def accuracies(self) -> list[dict[str, Any]]:
+        """Return what this client noted of models on its own held-back examples, by round; the newest of each round."""
+        path = self.folder / ACCURACY
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            found = {int(row["round"]): row for row in map(json.loads, lines)}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InputError(f"{path}: found a damaged record; allowed: the file fedflat wrote, or none.") from error
+        return [found[round] for round in sorted(found)]
+
+    def note_accuracy(self, record: dict[str, Any]) -> None:
+        """Note one model's accuracy (``fedflat.federation.personal``), for the client's owner only."""
+        kept = [row for row in self.accuracies() if row["round"] != record["round"]]
+        rows = sorted([*kept, record], key=lambda row: int(row["round"]))
+        durable.replace(self.folder / ACCURACY, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def note_participation(self, round: int) -> None:
+        """Count an answer, durably, before it leaves."""
+        try:
+            durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
+        except OSError as error:
+            raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
+
+
+def _read(path: Path) -> Any:
+    """Return the JSON in a file; None if there is none, or it is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _keep(path: Path, round: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    both = {"before": before, "after": after}
+    held = {when + name: v.contiguous().clone() for when, values in both.items() for name, v in values.items()}
+    durable.replace(path, save(held, {"round": str(round)}))
+
+
+def _kept(path: Path, round: int) -> dict[str, Tensor]:
+    """Return what a round starts from: what it started from before, or what an earlier one left."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            when = "before" if int(file.metadata()["round"]) >= round else "after"
+            names = [name for name in file.keys() if name.startswith(when)]  # noqa: SIM118
+            return {name.removeprefix(when): file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        allowed = "the file fedflat wrote, or none to start anew"
+        raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error

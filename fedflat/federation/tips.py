@@ -1,0 +1,108 @@
+"""What a deployment's server signs for its clients: how far the ledger is, with each question that it asks.
+
+A client keeps the last such tip, and refuses a ledger that is shorter or another than before. Whoever holds one can
+tell a ledger that was rewritten or cut from the one that the client was shown: ``fedflat verify RUN --key operator.pub
+--witness client.tip``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+from fedflat.core import durable
+from fedflat.core.checks import InputError, RunError
+from fedflat.privacy.ledger import LedgerError, scan
+from fedflat.records import keys, signing
+from fedflat.records.folder import LEDGER
+from fedflat.records.signing import Envelope, Operator
+
+RECORD, ENVELOPE, PUBLIC = "record", "tip", "key"
+"""The record of a message that holds the signed tip, and the names in it of the tip and of the operator's key."""
+
+
+def operator_key() -> Operator:
+    """Return the operator's key in the usual place; a deployment makes one if there is none."""
+    return Operator.of_account() or Operator.create(signing.place())
+
+
+def restore_lines(folder: Path, run: str) -> None:
+    """Take lines that a ledger has lost from the mark beside the noise key: a folder that was put back goes on from
+    what clients were shown. A ledger that the mark does not begin with stays as it is."""
+    path, mark = folder / LEDGER, keys.Mark(run).path
+    ours = path.read_bytes() if path.exists() else b""
+    theirs = mark.read_bytes() if mark.exists() else b""
+    with contextlib.suppress(LedgerError):
+        if len(theirs) > len(ours) and theirs.startswith(ours) and not scan(mark, theirs).torn:
+            durable.replace(path, theirs, mode=0o644)
+
+
+def signed_tip(folder: Path, run: str, round: int, key: Operator) -> Envelope:
+    """Return the signed tip of the ledger as it stands before a round."""
+    path = folder / LEDGER
+    found = scan(path, path.read_bytes() if path.exists() else b"")
+    tips = [*(str(entry["previous"]) for entry in found.entries[1:]), *([found.tip] if found.entries else [])]
+    history = base64.b64encode(b"".join(map(bytes.fromhex, tips))).decode()
+    return key.sign(signing.tip_statement(run, round, len(found.entries), found.tip, "", history))
+
+
+def tip_record(folder: Path, run: str, key: Operator, round: int) -> Any:
+    """Return the record of a message before a round: the signed tip, and the public key that a client may pin."""
+    from flwr.app import ConfigRecord
+
+    envelope = json.dumps(signed_tip(folder, run, round, key)).encode()
+    return ConfigRecord({ENVELOPE: envelope, PUBLIC: signing.pem(key.public)})
+
+
+PINNED = "operator.pub"
+"""In a client's folder: the operator's key, as it was first seen."""
+
+
+def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any:
+    """Return a message's content without the server's signed tip, which is checked and kept in ``folder``/RUN.tip.
+
+    operator: the operator's public key, if it was given by hand; else the first one that is seen is pinned.
+
+    Raises:
+        RunError: no tip where there was one before, another signer, or a ledger that is shorter or another than before.
+        InputError: the key that was given is none.
+    """
+    pinned = folder / PINNED if operator is None else operator
+    record = content.get(RECORD)
+    if record is None:
+        if pinned.exists():
+            raise RunError("the server's message has no signed tip of its ledger")
+        return content
+    try:
+        envelope, shown = json.loads(record[ENVELOPE]), record[PUBLIC]
+        public = signing.read_public(pinned) if pinned.exists() else load_pem_public_key(shown)
+        found = signing.opened(envelope, public)  # type: ignore[arg-type]
+        said = found["predicate"]
+        run, events, history = str(said["run"]), int(said["events"]), base64.b64decode(said.get("history", ""))
+        fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == said["tip"])
+    except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError("the server's signed tip is malformed, or not signed by the operator's key") from error
+    if not fits:
+        raise RunError("the server's signed tip contradicts itself")
+    _refuse_fork(folder / f"{run}.tip", events, history)
+    if not pinned.exists():  # trust on first use, after all checks: a refused tip must pin nobody
+        durable.replace(pinned, shown)
+    durable.replace(folder / f"{run}.tip", json.dumps(envelope).encode())
+    return type(content)({name: value for name, value in content.items() if name != RECORD})
+
+
+def _refuse_fork(kept: Path, events: int, history: bytes) -> None:
+    """Compare with the tip that was kept of the same run."""
+    if not kept.exists():
+        return
+    before = signing.payload_of(signing.read(kept))["predicate"]
+    seen = int(before["events"])
+    if events < seen:
+        raise RunError(f"the server's ledger has {events} events, and had {seen} before")
+    if seen and history[32 * (seen - 1) : 32 * seen].hex() != before["tip"]:
+        raise RunError("the server's ledger has other events than it had before")

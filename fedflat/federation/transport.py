@@ -1,0 +1,247 @@
+"""How a round's broadcast reaches a cohort of SuperNodes, and how their answers reach the sum.
+
+A back end like any other (``engine.train.Backend``): it asks, waits as long as agreed, checks every reply in, and adds
+what is left to the accumulator, one by one. What it holds of clients at any time is a handful of replies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.params import PersonalState
+from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.reduce import Clipped, Part, Trained
+from fedflat.federation import wire
+from fedflat.federation.bounds import Limit, refusal
+from fedflat.federation.events import log_fields
+from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker, loggable
+from fedflat.federation.task import Roster
+from fedflat.federation.tips import RECORD
+from fedflat.federation.wire import Malformed
+from fedflat.pieces.clipping import whole_vector
+from fedflat.records.folder import plain
+
+log = logging.getLogger("fedflat.server")
+
+TRAIN = "train"
+POLL_SECONDS = 0.3
+"""Seconds between looks for answers: short beside local training, and few calls while it goes on."""
+AT_ONCE = 16
+"""Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
+
+
+def return_large_blocks() -> None:
+    """Tell glibc to map each block over 64 KiB by itself, and to give it back when it is freed.
+
+    A server frees every reply at once and keeps a few small facts of it; from one heap, those keep the heap from
+    shrinking, and memory grows by about a model with every client. Local training wants the opposite
+    (``backends.onednn``).
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
+
+
+_MMAP_THRESHOLD, _LARGE = -3, 1 << 16
+"""The parameter's number in glibc's malloc.h, and 64 KiB: above the small facts, below every model's update."""
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """Flower's grid with a limit on every reply; whatever is refused comes as an error of the node that sent it."""
+
+    grid: Any
+    limit: Limit
+
+    def get_nodes(self) -> Any:
+        """Return the connected nodes."""
+        return self.grid.get_nodes()
+
+    def push_messages(self, messages: Any) -> Any:
+        """Send messages; return their ids."""
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, asked: list[str]) -> list[Any]:
+        """Return the replies to some questions, refused ones as errors."""
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+
+        client, found = self.grid._runtime_client, []
+        given = client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+        for said, tree in zip(given.messages_list, given.message_object_trees, strict=True):
+            known = said.metadata
+            try:
+                found.append(self._unpacked(client, known, self.limit.names(tree)))
+            except Malformed as fault:
+                found.append(refusal(known, fault.reason))
+            received = {"run_id": known.run_id, "message_object_id": known.message_id}
+            client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=self.grid.node, **received))
+        return found
+
+    def _unpacked(self, client: Any, said: Any, names: list[str]) -> Any:
+        """Return a reply, held against the limit before it is unpacked. said: what the SuperLink knows of it."""
+        from flwr.proto.message_pb2 import PullObjectRequest
+        from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+        contents: dict[str, bytes] = {}
+        for name in names:
+            request = PullObjectRequest(node=self.grid.node, run_id=said.run_id, object_id=name)
+            contents[name] = client.PullObject(request).object_content
+            if sum(map(len, contents.values())) > self.limit.total:
+                break
+        self.limit.check(contents)
+        try:
+            message = inflate_object_from_contents(said.message_id, contents)
+        except Exception as error:  # whatever a decoder raises on bytes that a client chose
+            raise Malformed("form") from error
+        own = {"_message_id": said.message_id, "_src_node_id": said.src_node_id}
+        message.metadata.__dict__.update({**own, "_reply_to_message_id": said.reply_to_message_id})
+        return message
+
+
+@dataclass
+class Flower:
+    """A back end whose clients are SuperNodes: asks a cohort, adds each answer as it comes, waits no longer than
+    agreed.
+
+    answer_seconds: from the last ask to the end of the round. public: counts of refusals that may be logged.
+    """
+
+    grid: Any
+    roster: Roster
+    pin: str
+    dimension: int
+    answer_seconds: float
+    refusals: Callable[[int, Counter[str]], None]
+    ttl: float = 3600.0
+    poll: float = POLL_SECONDS
+    name: str = "flower"
+    culprits: Culprits | None = None
+    tip: Callable[[int], Any] | None = None
+    """Round -> the record with the ledger's signed tip that goes with every message of it."""
+    _tip: tuple[int, Any] = (-1, None)
+    _late: tuple[str, ...] = ()
+
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
+        """Ask the connected clients of the cohort; yield what they answer. Nothing of a client is kept but the sum."""
+        common = wire.write_broadcast(
+            broadcast
+        )  # packed once: a model for each client of a cohort would fill the memory
+
+        def content(pending: PendingReply) -> Any:
+            return wire.write_request(wire.Request(pending.client, pending.nonce, self.pin, broadcast), common)
+
+        tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
+        off = self.culprits.off if self.culprits is not None else set()
+        asked = [client for client in cohort.tolist() if client not in off]
+        tracker.refused["missing"] += len(cohort) - len(asked)
+        for _, answer in self.exchange(tracker, asked, content):
+            yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
+        self.refusals(broadcast.round, tracker.refused)
+        blamed = {client: why for client, why in tracker.blamed.items() if why != "duplicate"}  # its first one counts
+        if self.culprits is not None and blamed:
+            more = "; from now on, one or more are asked no more" if self.culprits.note(broadcast.round, blamed) else ""
+            log.warning("round %d: %s names who broke the protocol%s", broadcast.round, self.culprits.path, more)
+
+    def exchange(
+        self, tracker: ReplyTracker, clients: Iterable[int], content: Callable[[PendingReply], Any]
+    ) -> Iterator[tuple[int, Any]]:
+        """Put one question to each client, take one answer from each in time; yield the checked ones as they come."""
+        self._ask(tracker, list(clients), content)
+        until = time.monotonic() + self.answer_seconds
+        while tracker.waiting and time.monotonic() < until:
+            came = False
+            for taken in self._collect(tracker):
+                came = True
+                if taken is not None:
+                    yield taken
+            if not came:
+                time.sleep(self.poll)
+        if self._late:
+            tracker.late(self.grid.pull_messages(list(self._late)))
+        self._late = tracker.close()
+
+    def _ask(self, tracker: ReplyTracker, clients: list[int], content: Callable[[PendingReply], Any]) -> None:
+        connected = self.roster.connected(self.grid.get_nodes())
+        log.debug("%d clients are connected", len(connected), extra=log_fields("connected", connected=len(connected)))
+        asked = [client for client in clients if client in connected]
+        tracker.refused["missing"] += len(clients) - len(asked)
+        for start in range(0, len(asked), AT_ONCE):
+            awaited = [PendingReply(client, connected[client]) for client in asked[start : start + AT_ONCE]]
+            messages = [self._message(content(pending), pending.node, tracker.round) for pending in awaited]
+            for number, pending in zip(self.grid.push_messages(messages), awaited):
+                if number:
+                    tracker.sent(number, pending)
+                else:
+                    tracker.refused["missing"] += 1
+
+    def _message(self, content: Any, node: int, round: int) -> Any:
+        from flwr.app import Message, RecordDict
+
+        if self.tip is not None:
+            # One signature a round: all its messages go out while the ledger stands still.
+            if self._tip[0] != round:
+                self._tip = (round, self.tip(round))
+            content = RecordDict({**content, RECORD: self._tip[1]})
+        return Message(content, node, TRAIN, ttl=self.ttl, group_id=str(round))
+
+    def _collect(self, tracker: ReplyTracker) -> Iterator[tuple[int, Any] | None]:
+        """Pull what is there, a few at a time, in the order asked; None for a reply that is refused."""
+        waiting = tracker.waiting
+        for start in range(0, len(waiting), AT_ONCE):
+            for reply in self.grid.pull_messages(list(waiting[start : start + AT_ONCE])):
+                yield tracker.take(reply)
+
+
+@dataclass(frozen=True)
+class ClientNoise(Mechanism):
+    """trust: local. Every message carries its client's own noise, so the server clips and adds nothing."""
+
+    count_std: float = 0.0
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+        """Return a plain sum: a noised message is longer than the clip, and already private."""
+        return Accumulator(whole_vector(float("inf")), float("inf"), tensors, tensors[-1].stop)
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return zeros: the noise is in the sum."""
+        return torch.zeros_like(aggregate.total)
+
+
+@dataclass
+class Refusals:
+    """Counts of replies that were not added: per round in the operator's own file, and what may be said in the log.
+
+    The file lies beside the noise key, not in the run's folder: who is missing, or whose training diverged, may depend
+    on data.
+    """
+
+    path: Path
+    total: Counter[str] = field(default_factory=Counter)
+
+    def note(self, round: int, counts: Counter[str]) -> None:
+        """Write a round's counts to the operator's file; log those that no honest client causes."""
+        self.total += counts
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(descriptor, "a", encoding="utf-8") as file:
+            file.write(json.dumps(plain({"round": round, **{k: v for k, v in counts.items() if v}})) + "\n")
+        shown = loggable(counts)
+        if shown:
+            words = ", ".join(f"{v} ({k})" for k, v in shown.items())
+            log.warning("round %d: refused %s", round, words, extra=log_fields("refused", round=round, counts=shown))

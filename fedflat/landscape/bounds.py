@@ -1,0 +1,437 @@
+"""Compute the papers' bounds and diagnostics, each with its equation; none enters a privacy statement.
+
+``statements`` evaluates all of it (``fedflat bounds``).
+
+Paper files: 000 (DP-FedSAM), 001 (DP2-FedSAM), 003 (DP-FedSAM, journal version), 004 (BLUR and LUS). Symbols: η local
+learning rate, K local steps, L smoothness, ρ perturbation radius, σ_l local gradient standard deviation, C (004: S)
+clip, σ noise multiplier, q sampling probability, T rounds, m cohort, M clients, d parameters, δ failure probability.
+
+Convergence theorems bound (1/T)·Σ_t E[ᾱ^t‖∇f(w^t)‖²] (002: without ᾱ) up to a constant that they do not give; the terms
+here are what stands inside their 𝒪(·). So a value says which term is the largest and how each moves, not how large the
+gradient is. Theorem 1 of Zhang et al. 2024 is lost in its text: three terms as without privacy, one of SAM's radius
+that goes with η = 𝒪(1/√T), and one of the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedflat.core.checks import in_range, whole, wrong
+
+# The orders of Shi et al. 2023a: 1.1 … 10.9 by 0.1, then 11 … 255.
+ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *map(float, range(11, 256)))
+
+
+def squared_sensitivity_sam(*, lr: float, steps: int, smoothness: float, rho: float) -> float:
+    """Return E S² of an unclipped SAM update ≤ 6η²ρ²KL²(12K²L²η² + 10) / (1 − 2η²L²K).
+
+    Shi et al. 2023a, Eq. 10; Shi et al. 2023b, Eq. 13.
+
+    Enters no privacy statement: it is about one *sample* and holds before the clip; after it the sensitivity is C for
+    every solver, so Remark 1 there is no privacy claim. At ρ = 0 it is 0 and does not meet the SGD bound below.
+    Raises ``InputError`` where 2η²L²K ≥ 1 (the bound is void).
+    """
+    lr, smoothness, rho = _rates(lr, smoothness, rho)
+    squared = lr**2 * smoothness**2 * whole("steps", steps, 1)
+    rest = in_range("1 − 2η²L²K", 1 - 2 * squared, 0, open_low=True)
+    return 6 * rho**2 * squared * (12 * steps * squared + 10) / rest
+
+
+def squared_sensitivity_sgd(*, lr: float, steps: int, smoothness: float, gradient_std: float) -> float:
+    """Return E S² of an unclipped SGD update ≤ 6η²σ_l²K / (1 − 3η²KL²) (Shi et al. 2023a, under Eq. 11).
+
+    Enters no privacy statement, for the reasons given at :func:`squared_sensitivity_sam`.
+    """
+    lr, smoothness, gradient_std = _rates(lr, smoothness, gradient_std)
+    rest = in_range("1 − 3η²KL²", 1 - 3 * lr**2 * whole("steps", steps, 1) * smoothness**2, 0, open_low=True)
+    return 6 * lr**2 * gradient_std**2 * steps / rest
+
+
+def _rates(lr: float, smoothness: float, last: float) -> tuple[float, float, float]:
+    return in_range("lr", lr, 0), in_range("smoothness", smoothness, 0), in_range("rho or gradient_std", last, 0)
+
+
+def renyi_divergence(q: float, noise_multiplier: float, alpha: float) -> float:
+    """Return one round's ε̄/T: ln E_{z∼N(0,σ²)}[(1 − q + q·μ₁(z)/μ₀(z))^α] / (α − 1), by quadrature.
+
+    Shi et al. 2023a, Eq. 14, with μ₁ = N(1, σ²): the mixture printed there, in Shi et al. 2023b and in Liu et al. 2025
+    is a misprint (see the papers' own numbers). Enters no privacy statement. The trapezoidal rule converges
+    geometrically for this smooth, rapidly decaying integrand.
+    """
+    q = in_range("q", q, 0, 1)
+    sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
+    alpha = in_range("alpha", alpha, 1, open_low=True)
+    z = np.arange(-14 * sigma, alpha + 14 * sigma, sigma / 16)
+    with np.errstate(divide="ignore"):
+        ratio = np.logaddexp(np.log1p(-q), np.log(q) + (2 * z - 1) / (2 * sigma**2))
+    exponent = alpha * ratio - z**2 / (2 * sigma**2)
+    top = float(exponent.max())
+    total = top + math.log(float(np.exp(exponent - top).sum()) / 16 / math.sqrt(2 * math.pi))
+    return max(0.0, total) / (alpha - 1)
+
+
+def epsilon_at(alpha: float, *, q: float, rounds: int, noise_multiplier: float, delta: float) -> float:
+    """Return ε of Shi et al. 2023a, Eq. 13–14 at one order α: ε̄ + ((α−1)·ln(1−1/α) − ln α − ln δ) / (α−1).
+
+    Enters no privacy statement: the plan's accountant is tighter, and the formula assumes Poisson cohorts, one clip of
+    the whole update and a trusted server, which the papers' released code does not give (docs/specification.md).
+    """
+    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    spent = whole("rounds", rounds) * renyi_divergence(q, noise_multiplier, alpha)
+    return spent + math.log1p(-1 / alpha) - (math.log(alpha) + math.log(delta)) / (alpha - 1)
+
+
+def renyi_epsilon(
+    *, q: float, rounds: int, noise_multiplier: float, delta: float, orders: Iterable[float] = ORDERS
+) -> tuple[float, float]:
+    """Return ``(ε, α)``: :func:`epsilon_at` minimised over the orders. Enters no privacy statement.
+
+    Exact at every order. dp-accounting 0.6 gives only an upper bound at fractional orders and none below 2, so its RDP
+    accountant prints a little more (10.83 instead of 10.79 for Shi et al. 2023a on CIFAR-10).
+    """
+    # Any order gives a valid ε, so the smallest counts.
+    values = [(epsilon_at(a, q=q, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta), a) for a in orders]
+    return min(values)
+
+
+def sufficient_noise_multiplier(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
+    """Return the smallest σ of Zhang et al. 2024, Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε <
+    2ln(1/δ).
+
+    The formula is lost in the paper's text; this follows from its Lemmas 2–4 at α = 1 + 2ln(1/δ)/ε. Enters no privacy
+    statement: it takes sensitivity C where sampling without replacement (replace-one) needs 2C.
+    """
+    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    log_delta = -math.log(delta)
+    epsilon = in_range("epsilon", epsilon, 0, 2 * log_delta, open_low=True, open_high=True)
+    q = in_range("q", q, 0, 1, open_low=True)
+    return math.sqrt(max(0.7, 7 * q**2 * whole("rounds", rounds, 1) * (epsilon + 2 * log_delta) / epsilon**2))
+
+
+def rdp_001(q: float, noise_multiplier: float, order: float) -> float:
+    """3.5·q²α/σ², one round's RDP at order α, where :func:`order_limit_001` allows it (Zhang et al. 2024, Lemma 4).
+
+    Enters no privacy statement, for the reason given at :func:`sufficient_noise_multiplier`.
+    """
+    sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
+    return 3.5 * in_range("q", q, 0, 1) ** 2 * in_range("alpha", order, 1, open_low=True) / sigma**2
+
+
+def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
+    """Return the right side of Lemma 4's condition α ≤ 1 + ⅔σ²·ln(1/(qα(1 + σ²))), beside σ² ≥ 0.7.
+
+    The extracted text of Zhang et al. 2024 keeps neither formula of the lemma, only that it is about integer orders and
+    what it cites. This is the condition of the lemma with the same 3.5q²α/σ² in Wang et al. 2019, Lemma 3.7. It is
+    checked, not copied: wherever it holds on a grid, the bound for any RDP mechanism under sampling without
+    replacement, which the lemma is about, is below 0.85 of 3.5q²α/σ² (tests/landscape). Enters no privacy statement.
+    """
+    squared = in_range("noise_multiplier", noise_multiplier, 0, open_low=True) ** 2
+    share = in_range("q", q, 0, 1, open_low=True) * in_range("alpha", order, 1, open_low=True)
+    return 1 - 2 / 3 * squared * math.log(share * (1 + squared))
+
+
+@dataclass(frozen=True)
+class NoiseCondition:
+    """Zhang et al. 2024, Theorem 2 at its α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
+
+    holds: whether α is within the limit. Where it is not, the lemma says nothing and the theorem's σ proves nothing.
+    """
+
+    noise_multiplier: float
+    order: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Lemma 4's condition on α."""
+        return self.order <= self.limit
+
+
+def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) -> NoiseCondition:
+    """Return :func:`sufficient_noise_multiplier` with Lemma 4's condition on α checked. Enters no privacy statement."""
+    sigma = sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
+    order = 1 - 2 * math.log(delta) / epsilon
+    return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
+
+
+def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float, c2: float = 1.0) -> float:
+    """σ ≥ c₂·q√(T·ln(1/δ))/ε, q = P/N (Cheng et al. 2022, Theorem 1), for ε < c₁q²T; it says only that c₁, c₂ exist.
+
+    Enters no privacy statement. :func:`constant_004` gives the c₂ that a proven σ amounts to.
+    """
+    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    wanted = in_range("epsilon", epsilon, 0, open_low=True)
+    scale = in_range("q", q, 0, 1) * math.sqrt(whole("rounds", rounds, 1) * -math.log(delta))
+    return in_range("c2", c2, 0, open_low=True) * scale / wanted
+
+
+def constant_004(noise_multiplier: float, *, q: float, rounds: int, epsilon: float, delta: float) -> float:
+    """Return c₂ = σε/(q√(T·ln(1/δ))) of Cheng et al. 2022, Theorem 1 for a σ that is proven to give (ε, δ).
+
+    Enters no privacy statement.
+    """
+    sigma = in_range("noise_multiplier", noise_multiplier, 0)
+    return sigma / noise_multiplier_004(
+        q=in_range("q", q, 0, 1, open_low=True), rounds=rounds, epsilon=epsilon, delta=delta
+    )
+
+
+def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``(printed, exact)`` discounts γ_q of Cheng et al. 2022, Lemma 2, Δ = −η·Σ γ_q·g_q, for local steps q = 0 … Q−1.
+
+    far: whether ‖w^q − w^t‖ > S at step q. Printed: (1 − λη)^q where far, 1 elsewhere. Exact, by unrolling BLUR's step
+    w ← w − η(g + λ(w − w^t)·1[far]): Π_{j>q}(1 − λη·1[far at j]), so a step is discounted by what comes after it. The
+    two agree where no step is far. λ < 1/η is the lemma's condition. Enters no privacy statement.
+    """
+    lr = in_range("lr", lr, 0, open_low=True)
+    kept = 1 - lr * in_range("lam", lam, 0, 1 / lr, open_high=True)
+    beyond = np.asarray(list(far), dtype=bool)
+    steps = np.where(beyond, kept, 1.0)
+    printed = np.where(beyond, kept ** np.arange(len(beyond)), 1.0)
+    after = np.append(steps[1:], 1.0)
+    exact: NDArray[np.float64] = np.cumprod(after[::-1])[::-1]
+    return printed, exact
+
+
+@dataclass(frozen=True)
+class RoundPrivacy:
+    """(ε̃, δ) of one round by Shi et al. 2023b, Theorem 4: per *sample*, not per client."""
+
+    epsilon: float
+    delta: float
+
+
+def sample_round_privacy(
+    *, samples: int, cohort: int, smoothness: float, rho: float, noise_multiplier: float, clip: float, dimension: int,
+    delta_tilde: float, rounds: int,
+) -> RoundPrivacy:  # fmt: skip
+    """Return (ε̃, δ) of Shi et al. 2023b, Theorem 4 (Eq. 19), N = ``samples``, m = ``cohort`` at ‖v‖ = 2Lρ/m.
+
+    ε̃ = ln((N−m)/N + (m/N)·exp(Lρ√(2 ln(1/δ̃))/(σCd) + (√2·Lρ/(σCd))²)),
+    δ = min_{1≤t≤T} exp(−√2·t‖v‖(σCd/m)·√ln(1/δ̃))·E e^{t⟨v,W'⟩}, W' ∼ N(0, (σCd/m)² I), minimised in closed form.
+
+    Enters no privacy statement: the unit is a sample, and Lρ stands where the clip's sensitivity should.
+    """
+    whole("samples", samples, 1)
+    whole("cohort", cohort, 1, samples)
+    whole("rounds", rounds, 1)
+    in_range("delta_tilde", delta_tilde, 0, 1, open_low=True)
+    in_range("smoothness · rho", smoothness * rho, 0)
+    scale = in_range("σCd", noise_multiplier * clip * dimension, 0, open_low=True)
+    log_tilde = math.log(1 / delta_tilde)
+    ratio = smoothness * rho / scale
+    share = cohort / samples
+    exponent = ratio * math.sqrt(2 * log_tilde) + 2 * ratio**2
+    # Written so that a large exponent does not overflow.
+    epsilon = exponent + math.log(share + (1 - share) * math.exp(-exponent))
+    spread = 2 * smoothness * rho / cohort * scale / cohort
+    best = math.sqrt(2 * log_tilde) / spread if spread else math.inf
+    t = min(max(best, 1.0), float(rounds))
+    delta = math.exp(min(0.0, -math.sqrt(2 * log_tilde) * t * spread + (t * spread) ** 2 / 2))
+    return RoundPrivacy(epsilon, delta)
+
+
+@dataclass(frozen=True)
+class Generalization:
+    """Shi et al. 2023b, Theorem 5: the risk gap is below ``gap`` with at least ``probability``; void unless > 0."""
+
+    gap: float
+    probability: float
+    epsilon_prime: float
+    delta_prime: float
+    samples_needed: float
+
+
+def generalization_bound(
+    step: RoundPrivacy, *, samples: int, cohort: int, rounds: int, delta_tilde: float
+) -> Generalization:
+    """Shi et al. 2023b, Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε').
+
+    ``step`` is the (ε̃, δ) of Theorem 4. Enters no privacy statement: (ε', δ') are per sample and only serve the
+    generalization bound. Raises ``InputError`` where ε' ≥ Tε̃ (too few rounds: δ' is not defined).
+    """
+    eps, total = in_range("step.epsilon", step.epsilon, 0, open_low=True), whole("rounds", rounds, 1) * step.epsilon
+    in_range("delta_tilde", delta_tilde, 0, 1, open_low=True)
+    prime = math.sqrt(2 * rounds * math.log(1 / delta_tilde)) * eps + total * math.tanh(eps / 2)
+    if prime >= total:
+        raise wrong("rounds", rounds, f"more rounds: ε' = {prime:.3g} must be under T·ε̃ = {total:.3g}")
+    # The first summand of δ' in logarithms: its factors overflow long before their product does.
+    log_first = -(prime + total) / 2 + rounds * (math.log(2 * total / (total - prime)) - np.logaddexp(0, eps))
+    log_first -= (prime + total) / (2 * eps) * math.log((total + prime) / (total - prime))
+    miss = cohort * step.delta / samples
+    high, low = 1 - miss / (1 + math.exp(-eps)), 1 - miss * math.exp(-eps) / (1 + math.exp(-eps))
+    jumps = math.ceil(prime / eps)
+    delta_prime = math.exp(log_first) + 2 - high**jumps * low ** (rounds - jumps) - low**rounds
+    failure = 2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime)
+    needed = 2 / prime**2 * (math.log(16) + prime - math.log(delta_prime)) if delta_prime > 0 else math.inf
+    return Generalization(4 * prime, 1 - failure, prime, delta_prime, needed)
+
+
+def alpha(norms: ArrayLike, clip: float) -> NDArray[np.float64]:
+    """Return α_i = min(1, C/‖Δ_i‖) per client, ``(n,)`` (Shi et al. 2023a, Eq. 15).
+
+    1 for an update of zeros, 0 for one that is not finite.
+    Private to the simulation: it enters no privacy statement.
+    """
+    sizes = np.asarray(norms, dtype=np.float64)
+    in_range("clip", clip, 0, open_low=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.isfinite(sizes), np.minimum(1.0, clip / sizes), 0.0)
+
+
+def alpha_mean(norms: ArrayLike, clip: float) -> float:
+    """ᾱ, the mean of α_i over the clients given (Shi et al. 2023a, Eq. 15); NaN for none. In no privacy statement."""
+    values = alpha(norms, clip)
+    return float(values.mean()) if values.size else math.nan
+
+
+def alpha_spread(norms: ArrayLike, clip: float) -> float:
+    """α̃ = mean|α_i − ᾱ| over the clients given (Shi et al. 2023a, Eq. 15); NaN for none. In no privacy statement."""
+    values = alpha(norms, clip)
+    return float(np.abs(values - values.mean()).mean()) if values.size else math.nan
+
+
+def signal_to_noise(signal_norm: float, *, noise_std: float, dimension: int) -> float:
+    """Return ‖Σ clipped Δ_i‖ / (std·√d): the signal's norm over the noise's root-mean-square norm; inf without noise.
+
+    Private to the simulation (the signal is not released): it enters no privacy statement.
+    """
+    noise = in_range("noise_std", noise_std, 0) * math.sqrt(whole("dimension", dimension, 1))
+    return in_range("signal_norm", signal_norm, 0) / noise if noise else math.inf
+
+
+LARGEST = 1e30
+"""Of a constant: products of a few are still numbers."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The theorems' constants.
+
+    Public numbers of a run: lr η, server_lr η_g, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
+    dimension d. Given: smoothness L, gap f(w¹) − f*, local_std σ_l, global_std σ_g. alpha_mean, alpha_spread: ᾱ^t and
+    α̃^t by round, measured; one number stands for all rounds.
+    """
+
+    lr: float
+    steps: int
+    rounds: int
+    clients: int
+    cohort: float
+    clip: float
+    noise_multiplier: float
+    dimension: int
+    smoothness: float = 1.0
+    gap: float = 1.0
+    local_std: float = 1.0
+    global_std: float = 1.0
+    server_lr: float = 1.0
+    alpha_mean: Sequence[float] = (1.0,)
+    alpha_spread: Sequence[float] = (0.0,)
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "smoothness", "server_lr", "cohort"):
+            in_range(name, getattr(self, name), 0, LARGEST, open_low=True)
+        for name in ("gap", "local_std", "global_std", "clip", "noise_multiplier"):
+            in_range(name, getattr(self, name), 0, LARGEST)
+        for name in ("steps", "rounds", "clients", "dimension"):
+            whole(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a statement by name, and what its conditions ask for, each with the value that is there."""
+
+    terms: dict[str, float]
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return math.fsum(self.terms.values())
+
+
+def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
+    """Shi et al. 2023a, Theorem 3; with keep p < 1, Shi et al. 2023b, Theorem 3 for top_k. Enters no privacy statement.
+
+    2L(f(w¹)−f*)/√(KT) + L²σ_l²/(KT²) + Σ_t(ᾱ^tσ_g² + α̃^tL²)/T² + L²√T·σ²C²pd/(m²√K), where η = 𝒪(1/(L√(KT))) and
+    ρ = 𝒪(1/√T): the ratios are ηL√(KT) and ρ√T. p is in the noise only where it lies on a client's own mask, which is
+    not sound (docs/specification.md, item 3); in the sound round p = 1.
+    """
+    steps, rounds, smooth = facts.steps, facts.rounds, facts.smoothness
+    clipped = _sum(facts.alpha_mean, rounds) * facts.global_std**2 + _sum(facts.alpha_spread, rounds) * smooth**2
+    noise = smooth**2 * math.sqrt(rounds) * (facts.noise_multiplier * facts.clip) ** 2
+    noise *= in_range("keep", keep, 0, 1, open_low=True) * facts.dimension / (facts.cohort**2 * math.sqrt(steps))
+    terms = {
+        "optimisation": 2 * smooth * facts.gap / math.sqrt(steps * rounds),
+        "local variance": (smooth * facts.local_std) ** 2 / (steps * rounds**2),
+        "clipping": clipped / rounds**2,
+        "noise": noise,
+    }
+    ratios = {"ηL√(KT) = 𝒪(1)": facts.lr * smooth * math.sqrt(steps * rounds), "ρ√T = 𝒪(1)": rho * math.sqrt(rounds)}
+    return Terms(terms, ratios)
+
+
+def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
+    """Return the terms of Liu et al. 2025, Theorem 1: √(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m², Δ = f(x⁰) − f*.
+
+    Enters no privacy statement.
+
+    It holds with β = min{1, √(mKLΔ/(σ_l²T))} and γ = min{1/(24L), β/(6L)} (the ratios: the recipe's β over that one,
+    and γ = η_g·ηK over its value), and with ηKL ≲ min{1, 1/(βγLT), √(LΔ/(G₀β³T)), 1/√(βN), (β³NK)^(−1/4)}, of which G₀
+    and N are not given: not evaluated. The last term has no d although σ²C²/m² is the variance of one coordinate of the
+    mean, of d (Lemma 4); its Assumption 4 is that nothing is ever clipped.
+    """
+    work, smooth = facts.cohort * facts.steps * facts.rounds, facts.smoothness
+    variance = facts.local_std**2
+    ideal = 1.0 if variance == 0 else min(1.0, math.sqrt(work * smooth * facts.gap / (variance * facts.rounds**2)))
+    limit = min(1 / (24 * smooth), ideal / (6 * smooth))
+    ratios = {"γ/min{1/24L, β/6L} = 1": facts.server_lr * facts.lr * facts.steps / limit if limit else math.inf}
+    if beta is not None:
+        ratios["β/min{1, √(mKLΔ/(σ_l²T))} = 1"] = beta / ideal if ideal else math.inf
+    terms = {
+        "stochastic": math.sqrt(smooth * facts.gap * variance / work),
+        "optimisation": smooth * facts.gap / facts.rounds,
+        "noise": (facts.noise_multiplier * facts.clip / facts.cohort) ** 2,
+    }
+    return Terms(terms, ratios)
+
+
+def blur_lus(facts: Facts) -> Terms:
+    """Return the terms of Cheng et al. 2022, Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²) (P = m).
+
+    Enters no privacy statement.
+    """
+    lr, server, steps = facts.lr, facts.server_lr, facts.steps
+    noise = server * (facts.noise_multiplier * facts.clip) ** 2 * facts.dimension / (lr * steps * facts.cohort**2)
+    return Terms({**_averaging(facts), "noise": noise})
+
+
+def blur_lus_at(facts: Facts, *, epsilon: float, delta: float) -> Terms:
+    """Return the terms of 004 Corollary 1, σ from Theorem 1 and S = η_lQG: its last term is η_gη_lQTd·ln(1/δ)/(N²ε²).
+
+    Enters no privacy statement.
+    """
+    logs = -math.log(in_range("delta", delta, 0, 1, open_low=True, open_high=True))
+    wanted = in_range("epsilon", epsilon, 0, open_low=True)
+    noise = facts.server_lr * facts.lr * facts.steps * facts.rounds * facts.dimension * logs
+    return Terms({**_averaging(facts), "noise": noise / (facts.clients * wanted) ** 2})
+
+
+def _averaging(facts: Facts) -> dict[str, float]:
+    lr, server = facts.lr, facts.server_lr
+    return {
+        "optimisation": 1 / (server * lr * facts.steps * facts.rounds),
+        "drift": (lr * facts.steps) ** 2,
+        "sampling": server * lr / facts.cohort,
+    }
+
+
+def _sum(values: Sequence[float], rounds: int) -> float:
+    """Return Σ over T rounds of values that were measured in some of them: T times their mean."""
+    return rounds * math.fsum(values) / len(values) if len(values) else 0.0

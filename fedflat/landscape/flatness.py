@@ -1,0 +1,335 @@
+"""Measure how flat finished runs' models are, global and local ones, with statistics over seeds."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.backends.sequential import Sequential
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.params import Layout, PersonalState
+from fedflat.core.rng import stream
+from fedflat.core.types import RoundState
+from fedflat.engine.job import Job
+from fedflat.engine.reduce import states_of
+from fedflat.engine.round import broadcast_of
+from fedflat.landscape import surfaces
+from fedflat.landscape.objective import Objective
+from fedflat.records import checkpoint
+from fedflat.records.folder import OPENING
+from fedflat.records.opening import Opening
+from fedflat.report.groups import Group, group_runs, paired_difference, spread
+from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs
+
+Numbers = dict[str, Any]
+NUMBERS = {
+    "loss": "loss", "accuracy": "accuracy", "eigenvalue": "largest Hessian eigenvalue", "trace": "Hessian trace",
+    "one_step": "SAM sharpness, one step", "ascent": "SAM sharpness, ascent",
+    "noise_loss": "loss added by weight noise", "noise_accuracy": "accuracy under weight noise",
+    "norm": "norm of the weights",
+}  # fmt: skip
+"""The scalars of a model, in the order in which tables show them."""
+CHANGED = (
+    "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
+    "accuracy is compared with the one found here."
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured. examples: of the chosen data (None: all). clients: whose local models are measured as well.
+
+    on: ``test`` (public data) or ``train`` (all clients' data for the global model, the client's own for a local one;
+    private to the simulation). noise: sizes relative to the weights; the tables show the middle one.
+    """
+
+    points: int = 41
+    span: float = 1.0
+    directions: int = 2
+    examples: int | None = None
+    curvature_examples: int = 500
+    on: str = "test"
+    clients: tuple[int, ...] = ()
+    rho: float = 0.05
+    noise: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+    draws: int = 10
+    eigenvalues: int = 5
+    trace_draws: int = 30
+    seed: int = 0
+    precision: str = "auto"
+    threads: int | None = None
+
+    def check(self) -> None:
+        """Raise InputError for a setting that is impossible."""
+        surfaces.steps_of(self.points, self.span)
+        whole("--directions", self.directions, 1, 2)
+        one_of("--on", self.on, ("test", "train"))
+        one_of("--precision", self.precision, ("auto", "float32", "bfloat16"))
+        in_range("--rho", self.rho, 0, open_low=True)
+        for name in ("curvature_examples", "draws", "eigenvalues", "trace_draws"):
+            whole(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        if self.examples is not None:
+            whole("--examples", self.examples, 1)
+        if not self.noise:
+            raise wrong("--noise", "nothing", "one or more sizes, for example 0.1,0.2")
+        for size in self.noise:
+            in_range("--noise", size, 0, open_low=True)
+
+    @property
+    def middle(self) -> int:
+        """Place of the noise size that tables show."""
+        return len(self.noise) // 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights ``(D,)`` of a run's global model (client None) or of one client's local model, with its data."""
+
+    name: str
+    client: int | None
+    weights: Tensor
+    inputs: Tensor
+    targets: Tensor
+
+
+def measure(
+    folders: Iterable[Path | str], settings: Settings = Settings(), on_stage: Callable[[str, int], None] | None = None,
+    on_points: Callable[[int], None] | None = None,
+) -> Numbers:  # fmt: skip
+    """Measure every run's models; surfaces for the first run of each setting, everything else for every run.
+
+    folders: run folders, or folders that hold some. on_stage: told the model's name and the surface's points (0: none)
+    before each; on_points: points finished. Returns what surfaces.json holds. Raises InputError.
+    """
+    settings.check()
+    began, cpu = time.perf_counter(), time.process_time()
+    groups, notes = group_runs(read_runs(folders)), list[str]()
+    measured: list[Numbers] = []
+    for group in groups:
+        for place, run in enumerate(group.runs):
+            for model, layout, job in models_of(run, settings, notes):
+                drawn = place == 0 and settings.directions == 2
+                if on_stage is not None:
+                    on_stage(f"{group.label}, seed {run.seed}, {model.name}", settings.points**2 if drawn else 0)
+                found = of_model(model, layout, job, settings, drawn, on_points)
+                _compare_with_record(found, run, model, settings, notes)
+                measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **found})
+    return {
+        "settings": asdict(settings), "groups": _grouped(groups, measured, settings), "models": measured,
+        "notes": list(dict.fromkeys(notes)), "cost": _cost(began, cpu, settings),
+    }  # fmt: skip
+
+
+def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[Model, Layout, Job]]:
+    """Yield the global model of a finished (or stopped) run, then the local models of the chosen clients."""
+    job, state, heads = _loaded(run, notes)
+    layout = job.parts.layout
+    if layout.shared < len(layout.names):
+        notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
+    whole_model = torch.cat([state.released, heads.first])
+    yield Model("global", None, whole_model, *_data(job, None, settings)), layout, job
+    for client in settings.clients:
+        weights = local_model(job, state, heads, client)
+        yield Model(f"client {client}", client, weights, *_data(job, client, settings)), layout, job
+
+
+def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]:
+    """Return a run's live parts and its newest checkpoint."""
+    from fedflat.assembly.jobs import prepare
+    from fedflat.assembly.tasks import refuse_other_tasks
+
+    if not run.recipe:
+        raise wrong(f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")
+    found = checkpoint.newest(run.path / "checkpoints")
+    if found is None:
+        raise wrong(f"run folder {run.path}", "no readable checkpoint in it", "a run that has finished a round")
+    state, heads, _ = found
+    # A model can be measured on a machine without the run's own device.
+    here = ["engine.backend=sequential", "engine.device=cpu", "engine.compile=null"]
+    recipe = Recipe.of(run.recipe, here, where=str(run.path / "recipe.yaml"))
+    refuse_other_tasks("landscape", recipe)
+    job = prepare(recipe)
+    layout = job.parts.layout
+    if (state.shared.numel(), heads.first.numel()) != (layout.dimension, layout.size - layout.dimension):
+        raise wrong(
+            f"run folder {run.path}", "weights of another model", "a run whose recipe alone gives its model and data"
+        )
+    if not (run.path / OPENING).is_file() or Opening.read(run.path).differing(job.identity):
+        notes.append(CHANGED)
+    return job, state, heads
+
+
+def local_model(job: Job, state: RoundState, heads: PersonalState, client: int) -> Tensor:
+    """Return the weights ``(D,)`` a client has after its local phases from the current global weights, before any clip.
+
+    Simulation only: a deployment never shows them to anyone but the client.
+    """
+    parts, data = job.parts, job.data
+    if parts.algorithm.kind == "votes":
+        raise wrong("--clients", client, f"no clients for {parts.algorithm.name}, whose clients send votes, not models")
+    whole("--clients", client, 0, data.clients - 1)
+    weights = heads.whole(state.released, client)
+    if len(data.parts[client]) == 0:
+        return weights
+    public = None if job.public_update is None else lambda: job.public_update(state)  # type: ignore[misc]
+    broadcast = broadcast_of(parts, state, job.seed, public)
+    states = states_of(parts.algorithm, heads, client, state.shared)
+    Sequential(parts.algorithm, job.problem, parts.local, data, job.seed).one(client, broadcast, weights, states)
+    return weights
+
+
+def _data(job: Job, client: int | None, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets to evaluate on, cut to the examples asked for (the same ones for every run)."""
+    data = job.data
+    if settings.on == "test":
+        if data.test_inputs is None or data.test_targets is None:
+            raise wrong("--on", "test for a run without public test data", "train")
+        inputs, targets = data.test_inputs, data.test_targets
+    else:
+        rows = np.concatenate(data.parts) if client is None else data.parts[client]
+        if len(rows) == 0:
+            raise wrong("--clients", client, "with --on train, clients that have data")
+        inputs, targets = data.inputs[torch.from_numpy(rows)], data.targets[torch.from_numpy(rows)]
+    return _some(inputs, targets, settings.examples, settings.seed)
+
+
+def _some(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """Return ``count`` examples at random, in stored order and memory layout."""
+    if count is None or count >= len(inputs):
+        return inputs, targets
+    chosen = np.sort(stream(seed, "landscape examples").choice(len(inputs), count, replace=False))
+    rows = torch.from_numpy(chosen)
+    # Indexing returns another memory layout, which would change the last bits.
+    last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
+    kept = inputs[rows]
+    return kept.contiguous(memory_format=torch.channels_last) if last else kept, targets[rows]
+
+
+def of_model(
+    model: Model, layout: Layout, job: Job, settings: Settings, with_surface: bool = True,
+    on_points: Callable[[int], None] | None = None,
+) -> Numbers:  # fmt: skip
+    """Return everything that is measured of one model, ready for JSON."""
+    began, weights, module = time.perf_counter(), model.weights, job.problem.module
+    objective = Objective(module, layout, model.inputs, model.targets, threads=settings.threads)
+    fewer = _some(model.inputs, model.targets, settings.curvature_examples, settings.seed)
+    part = Objective(module, layout, *fewer, threads=settings.threads)
+    loss, accuracy = objective.value(weights)
+    if not math.isfinite(loss):
+        raise InputError(f"landscape: found a model whose loss is {loss}; allowed: a run that has not diverged.")
+    found: Numbers = {
+        "model": model.name, "client": model.client, "private": model.client is not None or settings.on == "train",
+    }  # fmt: skip
+    found["examples"], found["curvature_examples"] = len(model.inputs), len(fewer[0])
+    pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
+    steps = surfaces.steps_of(settings.points, settings.span)
+    found["line"] = _grid(surfaces.line(objective, weights, pair[0], steps))
+    noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
+    found["noise"] = {"levels": list(noisy.levels), "loss": noisy.loss.tolist(), "accuracy": noisy.accuracy.tolist()}
+    noise_loss, noise_accuracy = (float(each[settings.middle].mean()) for each in (noisy.loss, noisy.accuracy))
+    curved, details = _curved(part, weights, layout, settings)
+    scalars = {
+        "loss": loss, "accuracy": accuracy, "norm": float(torch.linalg.vector_norm(weights)),
+        "noise_loss": noise_loss - loss, "noise_accuracy": noise_accuracy,
+    }  # fmt: skip
+    found["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
+    found |= details
+    if with_surface:
+        plane = surfaces.surface(objective, weights, pair, steps, precision=settings.precision, on_points=on_points)
+        found["surface"] = _grid(plane)
+    return found | {"seconds": time.perf_counter() - began}
+
+
+def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings) -> tuple[Numbers, Numbers]:
+    """Return scalars and details of what is measured on the smaller set of examples."""
+    product = part.product(weights)
+    spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
+    trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
+    sharp = surfaces.sharpness(part, weights, settings.rho)
+    scalars = {"eigenvalue": spectrum.top[0], "trace": trace.mean, "one_step": sharp.one_step, "ascent": sharp.ascent}
+    return scalars, {"spectrum": asdict(spectrum), "trace": asdict(trace), "sharpness": asdict(sharp)}
+
+
+def _grid(grid: surfaces.Grid) -> Numbers:
+    return {
+        "steps": grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist(),
+        "precision": grid.precision, "deviation": grid.deviation,
+    }  # fmt: skip
+
+
+def _compare_with_record(found: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:
+    """Add a note where the accuracy measured here is not the one that the run recorded."""
+    recorded, own = final_accuracy(run), found["numbers"]["accuracy"]
+    comparable = model.client is None and settings.on == "test" and settings.examples is None
+    if comparable and recorded is not None and abs(recorded - own) > 1e-3:
+        notes.append(f"{run.path}: recorded a test accuracy of {100 * recorded:.2f} %, found {100 * own:.2f} % here.")
+
+
+def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Settings) -> list[Numbers]:
+    """Return each setting's models over its seeds: mean and sd of numbers and curves, and the difference from the
+    first.
+    """
+    listed: list[Numbers] = []
+    for name in dict.fromkeys(each["model"] for each in measured):
+        chosen = [each for each in measured if each["model"] == name]
+        numbers = {each["run"]: each["numbers"] for each in chosen}
+        for place, group in enumerate(groups):
+            own = [each for each in chosen if each["group"] == group.label]
+            listed.append({
+                "label": group.label, "model": name, "style": group.style, "seeds": [each["seed"] for each in own],
+                "epsilon": _spread(proven_epsilon(run) for run in group.runs), "private": own[0]["private"],
+                "numbers": {key: _spread(each["numbers"][key] for each in own) for key in NUMBERS},
+                "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
+                "line": {"steps": own[0]["line"]["steps"]} | _curves([each["line"] for each in own]),
+                "noise": {"levels": list(settings.noise)} | _curves([_over_draws(each["noise"]) for each in own]),
+                "surface": own[0].get("surface"),
+            })  # fmt: skip
+    return listed
+
+
+def _spread(values: Iterable[float | None]) -> Numbers | None:
+    found = spread(values)
+    return None if found is None else asdict(found)
+
+
+def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
+    """Return the difference paired over common seeds: mean and 95 % t interval."""
+    found = paired_difference(first, group, lambda run: numbers[str(run.path)][key])
+    return None if found is None else asdict(found)
+
+
+def _over_draws(noise: Numbers) -> Numbers:
+    """Return the mean over the draws at each size."""
+    return {key: np.mean(noise[key], axis=1).tolist() for key in ("loss", "accuracy")}
+
+
+def _curves(curves: Sequence[Numbers]) -> Numbers:
+    """Return the mean and sd over seeds at each abscissa (sd None for one seed)."""
+    result: Numbers = {}
+    for key in ("loss", "accuracy"):
+        stacked = np.array([curve[key] for curve in curves])
+        result[key] = stacked.mean(0).tolist()
+        result[f"{key}_sd"] = stacked.std(0, ddof=1).tolist() if len(stacked) > 1 else None
+    return result
+
+
+def _cost(began: float, cpu: float, settings: Settings) -> Numbers:
+    """Return wall-clock and processor seconds, and the largest memory this process has held, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_memory_mib": peak / (2**20 if sys.platform == "darwin" else 2**10),
+        "threads": settings.threads or torch.get_num_threads(),
+    }

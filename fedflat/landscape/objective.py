@@ -1,0 +1,284 @@
+"""Compute mean loss and accuracy on fixed examples as a function of flat weights: values, gradients, curvature.
+
+Evaluations are spread over threads of one intra-op thread each. What a thread is handed (a chunk of points, a batch of
+examples) and the order in which results are added do not depend on the number of threads, so neither do the numbers.
+
+Only layers that oneDNN has (convolution, pooling, ReLU, linear) run on such tensors, so whether a module does, and to
+the same numbers, is tried before it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.checks import InputError, whole
+from fedflat.core.loss import example_loss
+from fedflat.core.params import Layout, looked_at, usable
+from fedflat.core.process import using_threads
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CONVOLUTION_BATCH, DENSE_BATCH, GRADIENT_BATCH = 25, 1000, 250
+"""Examples per pass: activations of 25 images stay in a core's cache, which is 1.4 times faster than 500 at once."""
+MANY = 8
+"""Points from which it pays to convert the examples to oneDNN's tensors."""
+CHUNK_ENTRIES = 2_000_000
+"""Entries (weights, or examples × widest layer for the activations) of the points that one vmap evaluates at once."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Weights ``base + coefficients @ directions``: base ``(D,)``, directions ``(k, D)``, coefficients ``(P, k)``."""
+
+    base: Tensor
+    directions: Tensor
+    coefficients: Tensor
+
+    def __len__(self) -> int:
+        return len(self.coefficients)
+
+    def take(self, chunk: slice) -> Tensor:
+        """Return the weights of some points ``(n, D)``; each row is computed alone, so that no chunking changes it."""
+        rows = [self.base.clone() for _ in range(*chunk.indices(len(self)))]
+        for row, amounts in zip(rows, self.coefficients[chunk].tolist(), strict=True):
+            for amount, direction in zip(amounts, self.directions, strict=True):
+                row.add_(direction, alpha=amount)
+        return torch.stack(rows)
+
+
+class Objective:
+    """L(w): mean loss over ``inputs`` ``(N, …)`` and ``targets`` of a module in eval mode at flat weights w ``(D,)``.
+
+    The module is copied and its buffers stay as they are. ``threads``: None for torch's number.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, inputs: Tensor, targets: Tensor, *, threads: int | None = None
+    ) -> None:
+        if len(inputs) == 0:
+            raise InputError("landscape: found no example to evaluate on; allowed: at least one.")
+        self.layout, self.inputs, self.targets = layout, inputs, targets
+        self.threads = torch.get_num_threads() if threads is None else whole("threads", threads, 1)
+        self.dense = _dense(module)
+        self._widest = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
+        # ``functional_call`` swaps parameters inside the module, so each thread needs a copy of its own.
+        self._modules: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
+        for _ in range(self.threads):
+            self._modules.put(copy.deepcopy(module).eval())
+
+    # ------------------------------------------------------------------------------------------------- values
+
+    def value(self, weights: Tensor) -> tuple[float, float]:
+        """Return the loss and accuracy at ``weights`` ``(D,)``."""
+        loss, accuracy = self.values(Points(weights, weights[None], torch.zeros(1, 1)))[0]
+        return float(loss), float(accuracy)
+
+    def values(
+        self, points: Points, dtype: torch.dtype = torch.float32, on_chunk: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        """Return the loss and accuracy of every point ``(P, 2)``, the forward passes in ``dtype``; on_chunk: points
+        finished.
+        """
+        dtype = self.inputs.dtype if self.inputs.dtype == torch.float64 else dtype
+        inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
+        # Chunks follow from model and data alone, so that threads do not change the numbers.
+        size = self._chunk()
+        chunks = [slice(start, start + size) for start in range(0, len(points), size)]
+        batches = [] if self.dense else self._batched(points, inputs)
+
+        def one(module: nn.Module, chunk: slice) -> np.ndarray:
+            with torch.no_grad():
+                weights = points.take(chunk).to(dtype)
+                return self._together(module, weights, inputs) if self.dense else self._each(module, weights, batches)
+
+        found = []
+        for result in self._spread(one, chunks):
+            found.append(result)
+            if on_chunk is not None:
+                on_chunk(len(result))
+        return np.concatenate(found)
+
+    def _chunk(self) -> int:
+        """Return the points per task; of the model and the data only."""
+        if not self.dense:
+            return 1
+        entries = max(self.layout.size, min(len(self.inputs), DENSE_BATCH) * self._widest)
+        return max(1, min(256, CHUNK_ENTRIES // entries))
+
+    def _batched(self, points: Points, inputs: Tensor) -> Sequence[Tensor]:
+        """Return the examples in batches; as oneDNN's tensors if there are many points and the module runs on such."""
+        plain: Sequence[Tensor] = inputs.split(CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
+        if len(points) < MANY or not usable(inputs):
+            return plain
+        module = self._modules.get()
+        try:
+            with torch.no_grad():
+                return batches(module, self.layout, points.base, inputs) or plain
+        finally:
+            self._modules.put(module)
+
+    def _each(self, module: nn.Module, weights: Tensor, batches: Sequence[Tensor]) -> np.ndarray:
+        """Return, point by point, loss and accuracy ``(n, 2)`` at weights ``(n, D)``."""
+        rows = []
+        for vector in weights:
+            losses, right = zip(*self._forward(module, vector, batches), strict=True)
+            rows.append([_mean(losses, len(self.inputs)), _mean(right, len(self.inputs))])
+        return np.array(rows)
+
+    def _forward(self, module: nn.Module, vector: Tensor, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the sums of loss and accuracy over each batch."""
+        own, done = batches[0].is_mkldnn, 0
+        parameters = converted(self.layout, vector) if own else dict(self.layout.views(vector))
+        for batch in batches:
+            found = torch.func.functional_call(module, parameters, (batch,))
+            logits = _at_least_float(found.to_dense() if own else found)
+            losses, right = example_loss(logits, self.targets[done : done + len(logits)])
+            done += len(logits)
+            yield losses.double().sum(), right.double().sum()
+
+    def _together(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
+        """Return a dense model at several points by batched matrix products."""
+        total = torch.zeros(len(weights), 2, dtype=torch.float64)
+        for start in range(0, len(inputs), DENSE_BATCH):
+            rows = slice(start, start + DENSE_BATCH)
+
+            def at(vector: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
+                logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
+                return example_loss(_at_least_float(logits), self.targets[rows])
+
+            losses, right = torch.func.vmap(at)(weights)
+            total += torch.stack([losses.double().sum(-1), right.double().sum(-1)], dim=-1)
+        return (total / len(inputs)).numpy()
+
+    # --------------------------------------------------------------------------------- gradients and products
+
+    def gradient(self, weights: Tensor) -> tuple[float, Tensor]:
+        """Return L and its gradient ``(D,)``."""
+
+        def one(module: nn.Module, rows: slice) -> tuple[Tensor, Tensor]:
+            vector = weights.detach().requires_grad_()
+            loss = self._summed(module, vector, rows)
+            return loss.detach().double(), torch.autograd.grad(loss, vector)[0]
+
+        losses, gradients = zip(*self._spread(one, self._batches()), strict=True)
+        return _mean(losses, len(self.inputs)), _added(gradients) / len(self.inputs)
+
+    def product(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the map from v ``(D,)`` to the Hessian of L at ``weights`` times v: the gradient differentiated again.
+
+        At a kink (ReLU, max pooling) it is the Hessian of the piece on which the weights lie.
+        """
+
+        def times(direction: Tensor) -> Tensor:
+            def one(module: nn.Module, rows: slice) -> Tensor:
+                vector = weights.detach().requires_grad_()
+                with _twice_differentiable():
+                    gradient = torch.autograd.grad(self._summed(module, vector, rows), vector, create_graph=True)[0]
+                    # The loss is linear in the weights: its Hessian is zero.
+                    if not gradient.requires_grad:
+                        return torch.zeros_like(weights)
+                    return torch.autograd.grad(gradient, vector, direction.to(weights.dtype))[0]
+
+            return _added(self._spread(one, self._batches())) / len(self.inputs)
+
+        return times
+
+    def _batches(self) -> list[slice]:
+        return [slice(start, start + GRADIENT_BATCH) for start in range(0, len(self.inputs), GRADIENT_BATCH)]
+
+    def _summed(self, module: nn.Module, vector: Tensor, rows: slice) -> Tensor:
+        logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (self.inputs[rows],))
+        return example_loss(logits, self.targets[rows])[0].sum()
+
+    def _spread(self, function: Callable[[nn.Module, T], R], tasks: Iterable[T]) -> Iterator[R]:
+        """Yield ``function(module, task)`` of every task, in the tasks' order; each thread has its own module."""
+
+        def run(task: T) -> R:
+            module = self._modules.get()
+            try:
+                return function(module, task)
+            finally:
+                self._modules.put(module)
+
+        with (
+            using_threads(1),
+            ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ):
+            yield from pool.map(run, tasks)
+
+
+def _twice_differentiable() -> AbstractContextManager[object]:
+    """Return the attention by plain matrix products: the fused kernels have no second derivative."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
+
+
+def _mean(sums: Iterable[Tensor], count: int) -> float:
+    return float(_added(sums)) / count
+
+
+def _added(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum in the terms' order."""
+    found = iter(terms)
+    # In a fixed order, so that the number of threads does not change the sum.
+    total = next(found).clone()
+    for term in found:
+        total += term
+    return total
+
+
+def _at_least_float(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _dense(module: nn.Module) -> bool:
+    """Return whether every layer with weights is linear: batched matrix products win there, and lose for
+    convolutions."""
+    layers = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    return bool(layers) and all(isinstance(m, nn.Linear) for m in layers)
+
+
+BATCH = 200
+"""Images per pass: the weights are converted for every one, which batches of 50 feel."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference of a logit from that of plain tensors, relative to the largest logit: several roundings."""
+
+
+def batches(module: nn.Module, layout: Layout, weights: Tensor, inputs: Tensor) -> list[Tensor] | None:
+    """Return ``inputs`` ``(N, c, h, w)`` cut into oneDNN tensors, or None where the module must have plain ones.
+
+    weights ``(D,)``: at which the first batch's logits are compared with those of plain tensors.
+    """
+    if not usable(inputs):
+        return None
+    first, vector = inputs[:BATCH], weights.to(inputs.dtype)
+    try:
+        kept = looked_at(module, inputs)
+        found = torch.func.functional_call(module, converted(layout, vector), (kept[:BATCH].to_mkldnn(),)).to_dense()
+    except Exception:
+        # Most operations do not exist for oneDNN's tensors, and a module may use any of them.
+        return None
+    expected = torch.func.functional_call(module, dict(layout.views(vector)), (first,))
+    scale = float(expected.abs().max())
+    if found.shape != expected.shape or not float((found - expected).abs().max()) <= TOLERANCE[inputs.dtype] * scale:
+        return None
+    return [kept[start : start + BATCH].to_mkldnn() for start in range(0, len(kept), BATCH)]
+
+
+def converted(layout: Layout, vector: Tensor) -> dict[str, Tensor]:
+    """Return the parameters in ``vector`` ``(D,)`` by name, as oneDNN tensors."""
+    return {name: view.to_mkldnn() for name, view in layout.views(vector)}

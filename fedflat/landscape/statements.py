@@ -1,0 +1,267 @@
+"""Evaluate what the papers prove or state for one setting (``fedflat bounds``), and what a round costs a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import InputError
+from fedflat.core.types import Algorithm, ClientView, Phase, broadcast_by
+from fedflat.landscape import bounds
+from fedflat.landscape.bounds import Facts, Terms
+
+FLOAT = 4
+"""Bytes of a coordinate of what is sent and received."""
+_SMALL = 8
+"""Length of the vector on which pieces are tried out."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One round of one client.
+
+    per_step: gradient passes of a local step of the shared part: 1 for SGD, 2 for SAM. passes: minibatch gradients in
+    all, phases and transforms together. up, down: bytes of dense float32 vectors: the message, and the shared weights
+    with what the server's steps broadcast. Compression, encryption and votes are not in it.
+    """
+
+    per_step: int
+    passes: int
+    up: int
+    down: int
+
+
+def cost_of(method: Algorithm, dimension: int, steps: int, batches: int = 1) -> Cost:
+    """Return the cost of a round of ``method`` with d = ``dimension`` shared parameters and K = ``steps``.
+
+    batches: minibatches in a client's data; a transform that asks for the gradient of the full local loss (LUS) costs
+    as many passes. Pieces are tried on a vector of ones, so those that pass more often on some data count as on that.
+    """
+    phases = [(count_passes(phase, method), steps if phase.steps is None else phase.steps) for phase in method.phases]
+    full = batches * _transform_gradients(method)
+    sent = len(broadcast_by((*method.server, method.optimizer)))
+    return Cost(
+        per_step=count_passes(method.shared_phase, method),
+        passes=sum(passes * count for passes, count in phases) + full,
+        up=FLOAT * dimension * method.vectors,
+        down=FLOAT * dimension * (1 + sent) + (math.ceil(dimension / 8) if method.mask is not None else 0),
+    )
+
+
+def count_passes(phase: Phase, method: Algorithm) -> int:
+    """Return how often one local step of a phase asks for the minibatch's gradient."""
+    counted, gradient = _counter()
+    if phase.rule is None:
+        return 1
+    phase.rule(gradient, _view(method))(torch.ones(_SMALL))
+    return len(counted)
+
+
+def _transform_gradients(method: Algorithm) -> int:
+    counted, gradient = _counter()
+    view = replace(_view(method), gradient=lambda: gradient(torch.ones(_SMALL)), examples=lambda: torch.ones(1))
+    update = torch.ones(_SMALL)
+    for transform in method.transforms:
+        update = transform(update, view)
+    return len(counted)
+
+
+def _counter() -> tuple[list[int], Callable[[Tensor], Tensor]]:
+    counted: list[int] = []
+
+    def gradient(weights: Tensor) -> Tensor:
+        counted.append(1)
+        return torch.ones_like(weights)
+
+    return counted, gradient
+
+
+def _view(method: Algorithm) -> ClientView:
+    ones = torch.ones(_SMALL)
+    names = broadcast_by((*method.server, method.optimizer))
+    return ClientView(
+        start=torch.zeros(_SMALL), clip=1.0, steps=1, lr=0.1,
+        broadcast=dict.fromkeys(names, ones), state={state.name: ones for state in method.client_state},
+        tensors=(slice(0, _SMALL - 1), slice(_SMALL - 1, _SMALL)), shares=lambda k: torch.full((k,), 1 / k),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the statements are evaluated at, besides the theorems' constants.
+
+    q, delta, relation: of the plan; epsilon: proven at delta, inf where nothing is. rho, lam, beta, keep: the method's,
+    None where it has none of them. samples: N of Shi et al. 2023b. delta_tilde: δ̃ of these. cost: of a round.
+    """
+
+    facts: Facts
+    q: float
+    delta: float
+    epsilon: float
+    relation: str = "add-remove"
+    rho: float | None = None
+    lam: float | None = None
+    beta: float | None = None
+    keep: float | None = None
+    samples: int | None = None
+    delta_tilde: float = 0.001
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One value. reference: paper and number. value: None where the statement is void; said: why, or what it means."""
+
+    section: str
+    reference: str
+    what: str
+    value: float | None
+    said: str = ""
+
+
+def statements(setting: Setting) -> list[Statement]:
+    """Return every statement of the papers that has a value at this setting, in the order of the sections."""
+    parts = (_sensitivity, _noise, _per_sample, _drift, _convergence, _cost)
+    return [found for part in parts for found in part(setting)]
+
+
+def _tried(section: str, reference: str, what: str, value: Callable[[], float], said: str = "") -> Statement:
+    """Return the statement, void where its own condition fails."""
+    try:
+        return Statement(section, reference, what, value(), said)
+    except InputError as error:
+        return Statement(section, reference, what, None, f"void: {error}")
+
+
+def _root(section: str, reference: str, what: str, square: Callable[[], float], said: str) -> Statement:
+    return _tried(section, reference, what, lambda: math.sqrt(square()), said)
+
+
+def _sensitivity(setting: Setting) -> Iterator[Statement]:
+    facts, name = setting.facts, "Sensitivity"
+    twice = setting.relation == "replace-one"
+    said = "2C: a client's data are replaced" if twice else "C: a client's slot contributes nothing"
+    whole = facts.clip * (2 if twice else 1)
+    yield Statement(name, "Zhang et al. 2024, Lemma 6", "of the sum of clipped updates", whole, said)
+    yield Statement(name, "Shi et al. 2023a, 2023b, Liu et al. 2025, Lemma 1", "of the mean, ÷ m", whole / facts.cohort)
+    before = "of an unclipped update, one sample changed: no client-level claim"
+    step: dict[str, Any] = {"lr": facts.lr, "steps": facts.steps, "smoothness": facts.smoothness}
+    if (rho := setting.rho) is not None:
+        sam = partial(bounds.squared_sensitivity_sam, **step, rho=rho)
+        yield _root(name, "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13", "√E S² with SAM", sam, before)
+    sgd = partial(bounds.squared_sensitivity_sgd, **step, gradient_std=facts.local_std)
+    yield _root(name, "Shi et al. 2023a, under Eq. 11", "√E S² with SGD", sgd, before)
+
+
+def _noise(setting: Setting) -> Iterator[Statement]:
+    facts, name = setting.facts, "Noise"
+    private = facts.noise_multiplier > 0
+
+    known: dict[str, Any] = {"q": setting.q, "rounds": facts.rounds, "delta": setting.delta}
+    if private:
+        papers = "Shi et al. 2023a, 2023b, Eq. 13–14, Liu et al. 2025, Eq. 24"
+        claimed = partial(bounds.renyi_epsilon, **known, noise_multiplier=facts.noise_multiplier)
+        yield _tried(name, papers, "ε of the formula, Poisson and one C", lambda: claimed()[0])
+    zhang, cheng = "Zhang et al. 2024, Theorem 2", "Cheng et al. 2022, Theorem 1"
+    if not math.isfinite(setting.epsilon):
+        yield Statement(name, f"{zhang}, {cheng}", "σ for a finite ε", None, "void: no finite ε is proven")
+        return
+    known["epsilon"] = setting.epsilon
+    at = f"at the proven ε = {setting.epsilon:.4g}"
+    try:
+        found = bounds.noise_condition_001(**known)
+    except InputError as error:
+        yield Statement(name, zhang, f"σ that it asks for {at}", None, f"void: {error}")
+    else:
+        limit = f"α = {found.order:.4g} ≤ {found.limit:.4g}"
+        holds = f"Lemma 4's condition holds: {limit}" if found.holds else f"Lemma 4's condition FAILS: not {limit}"
+        yield Statement(name, zhang, f"σ that it asks for {at}", found.noise_multiplier, holds)
+    smallest, exist = partial(bounds.noise_multiplier_004, **known), "the theorem says only that c₁ and c₂ exist"
+    yield _tried(name, cheng, f"σ with c₂ = 1 {at}", smallest, exist)
+    if private:
+        constant = partial(bounds.constant_004, facts.noise_multiplier, **known)
+        yield _tried(name, cheng, "c₂ that the proven σ amounts to", constant)
+
+
+def _per_sample(setting: Setting) -> Iterator[Statement]:
+    facts, name = setting.facts, "Per sample"
+    if setting.rho is None:
+        return
+    if setting.samples is None:
+        why = "void: N, the number of training examples, is not known; data.max_examples or no --dimension gives it"
+        yield Statement(name, "Shi et al. 2023b, Theorems 4, 5", "generalisation", None, why)
+        return
+    samples, cohort = setting.samples, min(setting.samples, max(1, round(facts.cohort)))
+    common: dict[str, Any] = {
+        "samples": samples,
+        "cohort": cohort,
+        "rounds": facts.rounds,
+        "delta_tilde": setting.delta_tilde,
+    }
+    try:
+        step = bounds.sample_round_privacy(
+            smoothness=facts.smoothness, rho=setting.rho, noise_multiplier=facts.noise_multiplier, clip=facts.clip,
+            dimension=facts.dimension, **common,
+        )  # fmt: skip
+        given = f"δ = {step.delta:.3g}, δ̃ given"
+        yield Statement(name, "Shi et al. 2023b, Theorem 4", "ε̃ of one round", step.epsilon, given)
+        found = bounds.generalization_bound(step, **common)
+    except InputError as error:
+        yield Statement(name, "Shi et al. 2023b, Theorems 4, 5", "generalisation", None, f"void: {error}")
+        return
+    sure = f"with probability > {found.probability:.3g}" if found.probability > 0 else "void: no positive probability"
+    gap = found.gap if found.probability > 0 else None
+    yield Statement(name, "Shi et al. 2023b, Theorem 5", "risk gap under", gap, sure)
+
+
+def _drift(setting: Setting) -> Iterator[Statement]:
+    if setting.lam is None:
+        return
+    facts, lam, name = setting.facts, setting.lam, "BLUR"
+
+    def discount(which: int, place: int) -> Callable[[], float]:
+        return lambda: float(bounds.discounts_004([True] * facts.steps, lam=lam, lr=facts.lr)[which][place])
+
+    lemma, exact = "Cheng et al. 2022, Lemma 2", "by unrolling the steps: the first, not the last, is discounted most"
+    last = "discount of the last step, all far, as printed"
+    yield _tried(name, lemma, last, discount(0, -1), "(1 − λη)^(Q−1)")
+    yield _tried(name, lemma, "discount of the first step, all far, exact", discount(1, 0), exact)
+
+
+def _convergence(setting: Setting) -> Iterator[Statement]:
+    facts = setting.facts
+    yield from _terms("Shi et al. 2023a, Theorem 3 (DP-FedSAM)", bounds.dp_fedsam(facts, rho=setting.rho or 0.0))
+    if setting.keep is not None:
+        found = bounds.dp_fedsam(facts, rho=setting.rho or 0.0, keep=setting.keep)
+        unsound = "noise on a client's own mask only, which is not sound"
+        yield from _terms("Shi et al. 2023b, Theorem 3 (top_k)", found, unsound)
+    yield Statement("Convergence", "Zhang et al. 2024, Theorem 1 (DP2-FedSAM)", "lost in the text", None)
+    yield from _terms("Liu et al. 2025, Theorem 1 (DP-FedPGN)", bounds.dp_fedpgn(facts, beta=setting.beta))
+    yield from _terms("Cheng et al. 2022, Theorem 2 (BLUR, LUS)", bounds.blur_lus(facts))
+    if math.isfinite(setting.epsilon):
+        found = bounds.blur_lus_at(facts, epsilon=setting.epsilon, delta=setting.delta)
+        yield from _terms("Cheng et al. 2022, Corollary 1", found, "with Theorem 1's σ at the proven ε")
+
+
+def _cost(setting: Setting) -> Iterator[Statement]:
+    if setting.cost is None:
+        return
+    name, table = "Cost of a round, for each client", "Liu et al. 2025, Table I"
+    yield Statement(name, table, "gradient passes of a local step", setting.cost.per_step)
+    yield Statement(name, table, "gradient passes in all", setting.cost.passes)
+    yield Statement(name, "dense float32, before encryption", "bytes sent", setting.cost.up)
+    yield Statement(name, "dense float32, before encryption", "bytes received", setting.cost.down)
+
+
+def _terms(reference: str, found: Terms, said: str = "") -> Iterator[Statement]:
+    for term, value in found.terms.items():
+        yield Statement("Convergence", reference, term, value)
+    yield Statement("Convergence", reference, "sum", found.total, said)
+    for ratio, value in found.ratios.items():
+        yield Statement("Convergence", reference, f"asked for: {ratio}; here", value)

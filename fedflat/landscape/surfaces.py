@@ -1,0 +1,275 @@
+"""Measure the loss around a point: random directions (Li et al. 2018), Hessian eigenvalues and trace, sharpness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedflat.core.checks import in_range, whole
+from fedflat.core.params import Layout
+from fedflat.core.rng import stream
+from fedflat.landscape.objective import Objective, Points
+
+TOLERANCE = 0.01
+"""bfloat16 is used only if it agrees with float32 at nine points to 1 % of the loss's range over them …"""
+LONG = 1_000_000
+"""… and only for a surface of at least so many forward passes (points × examples)."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Loss and accuracy over ``steps`` ``(P,)`` along one direction ``(P,)``, or along two ``(P, P)``.
+
+    Row i, column j of a surface is the point ``w + steps[i]·d_1 + steps[j]·d_2``. precision: of the forward passes;
+    deviation: the largest difference in loss from float32 at the points where both were computed, None for float32.
+    """
+
+    steps: np.ndarray
+    loss: np.ndarray
+    accuracy: np.ndarray
+    precision: str = "float32"
+    deviation: float | None = None
+
+
+def filters(layout: Layout) -> list[tuple[slice, int]]:
+    """Return the span and number of filters (output channels, rows) of every tensor with at least two axes."""
+    tensors = zip(layout.shapes, layout.tensors(), strict=True)
+    return [(span, int(shape[0])) for shape, span in tensors if len(shape) >= 2]
+
+
+def raw_direction(layout: Layout, seed: int, index: int) -> Tensor:
+    """Return a standard normal vector ``(D,)``: the same for every run that is compared, before it is normalised."""
+    drawn = stream(seed, "landscape direction", index).standard_normal(layout.size, dtype=np.float32)
+    return torch.from_numpy(drawn)
+
+
+def normalised(direction: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+    """Return ``direction`` ``(D,)`` with each filter scaled to the norm of the same filter of ``weights``.
+
+    Biases and norm layers' parameters (tensors of one axis) are zero, as in Li et al. 2018, Sec. 4. A filter of zeros
+    stays where it is.
+    """
+    result = torch.zeros_like(weights)
+    for span, count in filters(layout):
+        theirs, own = direction[span].to(weights.dtype).reshape(count, -1), weights[span].reshape(count, -1)
+        length = torch.linalg.vector_norm(theirs, dim=1, keepdim=True)
+        scale = torch.linalg.vector_norm(own, dim=1, keepdim=True) / length.clamp_min(torch.finfo(weights.dtype).tiny)
+        result[span] = (theirs * scale).reshape(-1)
+    return result
+
+
+def directions(weights: Tensor, layout: Layout, seed: int, count: int) -> Tensor:
+    """Return ``count`` filter-normalised directions ``(count, D)`` from the seed's streams."""
+    drawn = (raw_direction(layout, seed, index) for index in range(count))
+    return torch.stack([normalised(each, weights, layout) for each in drawn])
+
+
+def steps_of(points: int, span: float) -> np.ndarray:
+    """Return ``points`` evenly spaced coefficients in [−span, span]; an odd number has the weights in the middle."""
+    whole("--points", points, 3)
+    in_range("--span", span, 0, open_low=True)
+    return np.linspace(-span, span, points)
+
+
+def line(objective: Objective, weights: Tensor, direction: Tensor, steps: np.ndarray) -> Grid:
+    """Return the loss and accuracy along one direction ``(D,)``, in float32."""
+    points = Points(weights, direction[None], torch.from_numpy(steps)[:, None])
+    found = objective.values(points)
+    return Grid(steps, found[:, 0], found[:, 1])
+
+
+def surface(
+    objective: Objective, weights: Tensor, pair: Tensor, steps: np.ndarray, *, precision: str = "auto",
+    on_points: Callable[[int], None] | None = None,
+) -> Grid:  # fmt: skip
+    """Return the loss and accuracy over the plane of two directions ``(2, D)``.
+
+    precision: ``float32``; ``bfloat16`` for the forward passes (losses are always taken in float32); ``auto``:
+    bfloat16 for long surfaces of images, where the processor multiplies it in hardware and nine points agree.
+    """
+    first, second = np.meshgrid(steps, steps, indexing="ij")
+    coefficients = torch.from_numpy(np.stack([first.reshape(-1), second.reshape(-1)], axis=1))
+    points = Points(weights, pair, coefficients)
+    dtype, deviation = _precision(objective, points, precision)
+    found = objective.values(points, dtype, on_points).reshape(len(steps), len(steps), 2)
+    return Grid(steps, found[..., 0], found[..., 1], str(dtype).removeprefix("torch."), deviation)
+
+
+def _precision(objective: Objective, points: Points, asked: str) -> tuple[torch.dtype, float | None]:
+    """Return the precision to use, and how far it is from float32."""
+    possible = asked == "bfloat16" or (asked == "auto" and _pays(objective, len(points)) and has_fast_bfloat16())
+    if not possible:
+        return torch.float32, None
+    # Corners, middles of the edges and the centre show how far bfloat16 is off.
+    side = round(len(points) ** 0.5)
+    ends = (0, (side - 1) // 2, side - 1)
+    chosen = torch.tensor([row * side + column for row in ends for column in ends])
+    few = Points(points.base, points.directions, points.coefficients[chosen])
+    exact, fast = objective.values(few)[:, 0], objective.values(few, torch.bfloat16)[:, 0]
+    deviation = float(np.abs(exact - fast).max())
+    agrees = bool(np.isfinite(deviation)) and deviation <= TOLERANCE * float(exact.max() - exact.min())
+    return (torch.bfloat16, deviation) if asked == "bfloat16" or agrees else (torch.float32, None)
+
+
+def _pays(objective: Objective, points: int) -> bool:
+    images = objective.inputs.dim() == 4 and objective.inputs.dtype == torch.float32
+    return images and not objective.dense and points * len(objective.inputs) >= LONG
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether this processor has bfloat16 matrix units (AMX)."""
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(known is not None and known())
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Ends of a Hessian's spectrum. top: the largest eigenvalues, largest first, each counted once if it is repeated.
+
+    errors: for each of them a bound on the distance to an eigenvalue (the Ritz residual). lowest: the smallest one.
+    products: Hessian-vector products spent.
+    """
+
+    top: tuple[float, ...]
+    errors: tuple[float, ...]
+    lowest: float
+    products: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Hutchinson's estimate of a trace, and its standard error (NaN for a single draw)."""
+
+    mean: float
+    error: float
+    draws: int
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """max_{‖ε‖ ≤ ρ} L(w + ε) − L(w), from below: at SAM's own ε, and at the best of a few projected ascent steps."""
+
+    rho: float
+    one_step: float
+    ascent: float
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """Loss and accuracy under Gaussian weight noise: ``(levels, draws)`` each. levels: std relative to the weights."""
+
+    levels: tuple[float, ...]
+    loss: np.ndarray
+    accuracy: np.ndarray
+
+
+def lanczos(
+    product: Product, size: int, seed: int, *, count: int = 5, steps: int = 60, tolerance: float = 1e-3
+) -> Spectrum:
+    """Return the ``count`` largest eigenvalues of a symmetric operator on R^size.
+
+    Lanczos with full reorthogonalisation in float64 (Golub & Van Loan, Sec. 10.3). It stops when every wanted value has
+    a residual below ``tolerance`` times the largest one, after ``steps`` products, or when the space is exhausted.
+    """
+    whole("eigenvalues", count, 1)
+    # A seeded start gives the same eigenvalues for every run that is compared.
+    start = torch.from_numpy(stream(seed, "lanczos start").standard_normal(size))
+    basis = [start / torch.linalg.vector_norm(start)]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    while True:
+        image = product(basis[-1]).double()
+        diagonal.append(float(image @ basis[-1]))
+        # Orthogonalising twice is enough (Parlett).
+        for _ in range(2):
+            stacked = torch.stack(basis)
+            image = image - stacked.T @ (stacked @ image)
+        beta = float(torch.linalg.vector_norm(image))
+        found = _ritz(diagonal, beside, beta, count)
+        scale = max(abs(found.top[0]), abs(found.lowest), 1e-30)
+        ended = beta <= 1e-9 * scale or len(diagonal) >= min(steps, size)
+        if ended or (len(found.top) == count and max(found.errors) <= tolerance * scale):
+            return found
+        beside.append(beta)
+        basis.append(image / beta)
+
+
+def _ritz(diagonal: Sequence[float], beside: Sequence[float], beta: float, count: int) -> Spectrum:
+    """Return the eigenvalues of the tridiagonal matrix, with the residuals |β·(last entry of the eigenvector)|."""
+    matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+    values, vectors = np.linalg.eigh(matrix)
+    top = values[::-1][:count]
+    errors = np.abs(beta * vectors[-1])[::-1][:count]
+    return Spectrum(tuple(map(float, top)), tuple(map(float, errors)), float(values[0]), len(diagonal))
+
+
+def trace(product: Product, size: int, seed: int, draws: int = 30) -> Trace:
+    """Return E[zᵀHz] over Rademacher z (Hutchinson 1990)."""
+    whole("trace draws", draws, 1)
+    found = []
+    for draw in range(draws):
+        signs = stream(seed, "hutchinson", draw).integers(0, 2, size).astype(np.float32) * 2 - 1
+        z = torch.from_numpy(signs)
+        found.append(float(z.double() @ product(z).double()))
+    error = float(np.std(found, ddof=1)) / math.sqrt(draws) if draws > 1 else math.nan
+    return Trace(float(np.mean(found)), error, draws)
+
+
+def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10) -> Sharpness:
+    """Return how much the loss can rise within distance ρ (Foret et al. 2021; ε = ρ·g/‖g‖ is SAM's, Shi et al. 2023a,
+    Eq. 6).
+
+    ``steps`` further steps ε ← Π(ε + ρ/2·g(w + ε)/‖g(w + ε)‖), Π the projection on the ball, then look for a worse
+    point: a lower bound on the maximum that is at least the one-step value.
+    """
+    in_range("--rho", rho, 0, open_low=True)
+    base, gradient = objective.gradient(weights)
+    moved = _unit(gradient) * rho
+    one_step, gradient = objective.gradient(weights + moved)
+    worst = one_step
+    for _ in range(steps):
+        moved = moved + 0.5 * rho * _unit(gradient)
+        moved = moved * min(1.0, rho / max(float(torch.linalg.vector_norm(moved)), 1e-30))
+        value, gradient = objective.gradient(weights + moved)
+        worst = max(worst, value)
+    return Sharpness(rho, one_step - base, worst - base)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(vector)
+    return vector / length if float(length) > 0 else torch.zeros_like(vector)
+
+
+def noise_scale(weights: Tensor, layout: Layout) -> Tensor:
+    """Return the standard deviation ``(D,)`` of noise of relative size 1: each tensor's own root mean square."""
+    scale = torch.zeros_like(weights)
+    for span in layout.tensors():
+        scale[span] = torch.sqrt(torch.mean(weights[span] ** 2))
+    return scale
+
+
+def robustness(
+    objective: Objective, weights: Tensor, layout: Layout, seed: int, levels: Sequence[float], draws: int = 10
+) -> Robustness:
+    """Return the loss and accuracy at ``w + r·s∘z``, z standard normal, s :func:`noise_scale`, for every relative size
+    r.
+
+    A draw is the same z at every size and for every run that is compared.
+    """
+    whole("--draws", draws, 1)
+    sizes = [in_range("--noise", level, 0) for level in levels]
+    scale = noise_scale(weights, layout)
+    found = np.empty((len(sizes), draws, 2))
+    for draw in range(draws):
+        z = torch.from_numpy(stream(seed, "weight noise", draw).standard_normal(layout.size, dtype=np.float32))
+        points = Points(weights, (scale * z)[None], torch.tensor(sizes, dtype=torch.float64)[:, None])
+        found[:, draw] = objective.values(points)
+    return Robustness(tuple(sizes), found[..., 0], found[..., 1])

@@ -1,1 +1,0 @@
-"""AE-DPFL: clients vote on labels."""

@@ -1,0 +1,265 @@
+"""Encode and decode messages of the distributed discrete Gaussian mechanism.
+
+Kairouz et al. 2021, algorithms 1 and 2. A client calls `encode`; anybody may add messages modulo 2^b (secure
+aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.accounting.discrete`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.discrete import (
+    MIN_SHARE_STD,
+    SecureBits,
+    Source,
+    default_granularity,
+    discrete_gaussian,
+    exact_square,
+    inflated_bound,
+    random_words,
+)
+from fedflat.core.rng import stream
+from fedflat.core.types import Aggregate, Broadcast, Mechanism
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MAX_TRIES = 1000
+
+
+def hadamard(vector: Floats) -> Floats:
+    """Orthonormal Walsh-Hadamard transform of a float64 vector whose length is a power of two; its own inverse."""
+    x = vector.copy()
+    size = x.size
+    step = 1
+    while step < size:
+        pairs = x.reshape(-1, 2, step)
+        top = pairs[:, 0] + pairs[:, 1]
+        np.subtract(pairs[:, 0], pairs[:, 1], out=pairs[:, 1])
+        pairs[:, 0] = top
+        step *= 2
+    x /= math.sqrt(size)
+    return x
+
+
+@dataclass(frozen=True)
+class DistributedDiscreteGaussian:
+    """The mechanism's public numbers; every party holds the same value.
+
+    dimension: d of the update. clip: C > 0, in L2 units of the update. noise_multiplier: σ: min_cohort shares have
+    total std σC in the update's units (before the inflation of Δ₂, which accounting sees). min_cohort: honest shares
+    that must be in every released sum. messages: the most that are expected in one sum (default min_cohort; give
+    `n_max` if noise is topped up). bits: modulus 2^bits. granularity: γ, default `default_granularity`.
+    beta: of the conditional rounding. Raises InputError, also where a share is too fine for the grid (std < γ/2).
+    """
+
+    dimension: int
+    clip: float
+    noise_multiplier: float
+    min_cohort: int
+    messages: int | None = None
+    bits: int = 16
+    granularity: float | None = None
+    beta: float = math.exp(-0.5)
+
+    def __post_init__(self) -> None:
+        whole("dimension", self.dimension, 1)
+        in_range("clip", self.clip, 0, open_low=True)
+        in_range("noise_multiplier", self.noise_multiplier, 0)
+        whole("cohort.min", self.min_cohort, 1)
+        whole("bits", self.bits, 2, 48)
+        in_range("beta", self.beta, 0, 1, open_high=True)
+        if self.messages is not None:
+            whole("messages", self.messages, self.min_cohort)
+        if self.granularity is not None:
+            in_range("granularity", self.granularity, 0, open_low=True)
+        in_range("clip/granularity", self.clip / self.pitch, 2.0**-20, 2.0**48)
+        share = math.sqrt(self.share_variance)
+        if self.noise_multiplier > 0 and share < MIN_SHARE_STD:
+            need = f"{MIN_SHARE_STD} are needed: use more bits or a finer one."
+            hint = f"One share has std {share:.2g} grid steps, {need}"
+            raise wrong("granularity", self.pitch, "a pitch of at most twice a share's std", hint=hint)
+
+    @property
+    def padded(self) -> int:
+        """d': d padded to a power of two; the length of a message."""
+        return 1 << (self.dimension - 1).bit_length()
+
+    @property
+    def pitch(self) -> float:
+        """γ, the size of one grid step in the update's units."""
+        if self.granularity is not None:
+            return self.granularity
+        count = self.messages or self.min_cohort
+        return default_granularity(self.clip, self.noise_multiplier, self.dimension, self.min_cohort, count, self.bits)
+
+    @property
+    def norm_limit(self) -> int:
+        """⌊(Δ₂/γ)²⌋: the largest squared norm, in grid steps, of an encoded update before noise."""
+        bound = inflated_bound(self.clip, self.pitch, self.padded, self.beta)
+        return math.floor((Fraction(bound) / Fraction(self.pitch)) ** 2)
+
+    @property
+    def share_variance(self) -> Fraction:
+        """Parameter σ² of one client's discrete Gaussian, in grid steps: (σC/γ)²/min_cohort."""
+        return (Fraction(self.noise_multiplier) * Fraction(self.clip) / Fraction(self.pitch)) ** 2 / self.min_cohort
+
+    def signs(self, public: np.random.Generator) -> Floats:
+        """`(d',)` random signs ±1 of the round's rotation; every party draws them from the same public stream."""
+        return 1.0 - 2.0 * public.integers(0, 2, size=self.padded).astype(np.float64)
+
+    def round_to_grid(self, update: Tensor, signs: Floats, rounding: Source) -> Integers:
+        """Update `(d,)` -> rotated whole numbers `(d',)` with squared norm at most `norm_limit`, before noise.
+
+        Clips to C again and maps a non-finite update to zero, so the limit holds whatever is passed in.
+        """
+        flat = update.detach().cpu().to(torch.float64).numpy()
+        if flat.shape != (self.dimension,):
+            raise wrong("shape of the update", list(flat.shape), f"[{self.dimension}]")
+        if not np.isfinite(flat).all():
+            return np.zeros(self.padded, dtype=np.int64)
+        largest = float(np.abs(flat).max(initial=0.0))
+        if largest > 0:  # two steps, because the square of a huge entry overflows
+            norm = largest * float(np.linalg.norm(flat / largest))
+            flat = flat if norm <= self.clip else (flat / largest) * (self.clip / (norm / largest))
+        padded = np.zeros(self.padded)
+        padded[: self.dimension] = flat
+        return self._round(hadamard(padded * signs) / self.pitch, rounding)
+
+    def _round(self, scaled: Floats, rounding: Source) -> Integers:
+        """Unbiased random rounding, repeated until the norm is within the limit (exact whole-number comparison)."""
+        floor = np.floor(scaled)
+        part = scaled - floor
+        base = floor.astype(np.int64)
+        for _ in range(MAX_TRIES):
+            # 53 bits of a word, exact in a double.
+            uniform = (random_words(rounding, part.size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            rounded: Integers = base + (uniform < part)
+            if exact_square(rounded) <= self.norm_limit:
+                return rounded
+        # Only a norm pushed over C by rounding errors gets here; towards zero the norm can only shrink.
+        inward = np.trunc(scaled * (1 - 1e-9)).astype(np.int64)
+        return inward if exact_square(inward) <= self.norm_limit else np.zeros_like(inward)
+
+    def shares(self, count: int, noise: Source) -> Integers:
+        """`count` noise shares at once, `(d',)` in grid steps: one discrete Gaussian of `count` times the parameter.
+
+        A client draws one; the server tops a sum up, and a simulation noises a whole cohort, with one draw of many.
+        That law is within the account's τ of the sum of single shares, and the account's proof covers either.
+        """
+        whole("shares", count, 0)
+        return discrete_gaussian(count * self.share_variance, self.padded, noise)
+
+    def encode(self, update: Tensor, signs: Floats, rounding: Source, noise: Source) -> Integers:
+        """Client: update `(d,)` -> message `(d',)` int64 in [0, 2^bits). `rounding`, `noise`: private sources."""
+        return self.wrap(self.round_to_grid(update, signs, rounding) + self.shares(1, noise))
+
+    def wrap(self, values: Integers) -> Integers:
+        """Return the whole numbers modulo 2^bits, in [0, 2^bits)."""
+        return values & ((1 << self.bits) - 1)
+
+    def aggregate(self, messages: Iterable[Integers]) -> Integers:
+        """Sum of messages modulo 2^bits, `(d',)` in [0, 2^bits); zero for no message."""
+        total = np.zeros(self.padded, dtype=np.int64)
+        for message in messages:
+            if message.shape != (self.padded,):
+                raise wrong("shape of a message", list(message.shape), f"[{self.padded}]")
+            total = self.wrap(total + self.wrap(message))
+        return total
+
+    def top_up(self, total: Integers, shares: int, noise: Source) -> Integers:
+        """Server: add `shares` further noise shares, so that every release carries n_max of them (see the account)."""
+        return self.wrap(total + self.shares(shares, noise))
+
+    def decode(self, total: Integers, signs: Floats) -> Tensor:
+        """Server: sum modulo 2^bits `(d',)` -> float32 `(d,)`, the noisy sum of clipped updates in their units."""
+        half = 1 << (self.bits - 1)
+        centred = (self.wrap(total) ^ half) - half  # [0, 2^b) -> [−2^(b−1), 2^(b−1))
+        values = hadamard(centred.astype(np.float64)) * signs * self.pitch
+        return torch.from_numpy(values[: self.dimension].astype(np.float32))
+
+
+@dataclass
+class ModularSum:
+    """The clients' encoded messages of one round, added modulo 2^bits; noise comes with the release.
+
+    signs: of the round's rotation. source: number of a message -> its private source of rounding bits.
+    """
+
+    mechanism: DistributedDiscreteGaussian
+    signs: Floats
+    source: Callable[[int], Source]
+    total: Integers = field(init=False)
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self.total = np.zeros(self.mechanism.padded, dtype=np.int64)
+
+    def add(self, clipped: Tensor) -> None:
+        """Clipped messages `(n, d)`, each rotated, rounded and reduced, are added."""
+        for message in clipped:
+            if not bool(message.any()):
+                continue  # rounds to zero whatever the bits; so its place among the others does not matter
+            steps = self.mechanism.round_to_grid(message, self.signs, self.source(self._number))
+            self.total = self.mechanism.wrap(self.total + steps)
+            self._number += 1
+
+    def value(self) -> None:
+        """None: without noise the modular sum is nobody's to read; diagnostics use the plain clipped sum."""
+        return None
+
+
+@dataclass(frozen=True)
+class SharedDiscreteNoise(Mechanism):
+    """The distributed discrete Gaussian as a round's mechanism.
+
+    seed: public, of the rotation. shares: n_max shares in every released sum (the server tops up what the participants
+    lack); None: one per participant. secure: rounding and noise from the noise key's AES stream instead of Philox.
+    """
+
+    mechanism: DistributedDiscreteGaussian
+    seed: int
+    shares: int | None = None
+    secure: bool = False
+    exact = True
+
+    def longest(self, bound: float) -> float:
+        """Norm that no encoded message exceeds before its noise: rounding may lengthen one beyond C."""
+        return math.sqrt(self.mechanism.norm_limit) * self.mechanism.pitch
+
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> ModularSum:
+        """Return what adds up a round's clipped messages."""
+        source = functools.partial(self._source, key, "rounding", broadcast.round)
+        return ModularSum(self.mechanism, self._signs(broadcast), source)
+
+    def release(
+        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
+    ) -> Tensor:
+        """Return the decoded noisy sum, float32 `(d,)`."""
+        # An empty round is released too: zero and its noise.
+        total = np.zeros(self.mechanism.padded, dtype=np.int64) if aggregate.exact is None else aggregate.exact
+        noisy = self.mechanism.top_up(total, self._count(aggregate), self._source(key, "noise", broadcast.round))
+        return self.mechanism.decode(noisy, self._signs(broadcast))
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return the noise alone, as `release` draws it, float32 `(d,)`."""
+        return self.release(key, broadcast, replace(aggregate, exact=None), bound)
+
+    def _count(self, aggregate: Aggregate) -> int:
+        return aggregate.count if self.shares is None else self.shares
+
+    def _signs(self, broadcast: Broadcast) -> Floats:
+        return self.mechanism.signs(stream(self.seed, "rotation", broadcast.round))
+
+    def _source(self, key: bytes, purpose: str, *index: int) -> Source:
+        return SecureBits(key, purpose, *index) if self.secure else stream(key, purpose, *index)

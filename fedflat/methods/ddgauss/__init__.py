@@ -1,1 +1,0 @@
-"""The distributed discrete Gaussian."""

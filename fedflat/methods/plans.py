@@ -1,0 +1,168 @@
+"""Account for methods with a mechanism of their own: noisy votes and the discrete Gaussian."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fedflat.core.checks import wrong
+from fedflat.core.discrete import default_granularity
+from fedflat.core.rounding import ROUNDING
+from fedflat.privacy.accounting.discrete import DDGaussAccount
+from fedflat.privacy.trust import Accounted, AccountingParams, Guarantee, guarantees
+
+if TYPE_CHECKING:
+    from fedflat.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class VotesPlan(Accounted):
+    """The account of one-hot votes of Q labels per cohort draw.
+
+    σ is the noise std per class, in votes. One draw is PoissonSampled(q, Gaussian(σ/√Q)): its Q·V votes of one client
+    have norm √Q. Under replace-one Q ones move, so the sensitivity is √(2Q), not 2√Q.
+
+    labels: Q. total: cohort draws of the whole run, spread evenly over the plan's rounds. relation: as the cohort law
+    and the trust model earn it.
+    """
+
+    labels: int
+    total: int
+    relation: str = "add-remove"
+    name: str = "votes"
+    several = True
+
+    def draws(self, plan: Plan, round: int) -> range:
+        """Return the cohort draws of a round, numbered through the run."""
+        return range(self.spent(plan, round), self.spent(plan, round + 1))
+
+    def spent(self, plan: Plan, rounds: int) -> int:
+        """Return the draws made after so many rounds; beyond the planned rounds at the same pace, rounded up."""
+        if rounds <= plan.rounds:
+            return self.total * rounds // max(plan.rounds, 1)
+        return -(-self.total * rounds // max(plan.rounds, 1))
+
+    def sensitivity(self, plan: Plan, bound: float = 1.0) -> float:
+        """√Q·(1 + s) under add-remove, √(2Q)·(1 + s) under replace-one: a hostile ballot may make the sum round."""
+        return math.sqrt(self.labels * (2 if self.relation == "replace-one" else 1)) * (1 + ROUNDING)
+
+    def std(self, plan: Plan, bound: float = 1.0) -> float:
+        """σ·(1 + s): std of the noise on each class's count."""
+        return plan.event_multiplier * (1 + ROUNDING)
+
+    def params(self, plan: Plan, rounds: int) -> AccountingParams:
+        """Return the Gaussian account of the draws; its multiplier is scaled so that std / sensitivity is the drawn
+        one.
+        """
+        base = plan.params
+        # The account divides by the relation's factor again.
+        multiplier = base.factor * self.std(plan) / self.sensitivity(plan)
+        return dataclasses.replace(base, rounds=self.spent(plan, rounds), noise_multiplier=multiplier)
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Return the guarantee towards each adversary after all draws of `rounds` rounds."""
+        return guarantees(self.params(plan, rounds))
+
+    def event(self, plan: Plan) -> Any:
+        """Return the event of one cohort draw, for dp-accounting."""
+        import dp_accounting
+
+        multiplier = self.std(plan) / self.sensitivity(plan)
+        if multiplier == 0:
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.GaussianDpEvent(multiplier) if plan.trust == "local" else plan.sampler.event(multiplier)
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """Q; std and sensitivity are in the plan's own fields."""
+        return {"labels_per_draw": self.labels}
+
+
+def most_messages(clients: int, rate: float, rounds: int, chance: float) -> int:
+    """Return the smallest n_max that no Poisson cohort of `rounds` rounds exceeds but with probability ≤ `chance`; at
+    least 1.
+    """
+    from scipy.stats import binom
+
+    return max(1, int(binom.isf(min(1.0, chance / max(rounds, 1)), clients, rate)) + 1)
+
+
+@dataclass(frozen=True)
+class DDGaussPlan(Accounted):
+    """The account of the distributed discrete Gaussian, under trust: distributed.
+
+    dimension: d. clip: C. bits, granularity (None: by `default_granularity` from the plan), beta: of the mechanism.
+    top_up: the server fills every sum up to n_max shares, without which recipients get no amplification; n_max is the
+    count that a cohort exceeds in any round with chance at most δ/100 (such a round is aborted, and charged to δ).
+    most: n_max once it is settled (`settled`), so that a question at another δ is about the mechanism that runs.
+    """
+
+    dimension: int
+    clip: float
+    bits: int = 16
+    granularity: float | None = None
+    beta: float = math.exp(-0.5)
+    top_up: bool = True
+    most: int | None = None
+    name: str = "ddgauss"
+    relation: str = "add-remove"
+    rounding = 0.0  # whole numbers
+
+    def settled(self, plan: Plan) -> DDGaussPlan:
+        """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""
+        fixed = replace(self, granularity=self.pitch(plan))
+        return replace(fixed, most=self.n_max(plan)) if self.top_up else fixed
+
+    def n_max(self, plan: Plan) -> int:
+        """Return the shares in every topped-up sum; also the number of messages that the default γ makes room for."""
+        if self.most is not None:
+            return self.most
+        found = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
+        return max(min(found, plan.sampler.clients), self._min_cohort(plan) + plan.colluders)
+
+    def pitch(self, plan: Plan) -> float:
+        """γ in the update's units."""
+        if self.granularity is not None:
+            return self.granularity
+        sigma = plan.event_multiplier
+        least, most = self._min_cohort(plan), self.n_max(plan)
+        return default_granularity(self.clip, sigma, self.dimension, least, most, self.bits)
+
+    def account(self, plan: Plan) -> DDGaussAccount:
+        """Return the account of this mechanism in this plan; InputError unless it has Poisson cohorts and a
+        min_cohort."""
+        return DDGaussAccount(
+            plan.sampler.clients, plan.sampler.size, plan.event_multiplier, self.clip, self.pitch(plan), self.dimension,
+            self._min_cohort(plan), plan.delta, self.beta, self.bits, self.n_max(plan) if self.top_up else None,
+            plan.colluders,
+        )  # fmt: skip
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Return the guarantee towards recipients and the server after `rounds` rounds."""
+        return self.account(plan).guarantees(rounds)[:2]
+
+    def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
+        """Return the guarantee towards the server, for a client drawn in every round."""
+        return self.account(plan).guarantees(rounds)[-1]
+
+    def event(self, plan: Plan) -> Any:
+        """None: dp-accounting has no such event."""
+        return None
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """All that `DDGaussAccount` needs beside the plan's own fields (the minimum cohort is one of these)."""
+        return {
+            "dimension": self.dimension, "clip": self.clip, "bits": self.bits, "granularity": self.pitch(plan),
+            "beta": self.beta, "n_max": self.n_max(plan) if self.top_up else None,
+        }  # fmt: skip
+
+    def _min_cohort(self, plan: Plan) -> int:
+        if plan.min_cohort is None:
+            raise wrong("privacy.trust", plan.trust, "distributed, with which cohort.min is set, for ddgauss")
+        return plan.min_cohort
+
+    def _rate(self, plan: Plan) -> float:
+        if plan.sampler.name != "poisson":
+            raise wrong("cohort.sampling", plan.sampler.name, "poisson for ddgauss")
+        return float(plan.sampler.size) / plan.sampler.clients

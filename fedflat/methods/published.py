@@ -1,0 +1,280 @@
+"""Compute the ε that papers claim for their procedures, and what is proven of these.
+
+The formula is the Poisson-subsampled Gaussian with one sensitivity C for the whole update (Shi et al. 2023a, Eq. 13).
+What was released differs from it (docs/specification.md, "Where they leave the formula", items 1–7), so the formula
+does not cover it. What is proven composes each client's own messages: whatever is done with a message after its noise
+was added is post-processing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.cohorts import FromRound, Poisson
+from fedflat.core.papers import CITED
+from fedflat.core.types import Sampler
+from fedflat.privacy.accounting.epsilon import EpsilonCurve, calibrate, default_delta
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.trust import Accounted, Guarantee, accountable
+
+PAPERS: dict[str, tuple[int, ...]] = {
+    "000": (1, 4, 5, 6, 7, 9, 10),
+    "002": (1, 2, 5, 6, 7, 9, 10),
+    "003": (1, 3, 4, 5, 6, 7, 9, 10),
+    "004": (7, 9, 10),
+}
+"""Which items of ``statement.PAPER_ITEMS`` a paper's procedure has; 6 and 9 only where the recipe has them too."""
+
+PAPER_OF: dict[str, str] = {
+    "dp-fedsam": "000", "dp-fedsam-ft": "000", "dp-fedsam-blur": "000", "fed-smp-randk": "000", "fed-smp-topk": "000",
+    "dp-fedsam-topk": "003", "dp-fedpgn": "002", "dp-fedpgn-ls": "002", "dp-fedavg-ls": "002",
+    "dp-fedavg": "004", "dp-fedavg-ft": "004", "dp-fedavg-blur": "004", "dp-fedavg-lus": "004",
+    "dp-fedavg-blurs": "004",
+}  # fmt: skip
+"""The paper whose procedure a method follows when the recipe names none."""
+
+
+@dataclass(frozen=True)
+class Published(Accounted):
+    """The account of a paper's released procedure.
+
+    paper: a number of ``core.papers.CITED``, but not 001. items: of ``statement.PAPER_ITEMS``, those that apply to this
+    run. tensors: L, the tensors that are sent and clipped each on its own; 1 where the whole vector is clipped (Cheng
+    et al. 2022). clip: C, or None where each client takes its own median (Liu et al. 2025).
+    """
+
+    paper: str
+    items: tuple[int, ...]
+    tensors: int = 1
+    clip: float | None = None
+    relation: str = "replace-one"
+    rounding = 0.0  # the procedure's own figures are kept
+
+    @property
+    def name(self) -> str:
+        """As the ledger shows it."""
+        return f"published-{self.paper}"
+
+    def claimed(self, plan: Plan, rounds: int, accountant: str = "rdp") -> float:
+        """Return the paper's formula after ``rounds`` rounds: one sensitivity C, Poisson, amplified.
+
+        accountant: rdp, the papers' conversion (Shi et al. 2023a, Eq. 13); pld, the tight account of the same formula.
+        """
+        return formula(plan.sampler, plan.noise_multiplier, plan.delta, rounds, accountant)
+
+    def message_multiplier(self, plan: Plan) -> float:
+        """σ/√(mL): the noise of one message over its bound C·√L; 0 where nothing bounds a message (item 2).
+
+        Cheng et al. 2022 give each message a share of σ²C²/|P_t| of the realised cohort: m is then the largest cohort
+        that any round exceeds with chance at most δ/100.
+        """
+        if 2 in self.items:
+            return 0.0
+        return plan.noise_multiplier / math.sqrt(self.shares(plan) * self.tensors)
+
+    def shares(self, plan: Plan) -> float:
+        """m, over which the noise is divided."""
+        sampler = plan.sampler
+        if isinstance(sampler, FromRound):
+            return float(sampler.size)
+        from scipy.stats import binom
+
+        least = int(binom.isf(plan.delta / 100 / max(plan.rounds, 1), sampler.clients, sampler.q)) + 1
+        return float(min(least, sampler.clients))
+
+    def proven(self, plan: Plan, rounds: int, factor: float = 2.0) -> float:
+        """ε of the busiest client's messages; inf where nothing bounds them.
+
+        factor: 2 under replace-one (2C√L), 1 if the client's slot is zeroed instead.
+        """
+        multiplier = self.message_multiplier(plan) / factor
+        if rounds == 0:
+            return 0.0
+        if multiplier == 0:
+            return math.inf
+        if isinstance(plan.sampler, FromRound):
+            return gaussian_epsilon(math.sqrt(plan.sampler.busiest(rounds)) / multiplier, plan.delta)
+        return schedule_epsilon(rounds, plan.sampler.q, multiplier, plan.delta * 0.99)
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        """Return one adversary: who sees every noised message and every cohort, as the server does."""
+        text = "the server and everyone else: each client's noised message and every cohort are known"
+        found = self.proven(plan, rounds)
+        return (Guarantee("server", text, self.relation, found, plan.delta, "exact Gaussian composition"),)
+
+    def event(self, plan: Plan) -> Any:
+        """Return a message of a client that is in the round, as dp-accounting's event."""
+        import dp_accounting
+
+        multiplier = self.message_multiplier(plan) / 2
+        return dp_accounting.GaussianDpEvent(multiplier) if multiplier else dp_accounting.NonPrivateDpEvent()
+
+    def record(self, plan: Plan) -> dict[str, Any]:
+        """The line's numbers are those of one message, not of the sum; ``participations`` are the busiest client's."""
+        bound = None if self.clip is None else self.clip * math.sqrt(self.tensors)
+        std = None if self.clip is None else plan.noise_multiplier * self.clip / math.sqrt(self.shares(plan))
+        return {
+            "paper": self.paper, "tensors": self.tensors, "per": "message", "clip": bound,
+            "sensitivity": None if bound is None else 2 * bound, "std": std,
+            "noise_multiplier": self.message_multiplier(plan), "published_noise_multiplier": plan.noise_multiplier,
+        }  # fmt: skip
+
+    def reasons(self, plan: Plan, rounds: int) -> list[str]:
+        """Return why the claimed ε does not hold and what the proven one is, one sentence each, by item."""
+        tight = self.claimed(plan, rounds, "pld")
+        found = [
+            "Claimed is the paper's formula: Poisson-subsampled Gaussian, one sensitivity C for the whole update, by "
+            f"the conversion of Shi et al. 2023a, Eq. 13; the tight account of the same formula gives {_shown(tight)}."
+        ]
+        found += [sentence for item in self.items for sentence in self._because(item, plan, rounds)]
+        if self.paper == "004":
+            found.append(
+                "The mean is divided by the realised cohort (Cheng et al. 2022, Alg. 1): that tells how many took part."
+            )
+        return [*found, self._proof(plan, rounds)]
+
+    def _because(self, item: int, plan: Plan, rounds: int) -> list[str]:
+        if item == 1 and 2 not in self.items:
+            alone = formula(plan.sampler, plan.noise_multiplier / math.sqrt(self.tensors), plan.delta, rounds, "pld")
+            return [
+                f"Item 1: each of the {self.tensors} tensors is clipped to C, so the whole update has sensitivity "
+                f"C·√{self.tensors}; with that alone the formula gives ε = {_shown(alone)}."
+            ]
+        if item == 5 and isinstance(plan.sampler, FromRound):
+            most = plan.sampler.busiest(rounds)
+            reach = math.sqrt(most) / plan.noise_multiplier if plan.noise_multiplier else math.inf
+            one, two = gaussian_epsilon(reach, plan.delta), gaussian_epsilon(2 * reach, plan.delta)
+            return [
+                f"Item 5: the cohorts are a public schedule, which amplifies nothing; the busiest client takes part "
+                f"{most} times in {rounds} rounds: with that alone ε = {_shown(one)} ({_shown(two)} under replace-one)."
+            ]
+        if item == 7:
+            return [
+                "Item 7: the server sees each update with its share of the noise only; towards it the multiplier is "
+                f"σ/√m = {plan.noise_multiplier / math.sqrt(plan.sampler.size):.3f} (one sensitivity C)."
+            ]
+        return [f"Item {item}: {REASONS[item]}"] if item in REASONS else []
+
+    def _proof(self, plan: Plan, rounds: int) -> str:
+        if 2 in self.items:
+            return "Item 2: nothing bounds a message, so no finite ε is proven for what ran."
+        one, two = self.proven(plan, rounds, 1.0), self.proven(plan, rounds)
+        sizes = "; it takes data sizes to be public (items 4 and 6)" if 4 in self.items else ""
+        times = "over a client's messages, Bin(T, q) of them"
+        if isinstance(plan.sampler, FromRound):
+            times = f"over the busiest client's {plan.sampler.busiest(rounds)} messages"
+        return (
+            f"Proven is the composition {times}, each a Gaussian with σ/√(mL) = {self.message_multiplier(plan):.3g} "
+            f"(m = {self.shares(plan):g}, L = {self.tensors}): ε = {_shown(two)} under replace-one (2C√L), "
+            f"{_shown(one)} if the client's slot is zeroed{sizes}."
+        )
+
+
+REASONS: dict[int, str] = {
+    2: "each client clips at the median of its own tensor norms; nothing bounds the sensitivity.",
+    3: "each client masks after adding its noise share, so the sum has noise only where masks were 1.",
+    4: "weights n_i/Σn_j make the sensitivity depend on the data sizes of the cohort.",
+    6: "local epochs: steps, and with them the direction that is added back, follow each client's own data size.",
+    9: "δ is not below 1/M; publishing one random client's data would meet it.",
+    10: "thresholds and rates were searched on the same clients; that search is not counted.",
+}
+
+
+def _shown(value: float) -> str:
+    if not math.isfinite(value):
+        return "none"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def formula(sampler: Sampler, multiplier: float, delta: float, rounds: int, accountant: str = "rdp") -> float:
+    """ε of the papers' formula for a cohort share q = size/clients, as if cohorts were Poisson and secret.
+
+    accountant: rdp (Shi et al. 2023a, Eq. 13–14, its orders) or pld (tight). Infinite for multiplier 0.
+    """
+    if multiplier == 0 or rounds == 0:
+        return math.inf if rounds else 0.0
+    return _curve(sampler.clients, float(sampler.size), multiplier, delta, accountant).at(rounds)
+
+
+@lru_cache(maxsize=256)
+def _curve(clients: int, size: float, multiplier: float, delta: float, accountant: str) -> EpsilonCurve:
+    return EpsilonCurve(Poisson(clients, size).event(multiplier), delta, accountant)
+
+
+def paper_of(algorithm: str, given: str | None) -> str:
+    """Return the paper whose procedure a recipe asks for: as given, or by the algorithm's name.
+
+    Raises:
+        InputError: no such paper, or none for this algorithm.
+    """
+    if given is not None:
+        return str(one_of("privacy.published", given, PAPERS))
+    if algorithm not in PAPER_OF:
+        allowed = "sound, or privacy.published: " + ", ".join(PAPERS)
+        raise wrong("privacy.protocol", f"published for {algorithm}", allowed)
+    return PAPER_OF[algorithm]
+
+
+def published_plan(
+    paper: str,
+    *,
+    clients: int,
+    cohort: float,
+    rounds: int,
+    noise_multiplier: float | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    clip: float | None = None,
+    epochs: bool = False,
+) -> Plan:
+    """Return the plan of a published procedure; its ε is the proven one, and the claimed one is
+    ``plan.mechanism.claimed``.
+
+    clip: C (not for Liu et al. 2025). epochs: local steps follow each client's data size. With ``epsilon`` instead of
+    ``noise_multiplier``, σ is what the paper's formula asks for, as the papers do it. δ defaults to the papers' 1/M.
+
+    Raises:
+        InputError: neither or both of noise_multiplier and epsilon; a value out of range.
+    """
+    items = PAPERS[one_of("privacy.published", paper, PAPERS)]
+    sampler: Sampler = Poisson(clients, cohort) if paper == "004" else FromRound(clients, cohort)
+    whole("rounds", rounds, 1)
+    # The papers' δ, though it is too large: the warning says so.
+    spent = 1 / clients if delta is None else in_range("privacy.delta", delta, 0, 1, open_low=True, open_high=True)
+    if (noise_multiplier is None) == (epsilon is None):
+        raise wrong("privacy", "neither" if epsilon is None else "both", "exactly one of noise_multiplier and epsilon")
+    if noise_multiplier is None:
+        target = in_range("privacy.epsilon", epsilon, 0, open_low=True)
+        sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), target)
+    else:
+        sigma = accountable(noise_multiplier)
+    left_out = {item for item, kept in ((6, epochs), (9, spent >= 1 / clients * (1 - 1e-9))) if not kept}
+    applying = tuple(item for item in items if item not in left_out)
+    mechanism = Published(paper, applying, clip=None if paper == "002" else clip)
+    return Plan(
+        sampler, rounds, sigma, spent, protocol="published", mechanism=mechanism,
+        warnings=tuple(_warnings(paper, sigma, spent, clients)),
+    )  # fmt: skip
+
+
+def _warnings(paper: str, sigma: float, delta: float, clients: int) -> Iterable[str]:
+    yield f"protocol published: the procedure released by {CITED[paper]}; the ε of that paper is claimed, not proven."
+    if delta > default_delta(clients) * (1 + 1e-9):
+        usual = default_delta(clients)
+        yield f"δ = {delta:g} is larger than 0.1/M = {usual:g}: near 1/M, publishing one client's data meets it."
+    if sigma == 0:
+        yield "noise_multiplier is 0: updates are clipped but nothing is proven (ε is infinite)."
+
+
+def with_tensors(plan: Plan, tensors: int) -> Plan:
+    """The plan once the model is known: L tensors are sent, which matters where each is clipped by itself."""
+    found = plan.mechanism
+    if not isinstance(found, Published) or 1 not in found.items:
+        return plan
+    return replace(plan, mechanism=replace(found, tensors=whole("tensors", tensors, 1)))

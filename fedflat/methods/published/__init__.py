@@ -1,1 +1,0 @@
-"""Procedures exactly as their papers print them, kept apart from the sound ones."""

@@ -1,0 +1,148 @@
+"""Run published procedures in which each client adds a share of the noise.
+
+The sound round adds noise once, to the sum. Shi et al. 2023a, 2023b and Liu et al. 2025 let each of m clients add
+N(0, σ²C²/m) to its message; what they do to the message afterwards (masks, weights, the subtracted direction) then acts
+on its noise too. Cheng et al. 2022 divide by the realised cohort. These are mechanisms and sums for the one server
+path; no training loop knows of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedflat.core.rng import stream
+from fedflat.core.types import Aggregate, Broadcast, ClientView, Clip, Local, Mechanism, Transform
+from fedflat.engine.accumulate import Accumulator, PlainSum
+
+
+@dataclass(frozen=True)
+class NoisedAggregate(Aggregate):
+    """The sum of clipped messages, and beside it the sum ``(d,)`` of the noise their senders added."""
+
+    noise: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+@dataclass(frozen=True)
+class NoiseShares(Mechanism):
+    """Each client adds N(0, std(C)²/m) to its own clipped message before anything else is done to it.
+
+    std: the plan's, from C to the std on the sum of m messages. clients: m. weighted: mean with weights n_i/Σn_j
+    (item 4). mask: the client's own mask, taken from its *noised* message (item 3). local, beta: for DP-FedPGN; its
+    clients subtract (1−β)·K_i·η·g̃ with their own K_i after the noise (item 6), where the server step
+    subtracts the public K's.
+    """
+
+    std: Callable[[float], float]
+    clients: float
+    weighted: bool = False
+    mask: Transform | None = None
+    local: Local | None = None
+    beta: float | None = None
+
+    def accumulator(self, clip: Any, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+        """Return the sum of a round. clip: one that says what each message's noise is made for."""
+        return SharesAccumulator(self, clip, broadcast, tensors, key)
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return what the clients' shares came to ``(d,)``."""
+        return aggregate.noise  # type: ignore[attr-defined, no-any-return]
+
+    def share(self, threshold: float) -> float:
+        """Return the std of one client's noise at its threshold."""
+        return self.std(threshold) / math.sqrt(self.clients)
+
+    def surplus_steps(self, examples: int) -> int:
+        """K − K_i: by how many re-added steps a client differs from the public K; 0 without re-added direction."""
+        if self.beta is None or self.local is None:
+            return 0
+        return self.local.steps - self.local.steps_for(examples)
+
+
+class SharesAccumulator(Accumulator):
+    """Clips, adds each message's noise share, masks and weights it; signal and noise are summed apart."""
+
+    def __init__(
+        self, shares: NoiseShares, clip: Any, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes
+    ) -> None:
+        super().__init__(clip, broadcast.clip, tensors, tensors[-1].stop, shares.weighted)
+        self.shares, self.own, self.broadcast, self.key = shares, clip, broadcast, key
+        self.noise = torch.zeros_like(self.total)
+        self._drawn = 0
+        self._sizes: Sequence[int] = ()
+
+    def add(self, messages: Tensor, sizes: Sequence[int], stats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """As the plain sum, with noise; a client without data sends nothing and adds no noise."""
+        self._sizes = sizes
+        return super().add(messages, sizes, stats)
+
+    def _sum(self, messages: Tensor, factors: Tensor) -> None:
+        # Again, for the noise: the clip's factors do not say what a message was clipped to.
+        thresholds = self.own.client_thresholds(messages, self.threshold, self.tensors)
+        for message, factor, threshold, size in zip(messages, factors, thresholds.tolist(), self._sizes):
+            # Nobody sends for a client without data, so there is no noise of its own either.
+            if size == 0:
+                continue
+            weight = float(size) if self.weighted else 1.0
+            signal = torch.cat([message[where].double() * f for where, f in zip(self.tensors, factor)])
+            noise = weight * self._share(threshold)
+            kept = self._mask(signal + noise)
+            self.total += signal * kept + weight * self._surplus(size)
+            self.noise += noise * kept
+
+    def _share(self, threshold: float) -> Tensor:
+        """N(0, share²) float64 ``(d,)`` from a stream of the client's place in the cohort."""
+        generator = stream(self.key, "noise share", self.broadcast.round, self._drawn)
+        self._drawn += 1
+        drawn = torch.from_numpy(generator.standard_normal(self.dimension)) * self.shares.share(threshold)
+        return drawn if self.broadcast.mask is None else drawn * self.broadcast.mask
+
+    def _mask(self, noised: Tensor) -> Tensor:
+        """1 where the client's own mask keeps its noised message, ``(d,)``."""
+        if self.shares.mask is None:
+            return torch.ones_like(noised)
+        view = ClientView(steps=0, lr=0.0, tensors=self.tensors)  # top-k asks for nothing else
+        return (self.shares.mask(noised, view) != 0).to(noised)
+
+    def _surplus(self, size: int) -> Tensor:
+        """(1−β)(K − K_i)·η·g̃: what the server step's common K leaves over."""
+        steps, direction = self.shares.surplus_steps(size), self.broadcast.vectors.get("direction")
+        if not steps or direction is None or self.shares.local is None or self.shares.beta is None:
+            return torch.zeros_like(self.total)
+        lr = self.shares.local.lr * self.broadcast.rate
+        return (1 - self.shares.beta) * steps * lr * direction.double()
+
+    def result(self) -> NoisedAggregate:
+        """Return the aggregate so far, with its noise."""
+        found = super().result()
+        plain = {item.name: getattr(found, item.name) for item in fields(Aggregate)}
+        return NoisedAggregate(**plain, noise=self.noise.clone())
+
+
+class RealisedSum(PlainSum):
+    """Divides by the clients that happened to come (Cheng et al. 2022, Alg. 1, line 7); an empty cohort: by one."""
+
+    @property
+    def divisor(self) -> float | None:
+        """|P_t|, the clients that came, and at least 1."""
+        return float(max(sum(len(norms) for norms in self._norms), 1))
+
+
+@dataclass(frozen=True)
+class RealisedMean(Mechanism):
+    """Cheng et al. 2022: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, the realised divisor."""
+
+    real: Mechanism
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+        """Return the sum of a round."""
+        return RealisedSum(clip, broadcast.clip, tensors, tensors[-1].stop)
+
+    def noise(self, *arguments: Any) -> Tensor:
+        """Return all shares at once, in law."""
+        return self.real.noise(*arguments)

@@ -1,0 +1,249 @@
+"""Train students and release noisy votes (AE-DPFL).
+
+It is the same round as any other: cohort, messages, clip, sum, noise, ledger, server step. Only the message differs:
+Q·V one-hot votes (Q labels of one cohort draw, V classes), and a round may hold several draws (``plan.draws``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedflat.core.checks import RunError
+from fedflat.core.params import PersonalState
+from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
+from fedflat.data.clients import FederatedData
+from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.batches import ClientBatches, Order
+from fedflat.engine.client import train_client
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import Clipped, Trained
+
+NO_LABEL = -1
+CACHE_BYTES = 256 * 2**20
+_PIECE = 500
+
+
+@dataclass(frozen=True)
+class VoteClip(Clip):
+    """Bounds a message of votes by √Q, its declared norm; one with a negative entry is no vote and counts as zero.
+
+    Two non-negative messages of norm ≤ √Q differ by at most √(2Q): the sensitivity under replace-one.
+    """
+
+    labels: int
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, Q·V)`` -> norms ``(n,)`` before the clip (inf where it is no vote), factors ``(n,)``."""
+        norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
+        valid = torch.isfinite(norms) & (messages >= 0).all(-1)
+        factors = (threshold / norms.clamp_min(1e-300)).clamp(max=1.0)
+        return torch.where(valid, norms, math.inf), torch.where(valid, factors, torch.zeros_like(factors))
+
+
+@dataclass(frozen=True)
+class VoteAggregate(Aggregate):
+    """The votes of all draws of a round, one after the other in ``total``. counts: messages of each draw."""
+
+    counts: tuple[int, ...] = ()
+
+
+class VoteAccumulator:
+    """One running sum for each cohort draw of a round; memory is O(draws·Q·V), not O(cohort)."""
+
+    divisor: float | None = None
+
+    def __init__(self, clip: Clip, threshold: float, draws: range, size: int) -> None:
+        self._sums = {draw: Accumulator(clip, threshold, (slice(0, size),), size) for draw in draws}
+
+    def of(self, draw: int) -> Accumulator:
+        """Return the sum of one draw."""
+        return self._sums[draw]
+
+    def result(self) -> VoteAggregate:
+        """Return the aggregate of all draws, in their order."""
+        each = [found.result() for found in self._sums.values()]
+        names = sorted({name for found in each for name in found.stats})
+        seen = {n: [f.stats[n] for f in each if n in f.stats and math.isfinite(f.stats[n])] for n in names}
+        return VoteAggregate(
+            total=torch.cat([found.total for found in each]),
+            count=sum(found.count for found in each),
+            bits=0.0,
+            norms=torch.cat([found.norms for found in each]),
+            factors=torch.cat([found.factors for found in each]),
+            stats={name: sum(values) / len(values) for name, values in seen.items() if values},
+            counts=tuple(found.count for found in each),
+        )
+
+
+@dataclass(frozen=True)
+class VoteNoise(Mechanism):
+    """Noise on the votes, drawn for each cohort draw from a stream of its own.
+
+    draws: round -> its draws. size: Q·V. std: messages in a draw -> std of everything added to each count.
+    releases: whether a sum of so many messages may leave secure aggregation; another one is cancelled, unreleased.
+    sample: (size, std, generator) -> noise ``(size,)``.
+    """
+
+    draws: Callable[[int], range]
+    size: int
+    std: Callable[[int], float]
+    releases: Callable[[int], bool]
+    sample: Callable[[int, float, np.random.Generator], Tensor]
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: object, key: bytes) -> VoteAccumulator:
+        """Return what adds up a round's votes."""
+        return VoteAccumulator(clip, broadcast.clip, self.draws(broadcast.round), self.size)
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return the noise ``(draws·Q·V,)``; where a draw is aborted, the exact negative of its sum."""
+        counts = aggregate.counts if isinstance(aggregate, VoteAggregate) else (aggregate.count,)
+        pieces = []
+        for place, (draw, count) in enumerate(zip(self.draws(round), counts)):
+            if self.releases(count):
+                pieces.append(self.sample(self.size, self.std(count), stream(key, "noise", draw)).double())
+            else:
+                # The release is then exactly zero, which is no vote and no label.
+                pieces.append(-aggregate.total[place * self.size : (place + 1) * self.size])
+        return torch.cat(pieces)
+
+
+@dataclass
+class Voters:
+    """The back end: a client's model is trained from w^0 when it is first drawn, answers all queries, and is dropped.
+
+    What is kept of a client is one class number per query, at most ``limit`` bytes over all clients; the client drawn
+    longest ago goes first, and is trained again (to the same bits) if it is drawn again. Clients train one by one, so
+    that a client's answers depend on nobody else's data, nor on where a run was resumed.
+    """
+
+    problem: ModuleProblem
+    local: Local
+    data: FederatedData
+    seed: int
+    first: Tensor
+    queries: Tensor
+    labels: int
+    classes: int
+    limit: int = CACHE_BYTES
+    name: str = "sequential"
+    trained: int = 0
+    _answers: OrderedDict[int, tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=OrderedDict)
+
+    def train(
+        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
+    ) -> Iterator[Trained]:
+        """Give the votes of a draw's cohort (sorted ids) on the Q queries of that draw."""
+        start, sizes = broadcast.draw * self.labels, self.data.sizes[cohort]
+        present = cohort[sizes > 0].tolist()
+        if len(present) < len(sizes):  # nothing to train on, so nothing to say
+            yield Trained.nothing(len(sizes) - len(present), self.labels * self.classes)
+        if present:
+            answers, facts = zip(*map(self.answers, present))
+            labels = torch.stack([answer[start : start + self.labels] for answer in answers]).long()
+            votes = F.one_hot(labels, self.classes).to(torch.float32).flatten(1)
+            stats = {name: torch.stack([each[name] for each in facts]) for name in facts[0]}
+            yield Trained(votes, sizes[sizes > 0].tolist(), facts=stats)
+
+    def answers(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return a client's class ``(queries,)`` for every public example, and facts of its training."""
+        # Taken out and put back: the order of the dictionary is that of last use.
+        found = self._answers.pop(client, None) or self._train(client)
+        self._answers[client] = found
+        while len(self._answers) > max(1, self.limit // max(1, found[0].nbytes)):
+            self._answers.popitem(last=False)
+        return found
+
+    def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
+        local_data = ClientBatches(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
+        try:
+            with seeded_torch(self.seed, "dropout", 0, client):
+                result = _fit(self.problem, self.local, local_data, weights)
+        except RuntimeError as error:
+            raise RunError(f"client {client}, local training: {error}") from error
+        self.trained += 1
+        return self._predict(weights), {"train_loss": result.loss.cpu(), "train_accuracy": result.accuracy.cpu()}
+
+    def _predict(self, weights: Tensor) -> Tensor:
+        self.problem.bind(weights)
+        kind = torch.uint8 if self.classes <= 256 else torch.int32
+        with self.problem.evaluating(), torch.no_grad():
+            pieces = [self.problem.module(x).argmax(-1).to(kind) for x in torch.split(self.queries, _PIECE)]
+        return torch.cat(pieces).cpu()
+
+
+def _fit(problem: ModuleProblem, local: Local, local_data: ClientBatches, weights: Tensor) -> Any:
+    """Return the one local loop with plain SGD, from ``weights`` ``(D,)``, in place."""
+    start = Broadcast(0, weights.clone(), math.inf, 1.0)
+    return train_client(Algorithm("local model"), problem, start, local, local_data, weights)
+
+
+@dataclass(frozen=True)
+class Student:
+    """The server step: noisy arg-max labels, then a student fitted anew from w^0 on everything labelled so far.
+
+    It spends nothing: it sees released votes and public examples only. ``labels`` in the state are the labels so far,
+    -1 where a draw gave none (aborted, or no vote and no noise).
+    """
+
+    problem: ModuleProblem
+    local: Local
+    queries: Tensor
+    first: Tensor
+    classes: int
+    epochs: int
+    seed: int
+
+    def initial(self, shared: Tensor) -> dict[str, Tensor]:
+        """Its slots before round 0: no example has a label yet."""
+        return {"labels": torch.zeros(0, dtype=torch.int64)}
+
+    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
+        """Noisy votes ``(draws·Q·V,)`` -> the student's weights ``(d,)``, and the labels so far."""
+        # The student is always fitted anew on all labels, so a resumed run needs only these.
+        labels = torch.cat([view.slots["labels"], winners(mean.reshape(-1, self.classes))])
+        return self.fit(labels, view.round), {"labels": labels}
+
+    def fit(self, labels: Tensor, round: int) -> Tensor:
+        """Return the student ``(d,)`` for ``labels`` ``(n,)`` of the first n queries; w^0 without any label."""
+        device, known = self.problem.device, torch.nonzero(labels != NO_LABEL).flatten()
+        if known.numel() == 0:
+            return self.first.clone()
+        weights = self.first.to(device, copy=True)
+        rows = np.arange(known.numel(), dtype=np.int64)
+        data = labelled(self.queries[known.to(device)], labels[known].to(device), self.classes)
+        steps = self.epochs * math.ceil(len(rows) / self.local.batch_size)
+        order = Order(self.seed, round, self.local.batch_size)
+        with seeded_torch(self.seed, "dropout of the student", round):
+            _fit(self.problem, replace(self.local, steps=steps), ClientBatches(data, STUDENT, order, rows), weights)
+        return weights.cpu()
+
+
+STUDENT = 2**62  # no client's number: the student's batches have a stream of their own
+
+
+def winners(votes: Tensor) -> Tensor:
+    """Arg-max ``(n,)`` of noisy counts ``(n, V)`` (ties: lowest class); -1 where every count is exactly zero."""
+    return torch.where((votes != 0).any(-1), votes.argmax(-1), torch.full((len(votes),), NO_LABEL))
+
+
+def labelled(inputs: Tensor, targets: Tensor, classes: int) -> FederatedData:
+    """Return the inputs ``(n, …)`` and targets ``(n,)`` as the data of one party."""
+    rows: Sequence[np.ndarray] = (np.arange(len(targets), dtype=np.int64),)
+    empty = (np.empty(0, dtype=np.int64),)
+    return FederatedData(inputs, targets, tuple(rows), empty, None, None, classes, "student")
+
+
+def take(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the server optimiser of ae-dpfl: what its step returns is the new model."""
+    return mean, {}

@@ -1,0 +1,311 @@
+"""Train a head, adapters or norms on the features of public image networks (``model: {name: image-encoder}``).
+
+A body is a function of its network, whose weights have a digest, of its options, and of the images' shape. What it
+adds to the network, its projection, is made of public numbers alone: the network's own classifier and its answers to
+synthetic images. A run keeps that part, and the digest of the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
+from fedflat.core.durable import cache_folder, keep, read_tensors
+from fedflat.core.process import using_threads
+from fedflat.models.network_maps import NetworkMaps, Prepare
+from fedflat.models.networks import BODIES, INTERPOLATIONS, Loaded, loaded
+from fedflat.models.patches import dead_leaves
+from fedflat.models.pretrained import NATURAL, trainable
+from fedflat.models.representation import (
+    KINDS,
+    BodyOptions,
+    PublicBody,
+    Representation,
+    body_of,
+    checked,
+    fill,
+    given_tensors,
+    head_of,
+    named,
+)  # fmt: skip
+from fedflat.models.scattering import ProjectionOptions, fitted_maps, unit
+from fedflat.models.vision import image_shape
+
+NAME = "image-encoder"
+FORMAT = "fedflat-network-1"
+PROJECTIONS = ("none", "classifier", "synthetic")
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """How the features of a network are made. None: as the network's own preprocessing has it, or all.
+
+    kind: the network. size: the side of the square that images are resized to. layers: ``last``, or names. cells: the
+    grid's side; None: the class token, or the mean over the image. mirror: the mean with the mirror image's features.
+    projection: onto the directions that the network's own classifier tells apart best, onto principal ones of synthetic
+    images, or none. dimension, images: as ``representation`` has them. whitening: 1 makes all directions equally long,
+    0 leaves each its singular value (``classifier``), or its deviation. sha256: of the network's weights.
+    """
+
+    kind: str
+    size: int | None = None
+    interpolation: str | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    layers: str | Sequence[str] = "last"
+    cells: int | None = None
+    mirror: bool = False
+    projection: str = "none"
+    dimension: int | None = None
+    whitening: float = 1.0
+    images: int = 500
+    seed: int = 0
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("cells", 1), ("dimension", 1), ("images", 100), ("seed", 0)):
+            if getattr(self, name) is not None:
+                whole(f"model.{name}", getattr(self, name), least)
+        one_of("model.projection", self.projection, PROJECTIONS)
+        in_range("model.whitening", self.whitening, 0, 1)
+        one_of("model.interpolation", self.interpolation or INTERPOLATIONS[0], INTERPOLATIONS)
+        if not isinstance(self.mirror, bool):
+            raise wrong("model.mirror", self.mirror, "true or false")
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            if given is not None and not (isinstance(given, Sequence) and len(given) in (1, 3)):
+                raise wrong(f"model.{name}", given, "a list of 1 or 3 numbers")
+
+    @property
+    def named_layers(self) -> tuple[str, ...]:
+        """The layers by name; empty for the last features."""
+        listed = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+        return () if listed == ("last",) else listed
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> NetworkOptions:
+        """Raises InputError for a key that there is not."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                raise wrong(f"model.body.{key}", key, ", ".join(known), hint=nearest(key, known))
+        return cls(**given)
+
+
+class NetworkBody(PublicBody):
+    """Images (b, c, h, w) -> features (b, k) of length 1, of a public network.
+
+    A run keeps the projection and the network's digest, not the network: whoever loads it needs the same one.
+    """
+
+    def __init__(self, found: Loaded, options: NetworkOptions, shape: tuple[int, int, int], pixels: Any) -> None:
+        seen = found.preprocessing
+        if options.size is not None:
+            seen = dataclasses.replace(seen, size=(options.size,) * 2, crop=None)
+        chosen = {name: getattr(options, name) for name in ("interpolation", "mean", "std")}
+        seen = dataclasses.replace(seen, **{name: value for name, value in chosen.items() if value is not None})
+        super().__init__(NetworkMaps(Prepare(shape, pixels, seen), found, options.named_layers, options.cells))
+        if options.projection != "synthetic":
+            self.projection = Directions(*self.network_maps.form)
+        self.flip, self.options, self.shape, self.digest = options.mirror, options, shape, found.digest
+        self.prior = found.prior
+        self.what = f"{options.kind.rstrip('/').rpartition('/')[2]} (SHA-256 {found.digest[:16]})"
+        self.text = json.dumps([FORMAT, found.digest, shape, dataclasses.asdict(options), pixels, repr(seen)])
+
+    @property
+    def network_maps(self) -> NetworkMaps:
+        """What makes the maps."""
+        return cast(NetworkMaps, self.maps)
+
+    def kept(self) -> dict[str, Tensor]:
+        digest = torch.frombuffer(bytearray.fromhex(self.digest), dtype=torch.uint8)
+        return {"network": digest, **{f"projection.{k}": v for k, v in self.projection.state_dict().items()}}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the projection that a run kept. Raises InputError where it was made for another network."""
+        wanted, own = tensors.get("network"), self.kept()
+        if wanted is None or tensors.keys() != own.keys():
+            raise wrong("model.path", ", ".join(sorted(tensors)[:3]), "what a run with this body kept")
+        if not torch.equal(wanted, own["network"]):
+            digest = bytes(wanted.tolist()).hex()
+            raise wrong("model.body", f"{self.options.kind} with SHA-256 {self.digest}", f"{digest}, the run's own")
+        for name, value in tensors.items():
+            if name != "network":
+                self.projection._buffers[name.removeprefix("projection.")] = value.clone()
+
+    def make(self, classifier: Tensor | None) -> None:
+        """Fill the projection, from the cache where it takes synthetic images."""
+        options, projection = self.options, self.projection
+        if isinstance(projection, Directions):
+            projection.turn(classifier if options.projection == "classifier" else None, options)
+            return
+        key = hashlib.sha256(self.text.encode()).hexdigest()[:32]
+        known = read_tensors(cache_folder() / f"body-{key}.safetensors")
+        if known is not None:
+            return self.fill(known)
+        with torch.no_grad(), using_threads(torch.get_num_threads()):
+            images = self.network_maps.prepare.as_data(dead_leaves(options.images, self.shape, options.seed))
+            views = [fitted_maps(self.maps, view) for view in self.views(images)]
+            kept = ProjectionOptions(options.dimension or views[0][0].numel(), options.whitening, options.images)
+            projection.fit(views, kept)
+        keep("body", key, self.kept(), {"made_of": self.text})
+
+
+class Directions(nn.Module):
+    """Maps (b, channels, positions) -> features (b, k) of length 1: some directions over channels, or the maps less
+    their mean.
+    """
+
+    weight: Tensor
+
+    def __init__(self, channels: int, positions: int) -> None:
+        super().__init__()
+        self.channels, self.positions = channels, positions
+        self.register_buffer("weight", torch.zeros(0))
+
+    @property
+    def width(self) -> int:
+        """Features."""
+        return (len(self.weight) or self.channels) * self.positions
+
+    def forward(self, *views: Tensor) -> Tensor:
+        """views: maps of an image, and of its mirror image where features are of both."""
+        found = sum(views[1:], views[0])
+        rows = (self.weight @ found if self.weight.numel() else found).flatten(1)
+        return unit(rows if self.weight.numel() else rows - rows.mean(1, keepdim=True))
+
+    def turn(self, classifier: Tensor | None, options: NetworkOptions) -> None:
+        """Take the directions that a classifier (classes, channels) tells apart best. Raises InputError."""
+        if options.projection == "none":
+            return
+        if classifier is None or classifier.shape[1] != self.channels:
+            found = "nothing" if classifier is None else f"one of {classifier.shape[1]} features"
+            allowed = f"a network whose classifier takes these {self.channels} features, or none, or synthetic"
+            raise wrong("model.projection: classifier", found, allowed)
+        weights = classifier.double()
+        _, strength, found = torch.linalg.svd(weights - weights.mean(0), full_matrices=False)
+        weighed = found * (strength / strength[0]).pow(1 - options.whitening)[:, None]
+        self.weight = weighed[: options.dimension].float().contiguous()
+
+
+class SideBySide(PublicBody):
+    """Several bodies: images (b, c, h, w) -> the features of each, one after the other, of length 1 together."""
+
+    def __init__(self, bodies: Sequence[PublicBody]) -> None:
+        nn.Module.__init__(self)
+        self.bodies = nn.ModuleList(bodies)
+        what = [str(getattr(body, "what", body.prior)) for body in bodies]
+        priors = {body.prior for body in bodies}
+        known = priors <= {NATURAL, "random process"}
+        natural = f"{NATURAL}: {', '.join(what)}" if NATURAL in priors else "random process"
+        self.prior = natural if known else "unknown"
+
+    @property
+    def width(self) -> int:
+        """Features."""
+        return sum(body.width for body in self._each())
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = torch.cat([body(images) for body in self.bodies], dim=1)
+        return cast(Tensor, found / len(self.bodies) ** 0.5)
+
+    def kept(self) -> dict[str, Tensor]:
+        return {f"{at}.{name}": value for at, body in enumerate(self._each()) for name, value in body.kept().items()}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what a run kept of each body. Raises InputError where it was made of others."""
+        for at, body in enumerate(self._each()):
+            own = {name.partition(".")[2]: v for name, v in tensors.items() if name.partition(".")[0] == str(at)}
+            body.fill(own) if isinstance(body, NetworkBody) else fill(body, own)
+
+    def _each(self) -> list[PublicBody]:
+        return [body for body in self.bodies if isinstance(body, PublicBody)]
+
+
+class ImageEncoder(Representation):
+    """Images (b, c, h, w) -> logits (b, classes), from the features of public networks.
+
+    batch: examples whose features are computed at once, few enough for a core's caches. pixels: see the builder.
+    """
+
+    batch = 16
+    pixels: Mapping[str, Any] | None = None
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """With the constants of the images' pixels, which a client of a deployment has from nowhere else."""
+        known = {} if self.pixels is None else {"pixels": {key: list(found) for key, found in self.pixels.items()}}
+        return {**super().settled, **known}
+
+
+def image_encoder(
+    input_shape: Sequence[int],
+    classes: int,
+    *,
+    body: str | Mapping[str, Any] | None = None,
+    bodies: Sequence[str | Mapping[str, Any]] | None = None,
+    head: str | Mapping[str, Any] = "linear",
+    train: str = "head",
+    rank: int = 8,
+    size: int | None = None,
+    interpolation: str | None = None,
+    layers: str | Sequence[str] = "last",
+    cells: int | None = None,
+    mirror: bool = False,
+    projection: str = "none",
+    dimension: int | None = None,
+    whitening: float = 1.0,
+    pixels: Mapping[str, Any] | None = None,
+    path: str | None = None,
+    sha256: str | None = None,
+) -> nn.Module:
+    """Return a public image network, or several side by side, with a new head.
+
+    ``body``: a folder that save_pretrained wrote, ``timm:NAME``, ``file.py:callable``, ``efficientnet-lite0`` to ``2``
+    (the extra ``vision``), or a body of ``representation`` (patches, scattering, contrastive); ``bodies``: a list of
+    them. Each may be ``{kind: NAME, …}`` with options of its own; those of the model hold for all networks: ``size``
+    (pixels), ``interpolation``, ``layers`` (last, or names), ``cells`` (side of the grid of means), ``mirror``,
+    ``projection`` (none, classifier, synthetic), ``dimension``, ``whitening``. ``train``: head (the body is frozen, its
+    features are computed once), lora (``rank``), norms or all. ``pixels``: the mean and std by which the data
+    standardise pixels in [0, 1], which a recipe's data give. ``path``, ``sha256``: the file that a run kept of its
+    body, and its digest. Raises InputError.
+    """
+    shape = image_shape(NAME, input_shape)
+    listed = [body] if bodies is None else bodies
+    if (body is not None and bodies is not None) or not isinstance(listed, list | tuple) or listed in ([], [None]):
+        raise wrong("model.body", bodies if body is None else body, f"one of {', '.join(BODIES)}; or bodies: a list")
+    shared = {
+        "size": size, "interpolation": interpolation, "layers": layers, "cells": cells, "mirror": mirror,
+        "projection": projection, "dimension": dimension, "whitening": whitening,
+    }  # fmt: skip
+    tensors = given_tensors(path, sha256)
+    made = SideBySide([_one(each, shared, shape, pixels, tensors is None) for each in listed])
+    if tensors is not None:
+        made.fill(tensors)
+    digest = checked(made.kept(), sha256)
+    module = ImageEncoder(made, digest, head_of(head, made.width, classes))
+    module.pixels = pixels
+    return trainable(NAME, module, train, rank).train()  # adapters are new: the network's layers stay in their mode
+
+
+def _one(given: Any, shared: Mapping[str, Any], shape: tuple[int, int, int], pixels: Any, new: bool) -> PublicBody:
+    """Return one body. new: with a projection, or with that of a file that is read later."""
+    options = named("model.body", given)
+    if options.get("kind", "patches") in KINDS:
+        return body_of(BodyOptions.of(options), shape)[0]
+    chosen = NetworkOptions.of({**shared, **options})
+    found = loaded(chosen.kind, chosen.size)
+    if chosen.sha256 not in (None, found.digest):
+        raise wrong("model.body.sha256", f"{chosen.sha256} for {chosen.kind} with {found.digest}", "the body's digest")
+    body = NetworkBody(found, chosen, shape, pixels)
+    if new:
+        body.make(found.classifier)
+    return body

@@ -1,0 +1,192 @@
+"""Make images of a random process (dead leaves), and features from their whitened patches.
+
+Opaque ellipses and rectangles of power-law sizes fall on one another until nothing is seen between them (Matheron
+1968; Lee, Mumford and Huang 2001: many statistics of natural images follow); with shading inside them and 1/f texture
+over them. Nothing here has seen a photograph: the only prior is the process and its seed.
+
+A patch p of the image is normalised (mean 0, contrast 1), and its inner products z with the filters are taken in the
+whitened space; max(z − a, 0) and max(−z − a, 0) are averaged over the cells of a grid. The filters come from dead
+leaves, so that the body has seen nobody's data; it looks at one image at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.rng import stream
+
+LEAVES = 60
+CHUNK = 250
+"""Images made at once, each chunk from a stream of its own: the first images do not depend on how many follow."""
+SMALLEST, LARGEST = 0.06, 0.7
+"""Radii, as shares of the longer side."""
+
+
+def dead_leaves(count: int, shape: tuple[int, int, int], seed: int) -> Tensor:
+    """``count`` images ``(count, c, h, w)`` float32, standardised as images of a data set are.
+
+    shape: channels (1 or 3; others get independent colours), height, width. seed: the process's own.
+    """
+    images = torch.cat(list(_chunks(count, shape, seed)))
+    return (images - images.mean()) / images.std()
+
+
+def _chunks(count: int, shape: tuple[int, int, int], seed: int) -> Iterator[Tensor]:
+    for number, start in enumerate(range(0, count, CHUNK)):
+        yield _chunk(shape, stream(seed, "dead leaves", number))[: count - start]
+
+
+def _chunk(shape: tuple[int, int, int], draw: np.random.Generator) -> Tensor:
+    """``(CHUNK, c, h, w)`` in [0, 1]."""
+    channels, height, width = shape
+    side = max(height, width)
+    rows = torch.arange(height, dtype=torch.float32)[None, :, None]
+    columns = torch.arange(width, dtype=torch.float32)[None, None, :]
+    base = _of(draw.uniform(0, 1, (CHUNK, 1)) + draw.normal(0, 0.15, (CHUNK, channels)))
+    images = base[:, :, None, None].expand(-1, -1, height, width).clone()
+    for _ in range(LEAVES):
+        across, along, inside = _leaf(draw, rows, columns, side)
+        # luminance varies more than colour does, and a third of the leaves are shaded
+        colour = base + _of(draw.normal(0, 0.25, (CHUNK, 1)) + draw.normal(0, 0.08, (CHUNK, channels)))
+        slope = _of(draw.normal(0, 0.3, (CHUNK, 2)) * (draw.random((CHUNK, 1)) < 1 / 3)) / side
+        shading = slope[:, 0, None, None] * across + slope[:, 1, None, None] * along
+        images = torch.where(inside[:, None], colour[:, :, None, None] + shading[:, None], images)
+    strength = _of(draw.random((CHUNK, 1, 1)) ** 2 * 0.15)
+    return (images + (strength * _texture(draw, height, width))[:, None]).clamp(0, 1)
+
+
+def _leaf(draw: np.random.Generator, rows: Tensor, columns: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one leaf of every image: coordinates along its two axes ``(CHUNK, h, w)``, and where it is."""
+    ratio = (SMALLEST / LARGEST) ** 2
+    radius = SMALLEST * side / np.sqrt(ratio + (1 - ratio) * draw.random(CHUNK))  # density ∝ r⁻³
+    flat, angle = draw.uniform(0.2, 1.0, CHUNK), draw.uniform(0, math.pi, CHUNK)
+    y, x = draw.uniform(-0.2 * side, 1.2 * side, (2, CHUNK))
+    cos, sin, up, right, long, thin = (
+        _of(v)[:, None, None] for v in (np.cos(angle), np.sin(angle), y, x, radius, flat)
+    )
+    across = (columns - right) * cos + (rows - up) * sin
+    along = (rows - up) * cos - (columns - right) * sin
+    u, v = across.abs() / long, along.abs() / (long * thin)
+    round_ones = torch.from_numpy(draw.random(CHUNK) < 0.5)[:, None, None]
+    return across, along, torch.where(round_ones, u * u + v * v, torch.maximum(u, v)) < 1
+
+
+def _texture(draw: np.random.Generator, height: int, width: int) -> Tensor:
+    """Gaussian noise with spectrum 1/f^γ, γ in [0.5, 1.5], of variance 1: ``(CHUNK, h, w)``."""
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1 / max(height, width)
+    waves = np.fft.rfft2(draw.standard_normal((CHUNK, height, width)))
+    found = np.fft.irfft2(waves / frequency ** draw.uniform(0.5, 1.5, (CHUNK, 1, 1)), s=(height, width))
+    return _of(found / found.std(axis=(1, 2), keepdims=True))
+
+
+def _of(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
+FLOOR = 0.02
+"""Added to a patch's variance before the root, in squared units of standardised images: flat patches stay small."""
+RIDGE = 0.1
+"""Added to the eigenvalues of normalised patches' covariance before whitening."""
+FLATTEST = 0.08
+"""Patches of a smaller standard deviation are no filters."""
+TOGETHER = 100
+"""Filters whose answers to one image are held at once."""
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """filters: F. size: a patch's side. stride: pixels between patches. cells: the grid's side. threshold: a."""
+
+    filters: int = 800
+    size: int = 6
+    stride: int = 1
+    cells: int = 3
+    threshold: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name in ("filters", "size", "stride", "cells"):
+            whole(f"model.body.{name}", getattr(self, name), 1)
+        in_range("model.body.threshold", self.threshold, 0)
+
+
+class Patches(nn.Module):
+    """Images (b, c, h, w) -> maps (b, 2F, cells²)."""
+
+    filters: Tensor
+    shift: Tensor
+    pool: Tensor
+
+    def __init__(self, shape: tuple[int, int, int], options: PatchOptions) -> None:
+        super().__init__()
+        channels, height, width = shape
+        if min(height, width) < options.size + options.cells - 1:
+            least = options.size + options.cells - 1
+            raise wrong("model.body", f"images of {height} × {width}", f"at least {least} × {least}, or a smaller size")
+        self.size, self.stride, self.threshold = options.size, options.stride, options.threshold
+        self.register_buffer("filters", torch.zeros(options.filters, channels * options.size**2))
+        self.register_buffer("shift", torch.zeros(options.filters, 1))
+        rows, columns = ((side - options.size) // options.stride + 1 for side in (height, width))
+        self.register_buffer("pool", pooling(rows, columns, options.cells))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([self._maps(image) for image in images.unsqueeze(1)])
+
+    def _maps(self, image: Tensor) -> Tensor:
+        """Of one image (1, c, h, w): what stays in a core's caches, and no image's bits follow from another's."""
+        patches = normalised(F.unfold(image, self.size, stride=self.stride))[0]
+        found = []
+        for filters, shift in zip(self.filters.split(TOGETHER), self.shift.split(TOGETHER)):
+            beyond = F.softshrink(torch.addmm(shift, filters, patches, beta=-1), self.threshold)
+            signed, absolute = beyond @ self.pool, beyond.abs_() @ self.pool
+            found.append(torch.stack([absolute + signed, absolute - signed], dim=1).flatten(0, 1) / 2)
+        return torch.cat(found)
+
+    def fit(self, images: Tensor, seed: int) -> None:
+        """Fill the filters with whitened patches of ``images`` (n, c, h, w)."""
+        draw = stream(seed, "dictionary")
+        patches = (
+            F.unfold(images, self.size, stride=max(self.size - 1, 1)).transpose(1, 2).reshape(-1, self.filters.shape[1])
+        )
+        patches = patches[patches.std(1) > FLATTEST]
+        patches = patches[torch.from_numpy(draw.permutation(len(patches))[:100_000])]
+        known = normalised(patches[..., None])[..., 0].double()
+        mean = known.mean(0)
+        values, vectors = torch.linalg.eigh(torch.cov((known - mean).T))
+        white = vectors @ torch.diag((values.clamp_min(0) + RIDGE).rsqrt()) @ vectors.T
+        chosen = (known[: len(self.filters)] - mean) @ white
+        if len(chosen) < len(self.filters):
+            raise wrong("model.body.filters", len(self.filters), f"at most {len(chosen)}, the patches there are")
+        chosen = chosen / torch.linalg.vector_norm(chosen, dim=1, keepdim=True)
+        self.filters.copy_(chosen @ white)
+        self.shift.copy_((chosen @ white @ mean)[:, None])
+
+
+def normalised(patches: Tensor) -> Tensor:
+    """Return the patches (b, n, L) as columns, each with mean 0 and contrast 1."""
+    centred = patches - patches.mean(1, keepdim=True)
+    return centred * (centred.square().mean(1, keepdim=True) + FLOOR).rsqrt()
+
+
+def pooling(rows: int, columns: int, cells: int) -> Tensor:
+    """Return the means over a grid of ``cells`` × ``cells`` nearly equal cells: ``(rows·columns, cells²)``."""
+    pool = torch.einsum("ra,cb->rcab", _cells(rows, cells), _cells(columns, cells))
+    return pool.reshape(rows * columns, cells**2)
+
+
+def _cells(places: int, cells: int) -> Tensor:
+    """Return the means over ``cells`` stretches of ``places``, nearly equal ones: ``(places, cells)``."""
+    cell = torch.arange(places) * cells // places
+    member = F.one_hot(cell, cells).float()
+    return member / member.sum(0)
+
+
+__all__ = ["PatchOptions", "Patches", "dead_leaves", "normalised", "pooling"]

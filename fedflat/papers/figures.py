@@ -1,0 +1,463 @@
+"""Say which runs each of the papers' figures is drawn from (``figures.yaml``), train those runs and draw them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedflat.config.reading import override
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import RunError, nearest, wrong
+from fedflat.core.papers import paper_of
+from fedflat.papers.outcome import UNSEEN, Row
+from fedflat.papers.rows import accounted, finished, lacking, measured, planned
+from fedflat.papers.scales import SCALES, differences, scaled
+from fedflat.papers.tables import Cell, Table, load, named
+from fedflat.report.figures import NORMS, Figure, Series, by_round, figures_of_groups, figures_of_run, quantiles, thin
+from fedflat.report.groups import Group, spread, styles
+from fedflat.report.metrics import FATES, Run, column, fate
+from fedflat.report.progress import RunEvent
+from fedflat.simulation import compare, expand
+
+FILE = Path(__file__).parent / "figures.yaml"
+SIZES = ("local.steps", "local.epochs", "data.clients", "cohort.size")
+"""Keys that a small scale shrinks: a value on the axis is shrunk by as much as the table's own."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One setting of a panel. label: the method; x: its place on the axis, None where the axis is the round.
+
+    cell: whose recipe runs. changes: what is changed in it before it is scaled; varied: the keys among them.
+    """
+
+    label: str
+    cell: Cell
+    x: float | None = None
+    changes: tuple[str, ...] = ()
+    varied: tuple[str, ...] = ()
+
+    def planned(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Row:
+        """Return what would run at a scale, with what is claimed and proven of it. Raises InputError as ``dry``
+        does."""
+        if self.cell.recipe is None or not self.changes:
+            return planned(table, self.cell, scale, "sound", overrides)
+        return accounted(table, self.cell, self.recipe(table, scale, overrides))
+
+    def recipe(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Recipe:
+        """Return what runs at a scale: the table's own run where nothing is changed. Raises InputError as ``dry``
+        does."""
+        own = _known(self.cell)
+        plain = planned(table, self.cell, scale, "sound", overrides if not self.changes else ()).recipe or own
+        if not self.changes:
+            return plain
+        full = _changed(own, self.changes)
+        found = scaled(full, scale).dump()
+        for key in SIZES:
+            if key in self.varied:
+                _shrink(found, key, own, full, plain)
+            elif key in ("data.clients", "cohort.size"):
+                # A varied q would change these as well.
+                room, name = key.split(".")
+                found[room][name] = plain.dump()[room][name]
+        marks = "_".join(re.sub(r"[^\w.+-]+", "-", text) for text in self.changes)
+        return _changed(Recipe.of({**found, "name": f"{plain.name}_{marks}"}), overrides)
+
+
+def _known(cell: Cell) -> Recipe:
+    """Return the cell's recipe. Raises InputError for one whose setting the paper's text does not say."""
+    if cell.recipe is None:
+        raise wrong("figure", cell.column, "a column whose setting the paper says")
+    return cell.recipe
+
+
+def _changed(recipe: Recipe, texts: Iterable[str]) -> Recipe:
+    found = recipe.dump()
+    for text in texts:
+        found = override(found, text)
+    return Recipe.of(found, where=recipe.name)
+
+
+def _shrink(found: dict[str, Any], key: str, before: Recipe, full: Recipe, small: Recipe) -> None:
+    """Set ``key`` in ``found`` as far from the small run's own value as the full one's is from the paper's."""
+    room, name = key.split(".")
+    old, new, own = (each.dump()[room][name] for each in (before, full, small))
+    # A small scale replaces epochs by a number of steps.
+    if name == "epochs" and own is None:
+        name, own = "steps", small.local.steps
+    value = own * new / old
+    found[room][name] = value if name == "size" else max(1, round(value))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing of a figure. draw: a key of ``DRAWS``; shows: the measures of a drawing by round.
+
+    x: the axis's name. pairs: for bars, what stands beside each method. clients: for landscapes, whose local models.
+    """
+
+    title: str
+    draw: str
+    table: Table
+    lines: tuple[Line, ...]
+    x: str = "round"
+    shows: tuple[str, ...] = ("accuracy",)
+    pairs: Mapping[str, str] | None = None
+    clients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of a paper."""
+
+    paper: str
+    name: str
+    about: str
+    notes: tuple[str, ...]
+    panels: tuple[Panel, ...]
+
+    def only(self, panels: Sequence[str]) -> PaperFigure:
+        """Return the panels that the texts name, as ``Table.only`` has it. Raises InputError for a text that names
+        none.
+        """
+        kept = named(panels, [panel.title for panel in self.panels])
+        return replace(self, panels=tuple(panel for panel in self.panels if not panels or panel.title in kept))
+
+
+def figure_names() -> list[str]:
+    """Return every figure there is, as ``000 figure-4``."""
+    return list(_entries())
+
+
+def abouts() -> dict[str, str]:
+    """Return what each figure shows, by name."""
+    return {name: entry["about"] for name, entry in _entries().items()}
+
+
+def is_figure(text: str) -> bool:
+    """Return whether a name asks for a figure: ``figure-4``, ``Fig. 4``, ``by-epsilon``."""
+    return re.match(r"fig|by\b", text.strip().lower()) is not None
+
+
+def find_figure(paper: str, name: str) -> PaperFigure:
+    """Return a figure by the paper's number or name and its own: ``figure-4``, ``Fig. 4``, ``by-epsilon``.
+
+    Raises InputError for a paper or figure that is not here, with those that are.
+    """
+    have = [each.split(" ", 1) for each in figure_names()]
+    number = paper_of(paper, (p for p, _ in have))
+    of_paper = [figure for p, figure in have if p == number]
+    small = name.strip().lower()
+    digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", small)
+    asked = f"figure-{digits[1]}" if digits else small
+    if asked not in of_paper:
+        raise wrong(f"reproduce {number}", name, ", ".join(of_paper), hint=nearest(asked, of_paper))
+    entry = _entries()[f"{number} {asked}"]
+    panels = tuple(_panel(number, each) for each in entry["panels"])
+    return PaperFigure(number, asked, entry["about"], tuple(entry.get("notes", ())), panels)
+
+
+@lru_cache(maxsize=1)
+def _entries() -> dict[str, dict[str, Any]]:
+    import yaml
+
+    found: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def _panel(paper: str, entry: Mapping[str, Any]) -> Panel:
+    table = load(f"{paper}-{entry['of'][0]}")
+    shows = entry.get("shows", "accuracy")
+    return Panel(
+        entry["title"], entry["draw"], table, tuple(_lines(table, entry)), entry.get("x", "round"),
+        (shows,) if isinstance(shows, str) else tuple(shows), entry.get("pairs"), tuple(entry.get("clients", ())),
+    )  # fmt: skip
+
+
+def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
+    every = {(cell.column, cell.method): cell for cell in table.cells}
+    columns: Mapping[str, Any] = entry.get("columns") or {entry["of"][1]: None}
+    methods = entry.get("methods", list(dict.fromkeys(cell.method for cell in table.cells)))
+    fixed = tuple(entry.get("set", ()))
+    for name, at in columns.items():
+        placed = methods if isinstance(methods, Mapping) else dict.fromkeys(methods, at)
+        chosen = {method: every[name, method] for method in placed}
+        for method, algorithm in entry.get("more", {}).items():
+            chosen[method] = _other(every[name, table.cells[0].method], method, algorithm)
+        for method, cell in chosen.items():
+            whole = Line(entry.get("label", method), cell, placed.get(method, at), fixed)
+            yield from _varied(whole, entry["vary"]) if "vary" in entry else [whole]
+
+
+def _other(cell: Cell, method: str, algorithm: Mapping[str, Any]) -> Cell:
+    """Return a column's cell with a method that the table lacks."""
+    own = _known(cell)
+    slug = re.sub(r"[^a-z0-9.]+", "-", method.lower())
+    recipe = Recipe.of({**own.dump(), "name": f"{own.name}_{slug}", "algorithm": dict(algorithm)})
+    return replace(cell, method=method, published="–", recipe=recipe, personal=algorithm["name"] == "p-fedsam")
+
+
+def _varied(line: Line, vary: Mapping[str, Any]) -> Iterable[Line]:
+    """Yield the line at each value of a key; ``share``: a key whose ratio to it is kept."""
+    keys = [vary["key"], *([vary["share"]] if "share" in vary else [])]
+    whole = _known(line.cell).dump()
+    first, *rest = [whole[key.split(".")[0]].get(key.split(".")[1]) for key in keys]
+    for value in vary["values"]:
+        changes = [f"{keys[0]}={value}", *(f"{key}={own * value / first:g}" for key, own in zip(keys[1:], rest))]
+        yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=tuple(keys))
+
+
+BINS = 40
+Ran = Sequence[tuple[Line, Sequence[Run]]]
+"""A panel's lines with their runs that have ended, by seed."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure as values. landscapes: what ``landscape.flatness.measure`` found for each panel that asks for it.
+
+    missing: why panels or lines are not drawn. remarks: what differs from the paper's setting, and runs that came to
+    nothing.
+    """
+
+    of: PaperFigure
+    scale: str
+    figures: tuple[Figure, ...]
+    landscapes: tuple[Mapping[str, Any], ...] = ()
+    missing: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    folder: Path | None = None
+    runs: tuple[Run, ...] = field(default=(), repr=False)
+
+
+def draw(
+    figure: PaperFigure, folder: Path, scale: str = "small", overrides: Sequence[str] = (), seeds: int | None = None,
+    processes: int | None = None, update: Callable[[RunEvent], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Drawn:  # fmt: skip
+    """Train what a figure is drawn from and draw it; each table's runs are in a folder of their own under ``folder``.
+
+    Runs that a table shares with the figure are those of ``fedflat reproduce PAPER TABLE`` in the same folder. update:
+    told of each run; say: of each model whose landscape is measured. Raises InputError as ``rows.train`` does.
+    """
+    drawn: list[Figure] = []
+    landscapes: list[Mapping[str, Any]] = []
+    missing: dict[str, None] = {}
+    remarks: dict[str, None] = {}
+    every: list[Run] = []
+    for place, panel in enumerate(figure.panels):
+        recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
+        if absent := lacking(recipes):
+            missing |= dict.fromkeys(absent.values())
+            continue
+        count = seeds or SCALES[scale].seeds or panel.table.seeds
+        where = folder_of(folder, panel)
+        found = compare(recipes, (), count, where, processes, update)
+        missing |= dict.fromkeys(f"{name}: {why}" for name, why in found.failed.items())
+        settings = expand(recipes, (), count)
+        ran = [(line, list(finished(where / s.slug, s.seeds).values())) for line, s in zip(panel.lines, settings)]
+        ran = [(line, runs) for line, runs in ran if runs]
+        every += [run for _, runs in ran for run in runs]
+        remarks |= dict.fromkeys(_remarks(panel, recipes, ran))
+        if panel.draw == "landscape" and ran:
+            landscapes.append(_landscape(panel, ran, say))
+        elif ran:
+            made = DRAWS[panel.draw](panel, ran)
+            titles = (_title(panel, each, len(made), overrides) for each in made)
+            drawn += [replace(each, key=f"{each.key}-{place}", title=title) for each, title in zip(made, titles)]
+    if not drawn and not landscapes:
+        raise RunError("; ".join(missing) or f"{figure.paper} {figure.name}: no run ended")
+    return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), tuple(remarks), folder, tuple(every))
+
+
+def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
+    """Return what every line of a panel changes in the paper's setting, runs that came to nothing, the table's
+    notes."""
+    changes = [differences(line.cell.recipe, own) for line, own in zip(panel.lines, recipes) if line.cell.recipe]
+    shared = [text for text in changes[0] if all(text in each for each in changes)] if changes else []
+    said = [f"Changed: {', '.join(shared)}."] if shared else []
+    for kind, words in FATES.items():
+        lost = [(line, sum(fate(run) == kind for run in runs), len(runs)) for line, runs in ran]
+        named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
+        if named:
+            said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
+    said += _moved(panel, recipes)
+    shown = replace(panel.table, cells=tuple(line.cell for line in panel.lines))
+    return said + [f"Differs: {note}." for note in shown.said("sound")]
+
+
+def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
+    """Return what ran at each of the axis's values, where a scale shrank them."""
+    pairs: dict[str, None] = {}
+    for line, own in zip(panel.lines, recipes):
+        for key in (key for key in line.varied[:1] if key in SIZES):
+            room, name = key.split(".")
+            section = own.dump()[room]
+            name = "steps" if name == "epochs" and section.get(name) is None else name
+            if f"{room}.{name}" != key or section[name] != line.x:
+                pairs[f"{line.x:g} is {room}.{name} = {section[name]:g}"] = None
+    return [f"On the axis are the paper's values; here {', '.join(pairs)}."] if pairs else []
+
+
+def _place(panel: Panel, line: Line) -> str:
+    """Return a line in words: its method, and its place where it is a point on an axis."""
+    return line.label if line.x is None else f"{line.label} at {panel.x} = {line.x:g}"
+
+
+def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> str:
+    """Return the panel's title, what is drawn where it has several drawings, and what was changed by hand."""
+    own = made.title if made.title != panel.title else made.y_title
+    changed = [text for text in overrides if not text.startswith(UNSEEN)]
+    return panel.title + (f": {own}" if count > 1 else "") + (f" ({', '.join(changed)})" if changed else "")
+
+
+def folder_of(folder: Path, panel: Panel) -> Path:
+    """Return where the runs of a panel's table are."""
+    return folder / f"reproduce-{panel.table.paper}-{panel.table.table.lower().replace(' ', '-')}"
+
+
+def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
+    """Return a measure by round: means over seeds with bands of one standard deviation."""
+    groups = [Group(line.label, tuple(runs), style) for (line, runs), style in zip(ran, _styles(ran))]
+    made = {each.key: each for each in figures_of_groups(groups)}
+    kept = [made[key] for key in panel.shows if key in made]
+    return [replace(each, overlay=False, y_title=each.title) for each in kept]
+
+
+def _spread(panel: Panel, ran: Ran) -> list[Figure]:
+    """Return update norms by round: the mean over clients, with a band of one standard deviation over clients."""
+    series = []
+    for (line, runs), style in zip(ran, _styles(ran)):
+        means, sds = (_by_round(runs, key) for key in ("update_norm_mean", "update_norm_sd"))
+        turns = [turn for turn in means if turn in sds]
+        turns = [turns[at] for at in thin(len(turns))]
+        y, sd = tuple(means[turn] for turn in turns), [sds[turn] for turn in turns]
+        low, high = (tuple(a + sign * b for a, b in zip(y, sd)) for sign in (-1, 1))
+        series.append(Series(line.label, {"round": tuple(map(float, turns))}, y, low, high, style))
+    note = "Mean over the cohort with one standard deviation over clients, before the clip; means over seeds."
+    return [replace(NORMS, note=note, series=tuple(series), y_title="Update norm")]
+
+
+def _styles(ran: Ran) -> list[int]:
+    """Return the lines' colours and dashes: their methods' own, as on every page."""
+    return styles([runs[0].algorithm for _, runs in ran])
+
+
+def _by_round(runs: Sequence[Run], key: str) -> dict[int, float]:
+    """Return the mean over seeds at each round."""
+    found = by_round(column(run.private, key) for run in runs)
+    return {turn: math.fsum(values) / len(values) for turn, values in found.items()}
+
+
+def _norms(panel: Panel, ran: Ran) -> list[Figure]:
+    """Return the shares of updates by norm, over all rounds and seeds, from each round's quantiles with straight lines
+    between.
+    """
+    known = [(line, [quantiles(r, "update_norm_quantiles") for run in runs for r in run.private]) for line, runs in ran]
+    points = [(line, [sorted(_quantile_points(found)) for found in rows if found]) for line, rows in known]
+    ends = [pair[1] for _, rows in points for row in rows for pair in row]
+    edges = np.linspace(min(ends), max(ends), BINS + 1)
+    series = []
+    for (line, rows), style in zip(points, _styles(ran)):
+        curves = [np.interp(edges, [v for _, v in row], [p for p, _ in row], left=0.0, right=1.0) for row in rows]
+        shares = np.diff(np.mean(curves, axis=0))
+        x = {"round": tuple(float(each) for each in (edges[1:] + edges[:-1]) / 2)}
+        series.append(Series(line.label, x, tuple(float(each) for each in shares), style=style))
+    clip = panel.lines[0].cell.recipe.privacy.clip if panel.lines[0].cell.recipe else ""
+    note = f"Share of updates in each of {BINS} intervals of the norm before the clip (C = {clip}), all rounds."
+    return [Figure(
+        "norms", panel.title, tuple(series), "%", note, True, percent=True, x_title="norm", zero=True,
+        y_title="Share of updates",
+    )]  # fmt: skip
+
+
+def _quantile_points(found: Mapping[str, float]) -> list[tuple[float, float]]:
+    places = {"min": 0.0, "max": 1.0}
+    return [(places[name] if name in places else float(name), value) for name, value in found.items()]
+
+
+def _bands(panel: Panel, ran: Ran) -> list[Figure]:
+    """Return quantiles of update norms by round, a drawing for each method; of the first seed."""
+    found = []
+    for place, (line, runs) in enumerate(ran):
+        made = [each for each in figures_of_run(runs[0]) if each.key == "norms"]
+        found += [replace(each, key=f"norms-{place}", title=line.label, y_title="Update norm") for each in made]
+    return found
+
+
+def _axis(panel: Panel, ran: Ran) -> list[Figure]:
+    """Return the accuracy on a real axis: means over seeds with 95 % t intervals."""
+    made: dict[str, list[tuple[float, float, float, float]]] = {}
+    for line, runs in ran:
+        if (point := _point(line, runs)) is not None and line.x is not None:
+            made.setdefault(line.label, []).append((line.x, *point))
+    series = []
+    drawn = dict(zip([line.label for line, _ in ran], _styles(ran)))
+    for label, points in made.items():
+        x, y, low, high = zip(*sorted(points))
+        several = any(a != b for a, b in zip(low, high))
+        series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), drawn[label]))
+    personal = any(line.cell.personal for line, _ in ran)
+    cell = panel.lines[0].cell
+    note = f"{'Personal' if personal else 'Test'} accuracy of the {cell.base} round; mean over seeds, 95 % t interval."
+    return [Figure(
+        "axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x,
+        y_title=f"{'Personal' if personal else 'Test'} accuracy",
+    )]  # fmt: skip
+
+
+def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
+    """Return the mean accuracy and the ends of its 95 % t interval (the mean itself for one seed)."""
+    cell = replace(line.cell, measure=line.cell.base)
+    found = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
+    if found is None:
+        return None
+    half = found.half or 0.0
+    return found.mean, max(0.0, found.mean - half), min(1.0, found.mean + half)
+
+
+def _bars(panel: Panel, ran: Ran) -> list[Figure]:
+    """Return each method's accuracy with privacy beside its twin's without."""
+    found = {line.cell.method: _point(line, runs) for line, runs in ran}
+    pairs = panel.pairs or {}
+    kept = [(name, twin) for name, twin in pairs.items() if found.get(name) and found.get(twin)]
+    x = {"round": tuple(map(float, range(len(kept))))}
+    series = []
+    for place, label in enumerate(("private", "without privacy")):
+        points = [found[pair[place]] for pair in kept]
+        y, low, high = zip(*[point for point in points if point is not None]) if points else ((), (), ())
+        series.append(Series(label, x, y, low, high, place))
+    note = "Accuracy of the final round, personal models on their own data; mean over seeds, 95 % t interval."
+    names = tuple(f"{name} / {twin}" for name, twin in kept)
+    return [Figure(
+        "bars", panel.title, tuple(series), "%", note, True, percent=True, kind="bars", x_title="", zero=True,
+        names=names, y_title="Accuracy",
+    )]  # fmt: skip
+
+
+def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Mapping[str, Any]:
+    """Return the landscapes of each method's runs, over directions that they share."""
+    from fedflat.landscape import flatness
+    from fedflat.report.metrics import plain
+
+    folders = [run.path for _, runs in ran for run in runs]
+
+    def stage(name: str, points: int) -> None:
+        if say is not None:
+            say(f"landscape of {name}" + (f": {points} points, then its curvature" if points else ": its curvature"))
+
+    settings = flatness.Settings(points=21, examples=500, clients=panel.clients)
+    found: Mapping[str, Any] = plain(flatness.measure(folders, settings, stage))
+    return found
+
+
+DRAWS: dict[str, Callable[[Panel, Ran], list[Figure]]] = {
+    "rounds": _rounds, "spread": _spread, "norms": _norms, "bands": _bands, "axis": _axis, "bars": _bars,
+}  # fmt: skip

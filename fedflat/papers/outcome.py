@@ -1,0 +1,296 @@
+"""Say what came of a table: a row for each published number, and whether ours rank alike (Kendall's τ).
+
+τ is τ-b of ``scipy.stats.kendalltau`` between the published means and ours. Its 95 % interval is a parametric bootstrap
+(percentiles of 50,000 draws): each mean is redrawn as mean + sd/√n·t with n − 1 degrees of freedom, ours from its seeds
+and the published one from its printed sd and the paper's trials; a number printed without sd stays. An ordering is told
+here by the paired t test over the seeds that both methods ran, two-sided at 5 %: either may turn out the better.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from fedflat.config.recipe import Recipe
+from fedflat.core.rng import stream
+from fedflat.papers.scales import Chosen
+from fedflat.papers.tables import LOWER, Cell, Table
+
+LEVEL = 0.95
+DRAWS = 50_000
+NAMED = 4
+"""Orderings of a kind that the verdict names."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One method of a column: its cell, and ours by seed (inf: the target was never reached)."""
+
+    cell: Cell
+    ours: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """Two methods that the paper puts in this order. here: 1 as in the paper, −1 against it, 0 equal.
+
+    told: whether the seeds tell them apart at the verdict's level.
+    """
+
+    better: str
+    worse: str
+    here: int
+    told: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """τ (None where fewer than two methods, or all equal, are compared), its interval (None for a single seed each),
+    and every ordering that the paper prints among the methods that ran."""
+
+    tau: float | None
+    interval: tuple[float, float] | None
+    orderings: tuple[Ordering, ...]
+
+    def which(self, here: int, told: bool) -> list[Ordering]:
+        """Return the orderings of one kind."""
+        return [each for each in self.orderings if each.here == here and each.told == told]
+
+
+def judge(rows: Sequence[Ranked], seeds: int) -> Verdict | None:
+    """Return the verdict on one column; None where fewer than two of its methods have both numbers. seeds: the
+    trials."""
+    kept = [row for row in rows if row.cell.value is not None and row.ours]
+    if len(kept) < 2:
+        return None
+    published = [_value(row)[0] for row in kept]
+    ours = [_mean(row) for row in kept]
+    return Verdict(_tau(published, ours), _interval(kept, seeds), tuple(_orderings(kept)))
+
+
+def _value(row: Ranked) -> tuple[float, float | None]:
+    # ``judge`` keeps only rows that have a value.
+    return row.cell.value or (math.nan, None)
+
+
+def _mean(row: Ranked) -> float:
+    values = list(row.ours.values())
+    return math.inf if any(map(math.isinf, values)) else statistics.fmean(values)
+
+
+def _tau(left: Sequence[float], right: Sequence[float]) -> float | None:
+    from scipy.stats import kendalltau
+
+    found = float(kendalltau(left, right).statistic)
+    return found if math.isfinite(found) else None
+
+
+def _interval(rows: Sequence[Ranked], seeds: int) -> tuple[float, float] | None:
+    """Return percentiles of τ over redrawn means; None where no method of ours has two seeds."""
+    if all(len(row.ours) < 2 for row in rows):
+        return None
+    # A fixed seed gives the same table the same interval every time.
+    draw = stream(0, "rank agreement")
+    theirs = np.stack([_redrawn(draw, _value(row)[0], _value(row)[1], seeds) for row in rows], 1)
+    ours = np.stack([_redrawn(draw, _mean(row), _sd(row), len(row.ours)) for row in rows], 1)
+    found = taus(theirs, ours)
+    found = found[np.isfinite(found)]
+    if not found.size:
+        return None
+    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def taus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """τ-b of each row of two ``(n, methods)`` arrays, NaN where one is all equal: scipy's, for many rows at once."""
+    one, two = np.triu_indices(left.shape[1], 1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        signs = [np.nan_to_num(np.sign(values[:, one] - values[:, two])) for values in (left, right)]
+        ties = [np.abs(each).sum(1) for each in signs]
+        found: np.ndarray = (signs[0] * signs[1]).sum(1) / np.sqrt(ties[0] * ties[1])
+    return found
+
+
+def _sd(row: Ranked) -> float | None:
+    values = list(row.ours.values())
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+
+
+def _redrawn(draw: np.random.Generator, mean: float, sd: float | None, count: int) -> np.ndarray:
+    """Return DRAWS means ``(DRAWS,)`` that could have been seen instead."""
+    if not sd or count < 2:
+        return np.full(DRAWS, mean)
+    return mean + sd / math.sqrt(count) * draw.standard_t(count - 1, DRAWS)
+
+
+def _orderings(rows: Sequence[Ranked]) -> list[Ordering]:
+    found = []
+    for one, other in combinations(rows, 2):
+        gap = _value(one)[0] - _value(other)[0]
+        if gap == 0:
+            # The paper prints them as equal, which orders nothing.
+            continue
+        better, worse = (one, other) if (gap > 0) != (one.cell.measure in LOWER) else (other, one)
+        ahead = _mean(better), _mean(worse)
+        lead = 0.0 if ahead[0] == ahead[1] else ahead[0] - ahead[1]
+        here = int(np.sign(lead)) * (-1 if one.cell.measure in LOWER else 1)
+        found.append(Ordering(better.cell.method, worse.cell.method, here, _told(better, worse)))
+    return found
+
+
+def _told(one: Ranked, other: Ranked) -> bool:
+    """Return whether the paired t test over common seeds tells two methods apart, two-sided; never from a single
+    seed."""
+    from scipy.stats import t
+
+    gaps = [one.ours[seed] - other.ours[seed] for seed in one.ours if seed in other.ours]
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
+        return False
+    mean, sd = statistics.fmean(gaps), statistics.stdev(gaps)
+    if sd == 0:
+        return mean != 0
+    return 2 * float(t.sf(abs(mean) / sd * math.sqrt(len(gaps)), len(gaps) - 1)) < 1 - LEVEL
+
+
+def sentences(found: Verdict | None) -> list[str]:
+    """Return the verdict in words: agreement, how many orderings hold, and which do not."""
+    if found is None:
+        return []
+    tau = "cannot be given: all are equal" if found.tau is None else f"= {_signed(found.tau)}"
+    if found.tau is not None and found.interval is not None:
+        tau += f" [{_signed(found.interval[0])}, {_signed(found.interval[1])}]"
+    said = [f"Rank agreement: Kendall τ {tau}."]
+    total = len(found.orderings)
+    if total:
+        sure, loose = found.which(1, True), found.which(1, False)
+        holds = len(sure) + len(loose)
+        told = "holds" if holds == 1 else "hold"
+        said.append(f"Of the paper's {total} orderings {holds} {told} here, {len(sure)} of them at 95 %{_list(sure)}.")
+        against, leaning = found.which(-1, True), found.which(-1, False)
+        if against:
+            said.append(f"Not here, at 95 %: {_names(against)}.")
+        if leaning:
+            said.append(f"Not here, within the seeds' spread: {_names(leaning)}.")
+        equal = [each for each in found.orderings if each.here == 0]
+        if equal:
+            said.append(f"Equal here: {_names(equal)}.")
+    return said
+
+
+def _list(sure: Sequence[Ordering]) -> str:
+    return f" ({_names(sure)})" if sure else ""
+
+
+def _names(found: Sequence[Ordering]) -> str:
+    shown = [f"{each.better} over {each.worse}" for each in found[:NAMED]]
+    more = len(found) - len(shown)
+    return "; ".join(shown) + (f"; {more} more" if more else "")
+
+
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")
+
+
+UNSEEN = ("engine.", "evaluation.", "name=", "seed=")
+"""Overrides that change no number that is compared."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published number beside ours.
+
+    ours: by seed, in the cell's unit (inf: the target was never reached). claimed: ε as the paper has it for its own
+    setting. proven, delta: ε and δ of what runs here, inf where nothing finite is proven, None where nothing is known.
+    simulated: ε of the larger system whose noise is simulated. fates: how runs came to nothing, by seed. missing: why
+    there is no value of ours; void: because there is none to have, not because runs are missing.
+    """
+
+    cell: Cell
+    recipe: Recipe | None
+    claimed: float | None
+    proven: float | None
+    delta: float | None = None
+    simulated: float | None = None
+    ours: Mapping[int, float] = field(default_factory=dict)
+    fates: Mapping[int, str] = field(default_factory=dict)
+    missing: str = ""
+    void: bool = False
+
+    @property
+    def spread(self) -> tuple[float, float | None] | None:
+        """Mean and standard deviation (n − 1; None for one seed) of ours, or None; inf if a seed never got there."""
+        values = list(self.ours.values())
+        if not values:
+            return None
+        if any(map(math.isinf, values)):
+            return math.inf, None
+        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the published mean."""
+        if self.spread is None or self.cell.value is None or math.isinf(self.spread[0]):
+            return None
+        return self.spread[0] - self.cell.value[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing.
+
+    seconds: of all rounds that ran, by the runs' own clocks. tuned: whether strengths were tried; chosen: by column and
+    method, which one was. overrides: what was changed by hand in every recipe, ``key=value``.
+    """
+
+    table: Table
+    rows: tuple[Row, ...]
+    scale: str
+    protocol: str
+    changed: dict[str, tuple[str, ...]]
+    missing: tuple[str, ...] = ()
+    folder: Path | None = None
+    seconds: float = 0.0
+    tuned: bool = False
+    chosen: Mapping[tuple[str, str], Chosen] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def by_hand(self) -> tuple[str, ...]:
+        """The overrides that change what is computed."""
+        return tuple(text for text in self.overrides if not text.startswith(UNSEEN))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the numbers may stand beside the published ones: at the paper's setting, as far as it is known."""
+        return self.scale == "full" and self.as_printed and not self.by_hand
+
+    @property
+    def as_printed(self) -> bool:
+        """Whether every method has the numbers that the paper prints."""
+        return all(one.strength == 1.0 for one in self.chosen.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell whose setting is known has a value of ours, as far as there is one to have."""
+        return all(row.ours or row.void or row.recipe is None for row in self.rows)
+
+    def columns(self) -> dict[str, list[Row]]:
+        """Return the rows by column."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.cell.column, []).append(row)
+        return found
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Return for each column with two methods or more that ran whether it ranks them as the paper does."""
+        judged = {
+            name: judge([Ranked(row.cell, dict(row.ours)) for row in rows], self.table.seeds)
+            for name, rows in self.columns().items()
+        }
+        return {name: found for name, found in judged.items() if found is not None}

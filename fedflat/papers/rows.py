@@ -1,0 +1,319 @@
+"""Turn a table's cells into rows: planned only, or trained through the same experiment as ``fedflat compare``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.config.reading import override
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ClipSection
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.cohorts import Poisson
+from fedflat.core.papers import CITED
+from fedflat.core.params import Layout, layout_of
+from fedflat.methods.published import PAPERS, Published, formula, with_tensors
+from fedflat.papers.outcome import Outcome, Row
+from fedflat.papers.scales import SCALES, at, choose, differences, scaled
+from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find
+from fedflat.privacy.accounting.epsilon import default_delta
+from fedflat.report import metrics
+from fedflat.report.metrics import Run, fate
+from fedflat.report.progress import RunEvent
+from fedflat.simulation import compare, expand
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is proven of a plan: ε (inf where nothing finite is) at δ, and ε of the larger system it simulates."""
+
+    epsilon: float
+    delta: float
+    simulated: float | None = None
+
+
+def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: Sequence[str] = ()) -> Outcome:
+    """Return the published values with claimed and proven ε; nothing is trained and no data is read.
+
+    protocol: sound, or published for the procedure that the paper released. Raises InputError for a name or override
+    that is wrong, and for a protocol that the paper does not have.
+    """
+    rows = [planned(table, cell, scale, protocol, overrides) for cell in table.cells]
+    changed: dict[str, list[str]] = {}
+    for row in rows:
+        if row.cell.recipe is not None and row.recipe is not None:
+            known = changed.setdefault(row.cell.of, [])
+            known += [text for text in differences(row.cell.recipe, row.recipe) if text not in known]
+    known_changes = {name: tuple(texts) for name, texts in changed.items()}
+    return Outcome(table, tuple(rows), scale, protocol, known_changes, overrides=tuple(overrides))
+
+
+def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
+    """Return one cell as ``dry`` has it."""
+    if cell.recipe is None:
+        return Row(cell, None, None, None, missing="the paper's setting is not known")
+    recipe = scaled(_procedure(table, cell.recipe, cell.released, protocol), scale)
+    mapping = recipe.dump()
+    # Anybody can have these data, and seeded noise gives the same table again.
+    mapping["privacy"]["randomness"] = "seeded"
+    # The run must not depend on which of its numbers are shown, so the whole table decides.
+    whole = find(table.paper, table.table)
+    if cell.of in {each.of for each in whole.cells if each.measure in COUNTED}:
+        # Rounds to a target can only be counted where every round is evaluated.
+        mapping["evaluation"]["every"] = 1
+    for text in overrides:
+        mapping = override(mapping, text)
+    return accounted(table, cell, Recipe.of(mapping, where=recipe.name))
+
+
+def accounted(table: Table, cell: Cell, recipe: Recipe) -> Row:
+    """Return a cell that runs as ``recipe`` says, with what is claimed of the paper's setting and proven of this
+    one."""
+    found = _proven(recipe, cell.input, cell.classes)
+    return Row(cell, recipe, claimed_epsilon(table, cell), found.epsilon, found.delta, found.simulated)
+
+
+def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
+    """Return the recipe, or the paper's released procedure with its numbers; votes and ddgauss have only their own."""
+    if protocol == "sound":
+        return recipe
+    if protocol != "published" or table.paper not in PAPERS:
+        allowed = "sound, published" if table.paper in PAPERS else f"sound: {CITED[table.paper]} released no procedure"
+        raise wrong("--protocol", protocol, allowed)
+    if algorithm_of(recipe).kind != "update":
+        return recipe
+    sampling = "poisson" if table.paper == "004" else "fixed"
+    size = recipe.cohort.size if sampling == "poisson" else round(recipe.cohort.size)
+    found = recipe.dump()
+    for text in released:
+        found = override(found, text)
+    found["privacy"].update(protocol="published", published=table.paper)
+    # That paper's released code clips to the median of the norms.
+    if table.paper == "002":
+        found["privacy"]["clip"] = {"kind": "median"}
+    found["cohort"].update(size=size, sampling=sampling)
+    return Recipe.of({**found, "name": f"{recipe.name}_published"}, where=recipe.name)
+
+
+def claimed_epsilon(table: Table, cell: Cell) -> float | None:
+    """Return ε as the paper has it: the budget its table names, or its formula for its σ; inf without noise."""
+    if cell.recipe is None:
+        return None
+    privacy, cohort = cell.recipe.privacy, cell.recipe.cohort
+    if privacy.epsilon is not None:
+        return privacy.epsilon
+    clients = cell.recipe.data.clients or 1
+    delta = privacy.delta or default_delta(clients)
+    return formula(Poisson(clients, cohort.size), privacy.noise_multiplier or 0.0, delta, cell.recipe.rounds)
+
+
+def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Account:
+    """Return what the recipe's plan proves; the many cells that share a plan share its account."""
+    blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": Recipe.model_fields["evaluation"].default})
+    method = algorithm_of(recipe)
+    # The account of a sound update depends on neither method nor data, so all share one.
+    if method.kind == "update" and recipe.privacy.protocol == "sound":
+        plain = {"name": "dp-fedavg"} if method.private else {"name": "fedavg"}
+        data = {"clients": recipe.data.clients}
+        blank = Recipe.of({**blank.dump(), "algorithm": plain, "model": "mlp", "data": data, "local": {}})
+    return _account(blank.model_dump_json(), shape, classes)
+
+
+# Hundreds of cells share a few dozen plans, and an account takes seconds.
+@lru_cache(maxsize=512)
+def _account(text: str, shape: tuple[int, ...], classes: int) -> Account:
+    recipe = Recipe.model_validate_json(text)
+    method, clients = algorithm_of(recipe), recipe.data.clients or 1
+    layout = _layout(recipe, shape, classes) if _needs_model(recipe, method.kind) else None
+    plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
+    if isinstance(plan.mechanism, Published) and layout is not None:
+        plan = with_tensors(plan, layout.shared)
+    return Account(plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon())
+
+
+def _needs_model(recipe: Recipe, kind: str) -> bool:
+    """Return whether the account asks for the model: for d, or for the number of tensors that are clipped one by
+    one."""
+    clip = recipe.privacy.clip
+    # A median of the clients' norms proves nothing, whatever the model.
+    own_median = isinstance(clip, ClipSection) and clip.kind == "median"
+    return kind == "ddgauss" or (recipe.privacy.protocol == "published" and not own_median)
+
+
+def _layout(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Layout:
+    from fedflat.models import build
+
+    module = build(recipe.model.name, shape, classes, 0, **recipe.model.options)
+    return layout_of(module, algorithm_of(recipe).head)
+
+
+def train(
+    table: Table, folder: Path, scale: str = "small", protocol: str = "sound", overrides: Sequence[str] = (),
+    seeds: int | None = None, processes: int | None = None, update: Callable[[RunEvent], None] | None = None,
+    tuned: bool = False,
+) -> Outcome:  # fmt: skip
+    """Train every cell whose data can be had, as ``fedflat compare`` does (what is done in ``folder`` is kept).
+
+    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. tuned:
+    at the strength that ``strengths.choose`` finds for each method, first. Raises InputError as ``dry`` does, before
+    any training.
+    """
+    plan = dry(table, scale, protocol, overrides)
+    absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
+    if tuned:
+        plan = _tuned(plan, set(absent), folder, seeds or SCALES[scale].seeds or table.seeds, processes, update)
+    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
+    count = seeds or SCALES[scale].seeds or table.seeds
+    missing = list(absent.values())
+    runs: dict[tuple[str, str], dict[int, Run]] = {}
+    if chosen:
+        recipes = {(row.cell.of, row.cell.method): row.recipe for row in chosen if row.recipe is not None}
+        found = compare(list(recipes.values()), (), count, folder, processes, update)
+        missing += [f"{name}: {why}" for name, why in found.failed.items()]
+        for key, setting in zip(recipes, expand(list(recipes.values()), (), count)):
+            runs[key] = finished(folder / setting.slug, setting.seeds)
+    rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
+    spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
+    spent += sum(one.seconds for one in plan.chosen.values())
+    return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
+
+
+def _tuned(
+    plan: Outcome, absent: set[str], folder: Path, seeds: int, processes: int | None,
+    update: Callable[[RunEvent], None] | None,
+) -> Outcome:  # fmt: skip
+    """Return the plan with each method at the strength that trials chose; personal ones stay as they are printed."""
+    recipes = {
+        (row.cell.of, row.cell.method): row.recipe
+        for row in plan.rows
+        if row.recipe is not None and row.recipe.data.dataset not in absent and not row.cell.personal
+    }
+    reported = {one.seed + number for one in recipes.values() for number in range(seeds)}
+    found = dict(zip(recipes, choose(list(recipes.values()), sorted(reported), folder, processes, update)))
+    chosen = {key: one for key, one in found.items() if one is not None}
+
+    def moved(row: Row) -> Row:
+        one = chosen.get((row.cell.of, row.cell.method))
+        return row if one is None or row.recipe is None else replace(row, recipe=at(row.recipe, one.strength))
+
+    return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen, tuned=True)
+
+
+def finished(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:
+    """Return the runs in a setting's folder that have ended, by seed."""
+    places = {seed: folder / f"seed-{seed}" for seed in seeds}
+    return {seed: metrics.read_run(place) for seed, place in places.items() if (place / "privacy.json").is_file()}
+
+
+def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
+    """Return the data sets that cannot be had, each with the reader's one line."""
+    from fedflat.data.locate import locate
+
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(recipe.data.dataset for recipe in recipes):
+        try:
+            # digits comes with scikit-learn.
+            if name != "digits":
+                locate(name)
+        except (InputError, RunError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
+    """Return the row with its number and the proven ε of the runs that are there; where nothing ran, nothing is
+    proven."""
+    nothing = replace(row, proven=None, delta=None, simulated=None)
+    if row.recipe is None:
+        return nothing
+    if (row.cell.of, row.cell.method) not in runs:
+        return replace(nothing, missing=row.missing or "the data set cannot be had")
+    mine = runs[row.cell.of, row.cell.method]
+    if not mine:
+        return replace(nothing, missing="no run ended")
+    proven = [metrics.proven_epsilon(run) for run in mine.values()]
+    projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
+    row = replace(
+        row,
+        proven=max((math.inf if value is None else value for value in proven), default=row.proven),
+        delta=metrics.number(next(iter(mine.values())).privacy.get("delta")) or row.delta,
+        simulated=max((value for value in projected if value is not None), default=row.simulated),
+        fates={seed: found for seed, run in mine.items() if (found := fate(run))},
+    )
+    against = runs.get((row.cell.of, first), {})
+    values = {seed: measured(row.cell, run, against.get(seed)) for seed, run in mine.items()}
+    ours = {seed: value for seed, value in values.items() if value is not None}
+    if ours:
+        return replace(row, ours=ours)
+    if row.cell.measure == "speedup" and against:
+        return replace(row, missing=f"{first} never reached {row.cell.target:g} %", void=True)
+    return replace(row, missing=_why(row.cell, against, first))
+
+
+def _why(cell: Cell, against: Mapping[int, Run], first: str) -> str:
+    if cell.measure in RELATIVE and not against:
+        return f"it is against {first}, of which no run ended"
+    return f"the runs have no {'personal' if cell.personal else 'test'} accuracy"
+
+
+def measured(cell: Cell, run: Run, first: Run | None = None) -> float | None:
+    """Return the run's number in the cell's unit; inf where the target is never reached, None where the run has none.
+
+    first: the run of the table's first method with the same seed, for what is relative to it.
+    """
+    return KINDS[cell.measure](cell, run, first)
+
+
+def _tested(measure: str) -> Callable[[Cell, Run, Run | None], float | None]:
+    def accuracy(cell: Cell, run: Run, first: Run | None) -> float | None:
+        if not cell.personal:
+            shown = metrics.shown_round(run, measure)
+            return None if shown is None else 100 * shown[1]
+        values = [value for _, value in metrics.column(run.private, "personal_accuracy")]
+        if not values:
+            return None
+        return 100 * (max(values) if measure == "best" and not fate(run) else values[-1])
+
+    return accuracy
+
+
+def _train(cell: Cell, run: Run, first: Run | None) -> float | None:
+    shown = metrics.shown_round(run, cell.base)
+    found = None if shown is None else metrics.train_accuracy(run, shown[0])
+    return None if found is None else 100 * found
+
+
+def _gap(cell: Cell, run: Run, first: Run | None) -> float | None:
+    found = metrics.generalisation_gap(run, cell.base)
+    return None if found is None else 100 * found
+
+
+def _rounds(cell: Cell, run: Run, first: Run | None = None) -> float | None:
+    if cell.target is None or metrics.shown_round(run) is None:
+        return None
+    found = metrics.rounds_to(run, cell.target / 100)
+    return math.inf if found is None else float(found)
+
+
+def _speedup(cell: Cell, run: Run, first: Run | None) -> float | None:
+    own, theirs = _rounds(cell, run), None if first is None else _rounds(cell, first)
+    if own is None or theirs is None or math.isinf(theirs):
+        return None
+    return 0.0 if math.isinf(own) else theirs / own
+
+
+def _gain(cell: Cell, run: Run, first: Run | None) -> float | None:
+    own = metrics.shown_round(run, cell.base)
+    theirs = None if first is None else metrics.shown_round(first, cell.base)
+    return None if own is None or theirs is None else 100 * (own[1] - theirs[1])
+
+
+KINDS: dict[str, Callable[[Cell, Run, Run | None], float | None]] = {
+    "best": _tested("best"), "final": _tested("final"), "train": _train, "gap": _gap, "rounds": _rounds,
+    "speedup": _speedup, "gain": _gain,
+}  # fmt: skip
+"""One for each key of ``tables.MEASURES``."""

@@ -1,0 +1,287 @@
+"""Sign records with an operator's Ed25519 key: in-toto Statements in DSSE envelopes, which other tools read too.
+
+The private half lies outside every run's folder, readable by its owner only; the public half is given away. A run signs
+what it ended with in ``signature.json``, and each round's place in the ledger in ``tips.jsonl``. A *tip* is the SHA-256
+of the ledger's last line, which chains all lines before it.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     operator = Operator.create(Path(folder) / "operator.pem")
+...     sealed = operator.sign(statement_of("urn:example", {"ledger.jsonl": "00"}, {"run": "1"}))
+...     opened(sealed, operator.public)["predicate"]
+{'run': '1'}
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from fedflat.core import durable
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.records import keys
+from fedflat.records.folder import read_lines
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PAYLOAD = "application/vnd.in-toto+json"
+RUN, TIP = "urn:fedflat:run:1", "urn:fedflat:tip:1"
+"""Predicate types: what a run ended with, and how far its ledger was after a round."""
+SIGNATURE, TIPS = "signature.json", "tips.jsonl"
+
+Envelope = dict[str, Any]
+
+
+def place() -> Path:
+    """Return where an operator's key lies unless another file is named: beside the noise keys."""
+    return keys.folder().parent / "operator.pem"
+
+
+def public_place(path: Path) -> Path:
+    """Return the public half's file beside a private half's."""
+    return path.with_suffix(".pub")
+
+
+def keyid(public: Ed25519PublicKey) -> str:
+    """Return the SHA-256 of the 32 bytes of a public key."""
+    return hashlib.sha256(public.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator's key."""
+
+    private: Ed25519PrivateKey = field(repr=False)
+
+    @property
+    def public(self) -> Ed25519PublicKey:
+        """The half that is given away."""
+        return self.private.public_key()
+
+    @classmethod
+    def create(cls, path: Path) -> Operator:
+        """Make a key: ``path`` (0600) and its public half beside it, ``….pub``; never in place of another key.
+
+        Raises:
+            InputError: there is a key already, or the files cannot be written.
+        """
+        made = cls(Ed25519PrivateKey.generate())
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            durable.create(path, made.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+            durable.replace(public_place(path), pem(made.public), mode=0o644)
+        except FileExistsError as error:
+            raise wrong("keys", f"{path}, which exists", "another --key; a key is never overwritten") from error
+        except OSError as error:
+            raise wrong("keys", f"{path} ({error.strerror})", "a folder you may write to") from error
+        return made
+
+    @classmethod
+    def load(cls, path: Path) -> Operator:
+        """Read a private key.
+
+        Raises:
+            InputError: no Ed25519 key, or a file that others may read.
+        """
+        try:
+            mode, text = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
+            found = load_pem_private_key(text, None)
+        except OSError as error:
+            raise wrong("--key", f"{path} ({error.strerror})", "a key made by fedflat keys new") from error
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise wrong("--key", f"{path}, no private key", "a key made by fedflat keys new") from error
+        if not isinstance(found, Ed25519PrivateKey):
+            raise wrong("--key", f"{path}, a key of another kind", "an Ed25519 key made by fedflat keys new")
+        if mode & 0o077:
+            raise wrong(str(path), f"mode {mode:04o}", "0600: a private key is its owner's only")
+        return cls(found)
+
+    @classmethod
+    def of_account(cls) -> Operator | None:
+        """Return this account's key, in the usual place, or None where nobody made one."""
+        return cls.load(place()) if place().exists() else None
+
+    def sign(self, statement: Mapping[str, Any]) -> Envelope:
+        """Return a DSSE envelope of an in-toto Statement."""
+        body = json.dumps(statement, sort_keys=True, separators=(",", ":")).encode()
+        signature = {"keyid": keyid(self.public), "sig": base64.b64encode(self.private.sign(pae(body))).decode()}
+        return {"payload": base64.b64encode(body).decode(), "payloadType": PAYLOAD, "signatures": [signature]}
+
+
+def check_outside(path: Path, folder: Path) -> None:
+    """Raise InputError where a private key lies in a run's folder, which may be handed over."""
+    if path.resolve().is_relative_to(folder.resolve()):
+        raise wrong("--key", str(path), f"a private key outside {folder}")
+
+
+def pem(public: Ed25519PublicKey) -> bytes:
+    """Return a public key as a file."""
+    return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def read_public(path: Path) -> Ed25519PublicKey:
+    """Read a public key.
+
+    Raises:
+        InputError: the file holds none. A private half is refused too: it has no place where a public one is asked for.
+    """
+    try:
+        found = load_pem_public_key(path.read_bytes())
+    except OSError as error:
+        raise wrong("--key", f"{path} ({error.strerror})", "the operator's public key, operator.pub") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise wrong("--key", f"{path}, no public key", "the operator's public key, operator.pub") from error
+    if not isinstance(found, Ed25519PublicKey):
+        raise wrong("--key", f"{path}, a key of another kind", "an Ed25519 public key")
+    return found
+
+
+def pae(body: bytes, kind: str = PAYLOAD) -> bytes:
+    """Return DSSE's pre-authentication encoding: what is signed."""
+    return b"DSSEv1 %d %s %d %s" % (len(kind), kind.encode(), len(body), body)
+
+
+def statement_of(kind: str, subjects: Mapping[str, str], predicate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an in-toto Statement. subjects: name -> SHA-256."""
+    listed = [{"name": name, "digest": {"sha256": digest}} for name, digest in subjects.items()]
+    return {"_type": STATEMENT, "subject": listed, "predicateType": kind, "predicate": dict(predicate)}
+
+
+def tip_statement(run: str, round: int, events: int, tip: str, checkpoint: str, history: str = "") -> dict[str, Any]:
+    """Return what is signed of a round: after ``round`` finished rounds the ledger had ``events`` lines and this tip.
+
+    history: every tip up to this one, 32 bytes each, in base64; for clients, who hold none of the ledger.
+    """
+    subjects = {"ledger.jsonl": tip, **({"checkpoint": checkpoint} if checkpoint else {})}
+    predicate = {"run": run, "round": round, "events": events, "tip": tip}
+    return statement_of(TIP, subjects, predicate | ({"history": history} if history else {}))
+
+
+def payload_of(envelope: Any) -> dict[str, Any]:
+    """Return the Statement in an envelope, whoever signed it.
+
+    Raises:
+        InputError: it is no envelope.
+    """
+    try:
+        if envelope["payloadType"] != PAYLOAD:
+            raise ValueError("another payload")
+        found = json.loads(base64.b64decode(envelope["payload"], validate=True))
+        if found["_type"] != STATEMENT:
+            raise ValueError("another statement")
+        return {"subjects": {each["name"]: each["digest"]["sha256"] for each in found["subject"]}, **found}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise wrong("signature", "no DSSE envelope of an in-toto Statement", "what was signed") from error
+
+
+def opened(envelope: Any, public: Ed25519PublicKey) -> dict[str, Any]:
+    """Return the Statement in an envelope that ``public`` signed, with its subjects by name.
+
+    Raises:
+        InputError: it is no envelope, or not signed by this key.
+    """
+    found = payload_of(envelope)
+    body = base64.b64decode(envelope["payload"])
+    for one in envelope.get("signatures") or []:
+        try:
+            public.verify(base64.b64decode(one["sig"], validate=True), pae(body))
+        except (InvalidSignature, ValueError, KeyError, TypeError):
+            continue
+        return found
+    raise InputError(f"signature: found none by the key {keyid(public)[:16]}; allowed: what that key signed")
+
+
+def write(path: Path, envelope: Envelope) -> None:
+    """Write an envelope as a file.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    try:
+        durable.replace(path, json.dumps(envelope, indent=1) + "\n", mode=0o644)
+    except OSError as error:
+        raise RunError(f"{path}: the signature cannot be written ({error.strerror})") from error
+
+
+def read(path: Path) -> Any:
+    """Return an envelope from a file.
+
+    Raises:
+        InputError: the file is none.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise wrong(str(path), str(error.strerror), "a signed record") from error
+    except (ValueError, RecursionError) as error:
+        raise wrong(str(path), "no JSON", "a signed record") from error
+
+
+# --------------------------------------------------------------------------------------------------- tips.jsonl
+
+
+def note_tip(folder: Path, run: str, round: int, ledger: Mapping[str, Any], seal: str, key: Operator | None) -> None:
+    """Add a round's line to tips.jsonl: how far the ledger was, and the checksum of the checkpoint to come."""
+    line: dict[str, Any] = {"round": round, "events": ledger["events"], "tip": ledger["tip"], "checkpoint": seal}
+    if key is not None:
+        line["signed"] = key.sign(tip_statement(run, round, ledger["events"], ledger["tip"], seal))
+    descriptor = os.open(folder / TIPS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with open(descriptor, "ab") as file:
+        file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())  # before its checkpoint: one that no line names is refused
+    durable.flush(folder)
+
+
+def tips_of(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of tips.jsonl by round."""
+    lines = read_lines(path / TIPS)
+    return {line["round"]: line for line in lines if isinstance(line, dict) and isinstance(line.get("round"), int)}
+
+
+def keep_tips(folder: Path, finished: int) -> None:
+    """Drop the lines of rounds that no checkpoint has seen, and what a crash tore: those rounds run again."""
+    path = folder / TIPS
+    if not path.exists():
+        return
+    kept = []
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            if json.loads(raw)["round"] <= finished:
+                kept.append(raw + b"\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # verify names what is missing
+    durable.replace(path, b"".join(kept), mode=0o644)
+
+
+def sign_run(folder: Path, run: str, files: Sequence[str], weights: str, key: Operator | None) -> None:
+    """Write signature.json over a run's ended records, or take an older one away where there is no key.
+
+    files: the records that are signed. weights: digest of the released weights.
+    """
+    path = folder / SIGNATURE
+    if key is None:
+        path.unlink(missing_ok=True)  # of another attempt: it would be about records that are no longer these
+        return
+    subjects = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
+    lines = [line for line in (folder / "ledger.jsonl").read_bytes().split(b"\n") if line]
+    tip = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
+    predicate = {"run": run, "events": len(lines), "tip": tip}
+    write(path, key.sign(statement_of(RUN, {**subjects, "weights": weights}, predicate)))

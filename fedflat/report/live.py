@@ -1,0 +1,256 @@
+"""Serve a page on 127.0.0.1 that follows runs while they go on (``fedflat watch``), and list a folder's runs.
+
+It reads the records that runs write, so it follows a run, an experiment or a federation's folder alike, and nothing
+that it shows is kept. Whoever has the address with its token sees what a recipient of the model may see; ``private``
+adds what only the simulation knows. Without a script the page loads itself again every few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.report import metrics, pages, tables
+from fedflat.report.html import PRIVATE, cards, figures_of
+from fedflat.report.metrics import Run, column, section
+from fedflat.report.summary import cautions
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+PAUSE = 1.0
+"""Seconds between two looks at the records."""
+RECENT = 10
+"""Rounds whose mean time is the pace."""
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+
+
+@dataclass(frozen=True)
+class Live:
+    """What is watched, and the token that its readers must know."""
+
+    folder: Path
+    private: bool = False
+    operator: Path | None = None
+    """Where a deployment's operator has files of his own, of which ``private`` shows the refused replies."""
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    def runs(self) -> list[Run]:
+        """Return the runs as their records are now; none before the first has begun."""
+        try:
+            found = metrics.read_runs([self.folder])
+        except (InputError, OSError):
+            # The run has not begun, or is writing a record just now.
+            return []
+        return found if self.private else [replace(run, private=_paces(run), audits=[]) for run in found]
+
+    def stamp(self) -> str:
+        """Return what changes whenever a record of the runs does."""
+        try:
+            files = [path.stat() for name in ("metrics.jsonl", "privacy.json") for path in self.folder.rglob(name)]
+        except OSError:
+            return ""
+        return f"{len(files)} {sum(found.st_size for found in files)} {max((f.st_mtime_ns for f in files), default=0)}"
+
+    def body(self) -> Markup:
+        """Return the part of the page that changes: a table of the runs, their charts and their warnings."""
+        runs = self.runs()
+        warned = [f"{run.name}: {text}" for run in runs for text in cautions(run.privacy, run.metrics, run.private)]
+        figures = [figure for figure in figures_of(runs) if self.private or not figure.private] if runs else []
+        spent = "ε of the mechanism" if any(map(metrics.seeded, runs)) else "ε spent"
+        heads = ["Run", "Method", "Rounds", "Accuracy %", "Loss", spent, "Time left"]
+        table = pages.Table("Runs", heads, [_row(run) for run in runs], left=2)
+        return pages.filled(
+            "live_body.html", table=table, warnings=warned, replies=self._replies(runs) if self.private else None,
+            cards=cards(figures, PRIVATE if self.private else ""),
+        )  # fmt: skip
+
+    def _replies(self, runs: list[Run]) -> pages.Table:
+        """Return how many clients' replies each run of a deployment has not added, and why: not covered by ε."""
+        rows, folder = [], self.operator or self.folder
+        for run in runs:
+            counts: Counter[str] = Counter()
+            for line in metrics.read_records(folder / f"{section(run.recipe, 'versions').get('run')}.jsonl"):
+                counts.update({str(why): int(number) for why, number in line.items() if why != "round"})
+            rows += [[run.name, why, str(number)] for why, number in sorted(counts.items())]
+        return pages.Table("Replies that were not added: the operator's own record", ["Run", "Why", "Replies"], rows, 2)
+
+    def page(self) -> str:
+        """Return the whole page."""
+        script = pages.asset("live.js")
+        return pages.filled(
+            "live.html", title=self.folder.resolve().name, body=self.body(), style=Markup(pages.asset("page.css")),
+            script=Markup(script), script_hash=pages.digest(script),
+        )  # fmt: skip
+
+
+def _paces(run: Run) -> list[metrics.Record]:
+    """Return what rounds took: whoever watches the page sees when each ends anyway."""
+    return [{key: line[key] for key in ("round", "seconds") if key in line} for line in run.private]
+
+
+def _row(run: Run) -> list[str]:
+    planned, done = metrics.number(run.recipe.get("rounds")), len(run.metrics)
+    loss, spent = (metrics.last(run.metrics, key) for key in ("test_loss", "epsilon"))
+    budget = metrics.number(metrics.section(run.recipe, "privacy").get("budget"))
+    limit = "" if budget is None else f" of {metrics.epsilon_text(budget)}"
+    # A claimed ε is never shown without the proven one.
+    claims = metrics.section(run.recipe, "privacy").get("protocol") == "published"
+    return [
+        run.name, run.algorithm, f"{done} of {planned:g}" if planned is not None else str(done),
+        tables.percent(metrics.final_accuracy(run)), "–" if loss is None else f"{loss:.4g}",
+        "–" if spent is None or claims else f"{metrics.epsilon_text(spent)}{limit}", _left(run, planned),
+    ]  # fmt: skip
+
+
+def _left(run: Run, planned: float | None) -> str:
+    """Return the time for the rounds that are left at the pace of the last ones."""
+    if run.privacy:
+        return "ended"
+    seconds = [value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")]][-RECENT:]
+    if not seconds or planned is None:
+        return "–"
+    return tables.duration(fmean(seconds) * max(0.0, planned - len(run.metrics)))
+
+
+def app_of(live: Live) -> Starlette:
+    """Return the server: the page, its changing part, and a stream that says when that has changed.
+
+    Raises RunError where starlette is not installed.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.requests import Request
+        from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
+
+    def allowed(request: Request) -> bool:
+        given = request.query_params.get("token", "")
+        # The time that the comparison takes must not tell the token.
+        return hmac.compare_digest(given.encode(), live.token.encode())
+
+    def answer(make: Any) -> Any:
+        async def handle(request: Request) -> Response:
+            if not allowed(request):
+                return PlainTextResponse("403: the address has no token, or another one.\n", 403, HEADERS)
+            found: Response = await make(request)
+            return found
+
+        return handle
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(await asyncio.to_thread(live.page), headers=HEADERS)
+
+    async def body(request: Request) -> Response:
+        return HTMLResponse(await asyncio.to_thread(live.body), headers=HEADERS)
+
+    async def events(request: Request) -> Response:
+        async def stream() -> AsyncIterator[str]:
+            before = ""
+            while not await request.is_disconnected():
+                now = await asyncio.to_thread(live.stamp)
+                yield f"data: {now}\n\n" if now != before else ": nothing new\n\n"
+                before = now
+                await asyncio.sleep(PAUSE)
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
+
+    routes = [Route("/", answer(page)), Route("/body", answer(body)), Route("/events", answer(events))]
+    return Starlette(routes=routes)
+
+
+class Server:
+    """The page of ``live``, served on 127.0.0.1 by a thread between ``with`` and its end.
+
+    port: 0 for a free one. address: the page's, with its token.
+    """
+
+    def __init__(self, live: Live, port: int = 0) -> None:
+        import socket
+
+        self.live, app = live, app_of(live)
+        try:
+            import uvicorn
+        except ImportError:
+            raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
+        self._socket = socket.socket()
+        # A port that was given up a moment ago can be bound again.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1", port))
+            # A reader who connects before the thread serves has to wait.
+            self._socket.listen(64)
+        except OSError as error:
+            raise wrong("--port", port, f"a port that is free on 127.0.0.1 ({error.strerror})") from None
+        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/?token={live.token}"
+        settings = uvicorn.Config(
+            app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, limit_concurrency=64
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+
+
+def listed(folder: Path) -> list[dict[str, Any]]:
+    """Return a record for each run under ``folder``, the newest first.
+
+    Raises InputError: no such folder, no run in it, or an unreadable record.
+    """
+    return sorted((_record(run) for run in metrics.read_runs([folder])), key=lambda found: float(found["age"]))
+
+
+def _record(run: Run) -> dict[str, Any]:
+    files = [found for name in ("metrics.jsonl", "recipe.yaml") if (found := run.path / name).is_file()]
+    return {
+        "run": str(run.path), "method": run.algorithm, "data": section(run.recipe, "data").get("dataset"),
+        "accuracy": metrics.final_accuracy(run), "epsilon": metrics.proven_epsilon(run),
+        "randomness": "seeded" if metrics.seeded(run) else "secret", "rounds": len(run.metrics),
+        "planned": run.recipe.get("rounds"), "state": state_of(run),
+        "age": max(0.0, time.time() - max(found.stat().st_mtime for found in files)),
+    }  # fmt: skip
+
+
+def state_of(run: Run) -> str:
+    """Return ``done``, ``stopped`` (with a statement, before its last round), ``running`` or ``killed``."""
+    # The statement is written at the end of a run, so without one the lock decides.
+    if run.privacy:
+        return "done" if len(run.metrics) == run.recipe.get("rounds") else "stopped"
+    return "running" if _locked(run.path / "ledger.lock") else "killed"
+
+
+def _locked(path: Path) -> bool:
+    """Return whether a process holds the lock, as the kernel lists it: trying it could disturb a run that starts."""
+    try:
+        node, held = path.stat().st_ino, Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return any(line.split()[-3].rpartition(":")[2] == str(node) for line in held.splitlines() if len(line.split()) > 5)
+
+
+def age_text(seconds: float) -> str:
+    """Return an age in the largest unit that fits: ``12 s``, ``5 min``, ``3 h``, ``9 d``."""
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"

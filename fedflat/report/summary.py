@@ -1,0 +1,254 @@
+"""Print the tables that end a run or an experiment, with cautions: what a reader of the result should look at twice."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fedflat.report import metrics, tables
+from fedflat.report.metrics import FATES, Record, Run, column, epsilon_text, first_lost, guess, number, own_metrics
+from fedflat.report.progress import ASKED, WIDTH, console_now
+
+PRIVATE = "(private to the simulation, not covered by the guarantee)"
+CLIPPED = 0.99
+"""Mean share of clipped updates from which everything counts as clipped."""
+SIGNAL = 0.1
+"""Median signal-to-noise ratio under which the noise is ten times the signal."""
+LEARNT = 0.15
+"""Share of the way from guessing to no error that a model which learnt has gone."""
+RISEN, TURNS = 3.0, 3
+"""A test loss so many times the least so far, in so many evaluations one after the other, has left for good."""
+
+
+def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Sequence[Record]) -> list[str]:
+    """Return the statement's warnings, then what the rounds show: losses that are not finite, accuracy at chance,
+    everything clipped, noise ten times the signal. privacy: the statement; released, private: the rounds' records.
+    """
+    listed = privacy.get("warnings")
+    found = [str(text) for text in listed] if isinstance(listed, list) else []
+    rest = [*_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
+    return [*found, *rest]
+
+
+class DivergenceWatch:
+    """Looks at a run while it goes on: ``round`` says once, in a sentence, that training diverges."""
+
+    def __init__(self) -> None:
+        self._least, self._high, self._said = math.inf, 0, False
+
+    def round(self, released: Record, private: Record) -> str:
+        """Return what a round's two records give reason to say; empty otherwise, and after it was said."""
+        if self._said:
+            return ""
+        found = [text.rstrip() for text in _loss([released], [private])] or self._risen(released)
+        self._said = bool(found)
+        return found[0] if found else ""
+
+    def _risen(self, released: Record) -> list[str]:
+        loss = number(released.get("test_loss"))
+        if loss is None:
+            return []
+        self._least = min(self._least, loss)
+        # One bad evaluation is noise; several in a row are divergence.
+        self._high = self._high + 1 if loss > RISEN * self._least else 0
+        if self._high < TURNS:
+            return []
+        return [
+            f"The test loss is {loss:.3g} after round {released.get('round')}, {loss / self._least:.3g} times the "
+            "least so far: training diverges. A lower local.lr or server.lr, less noise, or inputs scaled to about 1 "
+            "(data.scale) may help."
+        ]
+
+
+def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
+    lost = first_lost(released)
+    if lost is not None:
+        return [f"The test loss is not finite from round {lost.get('round')} on: training diverged."]
+    for record in private:
+        if "train_loss" in record and number(record["train_loss"]) is None and record.get("cohort"):
+            return [
+                f"A training loss is not finite in round {record.get('round')}: lower local.lr, or scale the inputs to "
+                f"about 1 (data.scale). {PRIVATE}"
+            ]
+    return []
+
+
+def _chance(released: Sequence[Record]) -> list[str]:
+    found = guess(released)
+    if found is None:
+        return []
+    accuracy = tables.percent(found.accuracy)
+    if found.one_class:
+        return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
+    return [f"Test accuracy {accuracy} % is what guessing among {found.classes} classes gives."]
+
+
+def _clipped(private: Sequence[Record]) -> list[str]:
+    found = []
+    taken = [record for record in private if record.get("cohort")]
+    clipped = [value for r in taken if (value := number(r.get("clipped_fraction"))) is not None]
+    if clipped and sum(clipped) / len(clipped) >= CLIPPED:
+        lengths = [value for r in taken if (value := number(r.get("update_norm_mean"))) is not None]
+        mean = f" (their mean length was {sum(lengths) / len(lengths):.3g})" if lengths else ""
+        found.append(f"Nearly every update was clipped{mean}: privacy.clip or local.lr may be far off. {PRIVATE}")
+    return found
+
+
+def _drowned(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
+    times = _times(private)
+    if times is None or learnt(released):
+        return []
+    return [
+        f"The noise is {times:.0f} times the signal in the median round, and the model learnt little: more clients in "
+        f"a cohort, fewer parameters or a larger ε would help. {PRIVATE}"
+    ]
+
+
+def remarks(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
+    """Return what a reader may want to know of a run that went well, a sentence each; nothing is wrong with these."""
+    times = _times(private)
+    if times is None or not learnt(released):
+        return []
+    return [
+        f"One round's noise is {times:.0f} times as long as its signal, and still the model learnt: noise of many "
+        f"rounds and coordinates cancels, what clients agree on adds up. {PRIVATE}"
+    ]
+
+
+def _times(private: Sequence[Record]) -> float | None:
+    """Return how many times the signal the noise is in the median round; None where it is less than ten times, or
+    unknown.
+    """
+    ratios = [value for r in private if (value := number(r.get("signal_to_noise"))) is not None]
+    if not ratios or median(ratios) >= SIGNAL:
+        return None
+    return 1 / median(ratios) if median(ratios) else math.inf
+
+
+def learnt(released: Sequence[Record]) -> bool:
+    """Return whether the last evaluated model is clearly better than guessing, or without classes than the first."""
+    tested = [record for record in released if number(record.get("test_accuracy")) is not None]
+    if tested and first_lost(released) is None:
+        classes = [value for value in tested[-1].get("class_accuracy") or [] if number(value) is not None]
+        accuracy, start = float(tested[-1]["test_accuracy"]), float(tested[0]["test_accuracy"])
+        least = 1 / len(classes) if len(classes) > 1 else start
+        return guess(released) is None and accuracy >= least + LEARNT * (1 - least)
+    losses = [value for record in released if (value := number(record.get("test_loss"))) is not None]
+    return bool(losses) and losses[-1] <= (1 - LEARNT) * losses[0]
+
+
+NOT_COVERED = PRIVATE[1:-1]
+
+
+def print_summary(result: Any, folder: Path, page: Path) -> None:
+    """Print a run's final table, the path of its report and, if it stopped early, why and how to go on."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in summary_rows(result):
+        table.add_row(Text(label), Text(text))
+    console = console_now()
+    with console.capture() as capture:
+        console.print(table, width=min(console.width, 100))
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    warned = [f"Warning: {text}" for text in cautions(result.privacy, result.history, result.private_history)]
+    for text in [*warned, *(f"Note: {text}" for text in remarks(result.history, result.private_history))]:
+        print(textwrap.fill(text, console.width, subsequent_indent="  "))
+    # Not wrapped, so that a path or a command can be copied.
+    print(f"Report: {page}")
+    if result.stopped:
+        print(f"{result.stopped[:1].upper()}{result.stopped[1:]}.")
+    if ASKED in result.stopped:
+        print(f"Go on with: fedflat run --resume {shlex.quote(str(folder))}")
+
+
+def summary_rows(result: Any) -> list[tuple[str, str]]:
+    """Return the label and text of each line of the final table; accuracy and personal accuracy in their own rows."""
+    recipe, privacy = result.recipe, result.privacy
+    run = Run(Path(), recipe.name, {}, result.history, result.private_history, privacy)
+    seeded, simulated = metrics.seeded(run), number(privacy.get("simulated_epsilon"))
+    rows = [
+        ("algorithm", f"{recipe.algorithm.name} ({recipe.name}, seed {recipe.seed})"),
+        ("rounds", f"{len(run.metrics)} of {recipe.rounds}"),
+        _tested(run),
+        *((key.replace("_", " "), _final(run, key)) for key in own_metrics(run.metrics)),
+    ]
+    if recipe.evaluation.keep != "last":
+        rows.append(("model", "of the best round by public test data, on which it was chosen"))
+    if (personal := metrics.personal_accuracy(run)) is not None:
+        rows.append(("personal accuracy", f"{tables.percent(personal)} % ({NOT_COVERED})"))
+    rows.append(("ε of the mechanism" if seeded else "proven ε", _proven(run)))
+    if (claimed := metrics.claimed_epsilon(run)) is not None:
+        rows.append(("claimed ε", f"{epsilon_text(claimed)} by the paper's formula, which does not cover what ran"))
+    if simulated is not None:
+        rows.append(("simulated ε", f"{epsilon_text(simulated)} for the larger population that was simulated"))
+    if broken := [count for _, count in column(run.private, "malformed") if count]:
+        rows.append(("malformed", f"{sum(broken):g} messages in {len(broken)} rounds, counted as zero ({NOT_COVERED})"))
+    rows.append(("trust", str(privacy.get("trust", "–"))))
+    rows += [("noise", "from the seed: it can be drawn again, so this model protects nobody")] if seeded else []
+    return [*rows, ("time", tables.duration(metrics.seconds(run)))]
+
+
+def _tested(run: Run) -> tuple[str, str]:
+    """Return the test accuracy, or the loss of a task without one."""
+    final, best = metrics.final_accuracy(run), metrics.shown_round(run, "best")
+    if final is None or best is None:
+        if metrics.last(run.metrics, "test_loss") is not None:
+            return "test loss", _final(run, "test_loss")
+        return "test accuracy", "not measured: there is no test data (data.test or data.test_clients; in Python test=)"
+    if found := metrics.fate(run):
+        return "test accuracy", f"{tables.percent(final)} % final: the run {FATES[found]}"
+    top = f"{tables.percent(best[1])} % after round {best[0] + 1} (chosen on test data)"
+    return "test accuracy", f"{tables.percent(final)} % final; best {top}"
+
+
+def _final(run: Run, key: str) -> str:
+    value = metrics.last(run.metrics, key)
+    return "never a finite number" if value is None else f"{value:.4g} final"
+
+
+def _proven(run: Run) -> str:
+    proven, why = metrics.proven_epsilon(run), [*run.privacy.get("reasons", ()), ""][0]
+    if proven is None:
+        return f"none: {why}" if why else "none"
+    return f"{epsilon_text(proven)} at δ = {run.privacy.get('delta', math.nan):.3g}"
+
+
+def print_stages(stages: Mapping[str, float]) -> None:
+    """Print where the time of a run went (``--profile``), the slowest stage first."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    total = math.fsum(stages.values()) or 1.0
+    for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
+        table.add_row(name, tables.duration(seconds), f"{100 * seconds / total:.0f} %")
+    console_now().print(table)
+
+
+def print_comparison(found: Any, seconds: float) -> None:
+    """Print what went wrong in an experiment, then its table with at most six lines beneath it."""
+    for note in found.notes:
+        print(textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    for name, why in found.failed.items():
+        print(f"Failed: {name}: {why}")
+    if found.left:
+        print(f"Stopped with {found.left} of {found.total} runs unfinished; the same command goes on with them.")
+    done = found.total - found.left - len(found.failed)
+    ended = f"{done} run{'' if done == 1 else 's'} done, {tables.duration(seconds)}"
+    if found.table is None:
+        print(ended)
+        return
+    print(tables.to_terminal(found.table, WIDTH), end="")
+    print(f"Report: {found.page}")
+    print(f"{ended}; every run in {found.folder}/runs.csv, a figure (PDF) and tables beside it")

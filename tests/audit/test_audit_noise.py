@@ -1,0 +1,130 @@
+"""The noise audit: sound noise passes, and each mechanism that an outsider broke without being noticed is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedflat.audit import audit_noise
+from fedflat.audit import noise as noise_audit
+from fedflat.audit.noise import cohort_faults
+from fedflat.config.recipe import Recipe
+from fedflat.core.rng import stream
+from fedflat.engine import train as loop
+from fedflat.pieces.mechanisms import GaussianNoise
+
+REAL = GaussianNoise.unit
+SMALL = ["model={name: mlp, hidden: 128}"]
+
+
+def audited(*changes: str) -> Any:
+    return audit_noise(Recipe.load("quick-start", [*SMALL, *changes]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("privacy.secure_rng=true",),
+        ("privacy.noise=banded", "cohort.sampling=min-separation", "cohort.separation=2"),
+        ("algorithm.name=fed-smp-randk",),
+        ("algorithm.name=dp-scaffold",),
+        ("privacy.trust=distributed", "cohort.min=60"),
+        ("privacy.trust=local", "cohort.max_participations=20"),
+    ],
+    ids=lambda changes: changes[0] if changes else "plain",
+)
+def test_sound_noise_is_as_planned(changes: tuple[str, ...]) -> None:
+    found = audited(*changes)
+    assert found.violations == ()
+    assert found.details["ratio"] == pytest.approx(1, abs=0.02)
+
+
+def test_a_run_without_noise_says_why_nothing_was_measured() -> None:
+    found = audited("privacy.noise_multiplier=0", "privacy.epsilon=null")
+    assert found.runs == 0 and "not private" in found.details["reason"] and not found.exceeds_proven
+
+
+def half(self: Any, key: bytes, round: int, size: int) -> torch.Tensor:
+    return REAL(self, key, round, size) * (torch.arange(size) % 2)
+
+
+def same(self: Any, key: bytes, round: int, size: int) -> torch.Tensor:
+    return REAL(self, key, 0, size)
+
+
+def shared(self: Any, key: bytes, round: int, size: int) -> torch.Tensor:
+    return REAL(self, b"k" * 32, round, size)
+
+
+def repeated(self: Any, key: bytes, round: int, size: int) -> torch.Tensor:
+    first = REAL(self, key, round, size - size // 2)
+    return torch.cat([first, first[: size // 2]])
+
+
+def flat(self: Any, key: bytes, round: int, size: int) -> torch.Tensor:
+    return torch.from_numpy(stream(key, "noise", round).uniform(-np.sqrt(3), np.sqrt(3), size)).float()
+
+
+def scaled(by: float) -> Callable[..., torch.Tensor]:
+    return lambda self, key, round, size: REAL(self, key, round, size) * by
+
+
+BROKEN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "half of the coordinates": (half, "coordinates have too little noise"),
+    "the same noise in each round": (same, "rounds 0 and 1: correlation 1.00"),
+    "a key that everybody has": (shared, "different keys share"),
+    "one half repeats the other": (repeated, "apart have correlation"),
+    "uniform noise": (flat, "not Gaussian"),
+    "std × 0.7": (scaled(0.7), "0.70"),
+    "std × 0.95": (scaled(0.95), "0.9"),
+    "std × 1.1": (scaled(1.1), "times the planned one"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_noise_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, words = BROKEN[name]
+    monkeypatch.setattr(GaussianNoise, "unit", change)
+    found = audited()
+    assert found.exceeds_proven
+    assert any(words in sentence for sentence in found.violations), found.violations
+
+
+def test_a_std_below_the_accounted_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedflat.privacy.plan import Plan
+
+    real = Plan.std
+    monkeypatch.setattr(Plan, "std", lambda self, clip: 0.9 * real(self, clip))
+    assert any("below σ" in sentence for sentence in audited().violations)
+
+
+def public(parts: Any, key: bytes, draw: int) -> np.ndarray:
+    return parts.plan.sampler.select(stream(0, "cohort", draw))
+
+
+def once(parts: Any, key: bytes, draw: int) -> np.ndarray:
+    return parts.plan.sampler.select(stream(key, "cohort", 0))
+
+
+def few(parts: Any, key: bytes, draw: int) -> np.ndarray:
+    return parts.plan.sampler.select(stream(key, "cohort", draw))[::2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(public, "two keys"), (once, "two rounds"), (few, "coins")], ids=["public", "once", "few"]
+)
+def test_broken_cohorts_are_found(change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cohort_faults(Recipe.load("quick-start")) == ()
+    monkeypatch.setattr(loop, "select_cohort", change)
+    assert any(words in sentence for sentence in cohort_faults(Recipe.load("quick-start")))
+
+
+def test_a_secret_run_that_draws_the_same_noise_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise_audit, "secret", lambda recipe: True)
+    monkeypatch.setattr(GaussianNoise, "unit", shared)
+    assert any("second start" in sentence for sentence in audited().violations)

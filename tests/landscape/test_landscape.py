@@ -1,0 +1,141 @@
+"""Surfaces against direct evaluation, filter normalisation, and results that do not depend on the number of threads."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from quadratics import drawn, small
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedflat.core.checks import InputError
+from fedflat.core.params import flatten, layout_of, load
+from fedflat.landscape.objective import Objective, Points
+from fedflat.landscape.surfaces import directions, filters, line, normalised, raw_direction, steps_of, surface
+from fedflat.models import build
+
+
+def direct(module: nn.Module, weights: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Loss and accuracy the plain way: load the weights into a copy, one pass."""
+    other = copy.deepcopy(module).eval()
+    load(other, layout_of(other), weights)
+    with torch.no_grad():
+        logits = other(x)
+    return float(F.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean())
+
+
+def test_a_direction_has_the_norm_of_each_filter() -> None:
+    _, weights, layout, _ = small()
+    found = normalised(raw_direction(layout, 0, 0), weights, layout)
+    views, own = dict(layout.views(found)), dict(layout.views(weights))
+    for name in ("conv.weight", "head.weight"):
+        theirs = views[name].flatten(1).norm(dim=1)
+        assert torch.allclose(theirs, own[name].flatten(1).norm(dim=1), rtol=1e-5)
+    for name in ("conv.bias", "norm.weight", "norm.bias", "head.bias"):
+        assert not views[name].any()
+    assert [count for _, count in filters(layout)] == [4, 3]
+
+
+def test_filters_of_zeros_stay_and_scale_invariance_holds() -> None:
+    _, weights, layout, _ = small()
+    weights = weights.clone()
+    weights[:9] = 0  # the first filter of the convolution
+    found = normalised(raw_direction(layout, 0, 0), weights, layout)
+    assert not found[:9].any() and bool(torch.isfinite(found).all())
+    assert torch.allclose(normalised(raw_direction(layout, 0, 0), 7 * weights, layout), 7 * found, rtol=1e-5)
+
+
+def test_directions_are_the_same_for_every_run_before_normalising() -> None:
+    _, weights, layout, _ = small()
+    first, other = directions(weights, layout, 5, 2), directions(weights + 1, layout, 5, 2)
+    span = layout.tensors()[layout.names.index("head.weight")]
+    for a, b in zip(first, other, strict=True):
+        rows = [F.normalize(each[span].reshape(3, -1), dim=1) for each in (a, b)]
+        assert torch.allclose(*rows, atol=1e-6)
+    assert torch.equal(first, directions(weights, layout, 5, 2))
+    assert not torch.allclose(first, directions(weights, layout, 6, 2))
+    assert abs(float(F.cosine_similarity(first[0], first[1], dim=0))) < 0.5
+
+
+@pytest.mark.parametrize("name", ["mlp", "small"])
+def test_surface_and_line_equal_direct_evaluation(name: str) -> None:
+    objective, weights, layout, module = small()
+    if name == "mlp":  # evaluated by vmap
+        other = build("mlp", (1, 5, 5), 3, 0, hidden=6)
+        layout, weights = layout_of(other), flatten(other, layout_of(other))
+        objective = Objective(other, layout, objective.inputs, objective.targets, threads=1)
+        assert objective.dense
+        module = other  # type: ignore[assignment]
+    pair, steps = directions(weights, layout, 0, 2), steps_of(5, 0.8)
+    plane, along = surface(objective, weights, pair, steps), line(objective, weights, pair[0], steps)
+    for i, a in enumerate(steps):
+        for j, b in enumerate(steps):
+            at = weights + float(a) * pair[0] + float(b) * pair[1]
+            loss, accuracy = direct(module, at, objective.inputs, objective.targets)
+            assert plane.loss[i, j] == pytest.approx(loss, rel=2e-5) and plane.accuracy[i, j] == pytest.approx(accuracy)
+    # The line is the surface's middle column; the middle is the model itself.
+    assert np.allclose(along.loss, plane.loss[:, 2], rtol=1e-6)
+    assert plane.loss[2, 2] == objective.value(weights)[0]
+
+
+@pytest.mark.parametrize("examples", [7, 130])
+def test_any_number_of_threads_gives_the_same_bits(examples: int) -> None:
+    found = []
+    for threads in (1, 2, 3):
+        objective, weights, layout, _ = small(threads, examples)
+        pair = directions(weights, layout, 0, 2)
+        grid = surface(objective, weights, pair, steps_of(5, 1.0), precision="float32")
+        _, gradient = objective.gradient(weights)
+        found.append((grid.loss, grid.accuracy, gradient.numpy(), objective.product(weights)(pair[0]).numpy()))
+    for other in found[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert torch.get_num_threads() == 1  # the tests' own setting, put back
+
+
+def test_the_module_given_is_left_as_it_was() -> None:
+    objective, weights, layout, module = small()
+    before, training = flatten(module, layout), module.training
+    line(objective, weights, directions(weights, layout, 0, 1)[0], steps_of(3, 1.0))
+    assert torch.equal(flatten(module, layout), before) and module.training == training
+
+
+def test_bfloat16_is_close_and_says_how_close() -> None:
+    objective, weights, layout, _ = small()
+    pair, steps = directions(weights, layout, 0, 2), steps_of(5, 1.0)
+    exact = surface(objective, weights, pair, steps, precision="float32")
+    fast = surface(objective, weights, pair, steps, precision="bfloat16")
+    assert exact.precision == "float32" and exact.deviation is None and fast.precision == "bfloat16"
+    difference = np.abs(exact.loss - fast.loss)
+    ends = np.ix_([0, 2, 4], [0, 2, 4])
+    assert fast.deviation == pytest.approx(difference[ends].max()) and 0 < difference.max() < 0.05
+
+
+def test_progress_counts_every_point() -> None:
+    objective, weights, layout, _ = small()
+    done: list[int] = []
+    surface(objective, weights, directions(weights, layout, 0, 2), steps_of(4, 1.0), on_points=done.append)
+    assert sum(done) == 16
+
+
+def test_points_do_not_depend_on_chunks() -> None:
+    base, pair = drawn(50).float(), drawn(2, 50, seed=1).float()
+    points = Points(base, pair, drawn(7, 2, seed=2))
+    assert torch.equal(points.take(slice(0, 7))[3:5], points.take(slice(3, 5)))
+
+
+def test_a_single_example_and_no_example() -> None:
+    objective, weights, layout, module = small(examples=1)
+    assert objective.value(weights)[0] == pytest.approx(
+        direct(module, weights, objective.inputs, objective.targets)[0], rel=1e-5
+    )
+    with pytest.raises(InputError, match="at least one"):
+        Objective(module, layout, objective.inputs[:0], objective.targets[:0])
+
+
+@pytest.mark.parametrize(("points", "span"), [(2, 1.0), (41, 0.0), (41, float("nan"))])
+def test_impossible_grids_are_refused(points: int, span: float) -> None:
+    with pytest.raises(InputError, match="allowed"):
+        steps_of(points, span)
