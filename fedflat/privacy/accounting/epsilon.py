@@ -172,8 +172,9 @@ def guess(params: AccountingParams, target: float) -> float:
 def calibrate(epsilon_of: Callable[[float], float], target: float, start: float = 1.0) -> float:
     """The smallest σ with ``epsilon_of(σ) ≤ target``, within :data:`TOLERANCE` of the target and never above it.
 
-    ``epsilon_of`` decreases in σ. A bracket is kept throughout; inside it the next point is where a straight line
-    through the ends, in (log σ, log ε), meets the target, so that few evaluations are needed.
+    ``epsilon_of`` decreases in σ, which has seven significant digits: the last bits of an account differ between
+    processors, and the noise of a seeded run follows σ. A bracket is kept throughout; inside it the next point is where
+    a straight line through the ends, in (log σ, log ε), meets the target, so that few evaluations are needed.
 
     Raises:
         InputError: ``target`` is not in (0, 10²⁰], or not reached for any σ ≤ 10⁷.
@@ -181,8 +182,8 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
     in_range("privacy.epsilon", target, 0, MOST_EPSILON, open_low=True)
 
     def log_at(x: float) -> float:
-        """ln ε at σ = eˣ, the σ that is returned; above ln(target) wherever ε is, also by less than ln resolves."""
-        found = epsilon_of(math.exp(x))
+        """ln ε at σ = eˣ as it is returned; above ln(target) wherever ε is, also by less than ln resolves."""
+        found = epsilon_of(_sigma(x))
         least = math.nextafter(math.log(target), math.inf) if found > target else -math.inf
         return max(math.log(found) if found > 0 else -math.inf, least)
 
@@ -201,7 +202,12 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
             x1, y1 = x, y
         else:
             x0, y0 = x, y
-    return math.exp(x1)
+    return _sigma(x1)
+
+
+def _sigma(x: float) -> float:
+    """σ = eˣ to seven significant digits."""
+    return float(f"{math.exp(x):.6e}")
 
 
 def _bracket(
