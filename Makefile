@@ -23,7 +23,7 @@ run: $(VENV)/run.stamp
 # Counting branches slows every test of a process, so only these count them; they reach every branch that has to be.
 COUNTED := tests/privacy tests/pieces tests/core tests/engine/test_noise_laws.py tests/methods/test_class_statistics.py \
   $(patsubst %,tests/contracts/test_contract_%.py,correlated guard pieces state)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 # Of the second run's tests some wait for processes: one worker more than two cores.
 test: $(VENV)/test.stamp

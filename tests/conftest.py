@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadscope --no-loadscope-reorder`` a worker takes module by module in this order."""
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Say how a process of the tests ended: pytest-xdist names the test, and neither signal nor status."""
+    if error:
+        with suppress(Exception):
+            status = node.gateway._io.popen.wait(10)
+            sys.stderr.write(f"\n{node.gateway.id} ended with status {status} (below 0: minus the signal)\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

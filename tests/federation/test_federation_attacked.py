@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 pytest.importorskip("flwr.superlink")
 
+from fork_server import CONTEXT
 from forked import Forked, programs
 from ports import free_port
 from stand_in import small
@@ -31,15 +31,21 @@ TIMES = 400
 """Chunks of a MiB that the hostile reply unpacks to."""
 
 
-def hostile(folder: Path, number: int, address: str, done: threading.Event) -> None:
-    """A client of the roster that answers every question with one chunk of zeros, many times."""
+def hostile(folder: Path, number: int, address: str, connected: Any, done: Any) -> None:
+    """A client of the roster that answers every question with one chunk of zeros, many times.
+
+    In a process of its own: one that is refused, Flower ends (``os._exit``, or SIGINT after a 401).
+    """
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supercore.task_identity import TaskIdentity
     from flwr.supernode.fleet_http_connection import http_request_response
 
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     key: Any = load_ssh_private_key((client_folder(folder, number) / "auth.key").read_bytes(), None)
     authority = str(folder / "certificates" / "ca.crt")
     with suppress(Exception), http_request_response(address, False, authority, (key, key.public_key())) as connection:
         _, receive, send, _, _, _, push, _ = connection
+        connected.set()
         while not done.wait(0.2):
             with suppress(Exception):
                 if (received := receive()) is None:
@@ -83,18 +89,16 @@ def test_an_attacked_federation_stays_up(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     recipe = small(data={"clients": 2}, cohort={"size": 2}, rounds=5, privacy={"noise_multiplier": 0.5})
     write_project(recipe, folder, port=free_port())
-    done = threading.Event()
+    connected, done = CONTEXT.Event(), CONTEXT.Event()
     with Forked(folder, PATIENCE) as federation:
         federation.start(clients=[0])
         addresses = Addresses.read(folder)
         link = federation.processes["superlink"].pid
         before = usage(link)[1]
-        words = (folder, 1, f"127.0.0.1:{addresses.listen[1]}", done)
-        attacker = threading.Thread(target=hostile, args=words)
-        from flwr.supercore.task_identity import TaskIdentity
-
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        words = (folder, 1, f"127.0.0.1:{addresses.listen[1]}", connected, done)
+        attacker = CONTEXT.Process(target=hostile, args=words)
         attacker.start()
+        assert connected.wait(60)  # one that the crowd kept out would answer nothing
         held = idle(addresses.listen[1], STRANGERS + 100) + idle(addresses.control[1], STRANGERS + 100)
         run = federation.run(config="wait-for-nodes=2 answer-seconds=60.0")  # the operator's door is open
         peak = 0.0
