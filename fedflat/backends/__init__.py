@@ -11,18 +11,3 @@ trains blocks at once, as products of matrices (``mlp``) for stacks of linear la
 a recipe names or, by ``timing``, the fastest; ``features`` computes a frozen body once; ``onednn`` keeps data in the
 layout that layers read fastest.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from fedflat.core.imports import opened
-
-_PLACES = {
-    "backend_for": "choose", "Sequential": "sequential", "Workers": "workers", "Vectorized": "vectorized",
-    "RayTasks": "ray", "with_features": "features",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return opened(__name__, _PLACES, name)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedflat.backends.mlp import DenseProblem, LowRankProblem
 from fedflat.backends.ray import RayTasks
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.timing import (
@@ -35,9 +34,10 @@ from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import width_of
 from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
+from fedflat.engine.factored import LowRankProblem
 from fedflat.engine.isolated import Isolated, Refused, isolated, pieces_of
-from fedflat.engine.mlp import Linear, layers_of
-from fedflat.engine.problem import BlockProblem, ModuleProblem, Problem
+from fedflat.engine.mlp import DenseProblem, Linear, layers_of
+from fedflat.engine.problem import BlockProblem, ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts
 
@@ -148,7 +148,9 @@ class _Makers:
         if name == "ray":
             return RayTasks(alone, self.cores, block)
         precision = "fp32" if name in FLOAT32 else self.problem.precision
-        written: Problem = BlockProblem(self.problem.module, layout, precision, self.problem.objective)
+        written: BlockProblem | DenseProblem = BlockProblem(
+            self.problem.module, layout, precision, objective=self.problem.objective
+        )
         factors = None
         if self.layers is not None:
             written = DenseProblem(layout, self.layers, precision)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.backends.mlp import LowRankProblem
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.held import global_generators
 from fedflat.core.params import ClientContext, PersonalState
@@ -26,7 +25,8 @@ from fedflat.engine.accumulate import EMPTY
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import out_of_memory, sent
-from fedflat.engine.factored import Declined
+from fedflat.engine.factored import Declined, LowRankProblem
+from fedflat.engine.mlp import DenseProblem
 from fedflat.engine.problem import BlockProblem, Problem
 from fedflat.engine.reduce import Clipped, Part, Trained, states_of
 
@@ -66,7 +66,7 @@ class Vectorized:
     """
 
     algorithm: Algorithm
-    problem: Problem
+    problem: BlockProblem | DenseProblem
     local: Local
     data: FederatedData
     seed: int
@@ -89,8 +89,7 @@ class Vectorized:
                 for block, part in self._blocks(left, broadcast, kept, clipped):
                     left = np.setdiff1d(left, block, assume_unique=True)
                     yield from waiting.ready(part) if isinstance(part, Trained) else (part,)
-        if isinstance(self.problem, BlockProblem):
-            self.problem.restore_and_check(everything=True)
+        self.problem.restore_and_check(everything=True)
         if before != global_generators():
             found = f"{self.algorithm.name}, which draws random numbers while blocks of clients train"
             raise wrong("algorithm", found, "engine.backend=sequential")
@@ -153,8 +152,7 @@ class Vectorized:
         own = ClientContext({name: torch.stack([each[name] for each in states]) for name in names})
         local = self.local.of(len(rows[0]))
         result = train_client(self.algorithm, problem, broadcast, local, local_data, weights, own)
-        if isinstance(problem, BlockProblem):
-            problem.restore_and_check()
+        self.problem.restore_and_check()
         return result
 
 

@@ -13,19 +13,3 @@ Example, a round by hand (``examples/one_round.py`` has it without the engine)::
 ``batches``; ``reduce`` adds what clients send by ``accumulate``, vectors in factors by ``factored`` and ``measured``;
 ``round`` is the server; ``isolated`` records a user's own pieces; ``resume`` decides how a run goes on.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from fedflat.core.imports import opened
-
-_PLACES = {
-    "RoundParts": "round", "broadcast_of": "round", "accumulator_of": "round", "select_cohort": "round",
-    "finish_round": "round", "RoundSum": "reduce", "Trained": "reduce", "Backend": "reduce", "train_client": "client",
-    "ModuleProblem": "problem", "Job": "job", "Evaluation": "job", "RoundResult": "job",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return opened(__name__, _PLACES, name)

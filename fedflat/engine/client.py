@@ -209,7 +209,7 @@ def local_gradient(problem: Problem, weights: Tensor, data: LocalData) -> Tensor
     LUS scores entries by it (Cheng et al. 2022, Eq. 11).
     """
     total = torch.zeros_like(weights[..., problem.layout.span("shared")])
-    with problem.evaluating():  # type: ignore[attr-defined]
+    with problem.evaluating():
         for batch, share in data.everything():
             total += problem.gradient(weights, "shared", batch).vector * share
     return total

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fedflat.engine.mlp import Linear
+from fedflat.core.types import Part
+from fedflat.engine.mlp import Linear, StackProblem, forward, head, through
+from fedflat.engine.problem import Batch, Gradient
 
 Coefficient = float | Tensor
 """A number for the whole block, or one per client ``(n, 1)``."""
@@ -400,3 +402,78 @@ _OWN: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _difference),
 }
 """What torch's own functions do where an argument is ``Factored``; a tensor may stand on either side."""
+
+
+@dataclass(frozen=True)
+class LowRankProblem(StackProblem):
+    """Gradients at factored weights, as factored vectors. In float32 whatever ``engine.precision`` says: the
+    Gram matrices, which norms are taken from, must be, and bf16 in the rest gains little (docs/performance.md).
+    """
+
+    def start(self, shared: Tensor, clients: int) -> Factored:
+        """w^t for every client of a block."""
+        return Factored(Trace(self.layers, clients, self.layout.size, shared.device), [(shared, 1.0)], {})
+
+    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
+        """As ``DenseProblem.gradient``, ``weights`` and the found vector being ``Factored``."""
+        if not isinstance(weights, Factored) or self.layout.span(part) != self.layout.span("all"):
+            raise Declined("weights outside the span of w^t and the gradients, or a personal part")
+        at = cast(Factored, weights)
+        trace, slots = at.trace, list[int]()
+        layers = [_At(at, index) for index in range(len(self.layers))]
+
+        def apply(index: int, x: Tensor) -> Tensor:
+            slots.append(trace.slot(index, x))
+            return layers[index].forward(slots[index], x)
+
+        states = forward(self.layers, batch.flat, apply)
+        loss, right, delta = head(states[-1], batch)
+        deltas = [delta]
+        for index in range(len(self.layers) - 1, 0, -1):
+            behind = layers[index].backward(delta)
+            delta = through(self.layers[index - 1].activation, behind, states[index])
+            deltas.append(delta)
+        found = trace.record(slots, deltas[::-1])
+        vector = Factored(trace, [], {found: 1.0})
+        return Gradient(cast(Tensor, vector), loss, right)
+
+
+class _At:
+    """One layer at factored weights."""
+
+    def __init__(self, at: Factored, index: int) -> None:
+        self.layer, self.index, self.trace = at.trace.layers[index], index, at.trace
+        self.shared, self.others = at.common()
+        self.mixed = at.trace.mixed(index, at.steps)
+
+    def forward(self, slot: int, x: Tensor) -> Tensor:
+        """x Wᵀ + b ``(n, b, outputs)``: one product for the whole block, and small ones for what clients learned."""
+        layer = self.layer
+        y = x.new_zeros(*x.shape[:2], layer.outputs) if self.shared is None else self._common(x, self.shared)
+        for base, c in self.others:
+            y.addcmul_(self._common(x, base), c[:, :, None])
+        for known, u in self.mixed.items():
+            y.baddbmm_(self.trace.gram(self.index, slot, known), u)
+            if layer.bias is not None:
+                y += u.sum(1, keepdim=True)
+        return y
+
+    def _common(self, x: Tensor, vector: Tensor) -> Tensor:
+        matrix, layer = self.layer.matrix(vector).T, self.layer
+        rows = x.flatten(0, 1)
+        flat = rows @ matrix if layer.bias is None else torch.addmm(vector[layer.bias], rows, matrix)
+        return flat.view(*x.shape[:2], layer.outputs)
+
+    def backward(self, delta: Tensor) -> Tensor:
+        """δ W ``(n, b, inputs)``."""
+        layer = self.layer
+        x = delta.new_zeros(*delta.shape[:2], layer.inputs) if self.shared is None else self._back(delta, self.shared)
+        for base, c in self.others:
+            x.addcmul_(self._back(delta, base), c[:, :, None])
+        for known, u in self.mixed.items():
+            x.baddbmm_(torch.bmm(delta, u.transpose(1, 2)), self.trace.acts[self.index][known])
+        return x
+
+    def _back(self, delta: Tensor, vector: Tensor) -> Tensor:
+        found = torch.mm(delta.flatten(0, 1), self.layer.matrix(vector))
+        return found.view(*delta.shape[:2], self.layer.inputs)

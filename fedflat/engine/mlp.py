@@ -1,13 +1,14 @@
 """Read stacks of linear layers off a module, and write out their arithmetic for a block of clients.
 
-Three matrix products per layer and pass, and nothing else: no graph, no module call. The back ends on top of it are
-``dense`` (weights ``(n, D)``) and ``lowrank`` (weights as factors).
+Three matrix products per layer and pass, and nothing else: no graph, no module call. ``DenseProblem`` has weights
+``(n, D)``; ``factored`` has them as factors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 
 from fedflat.core.loss import example_loss, weighted_mean
 from fedflat.core.params import Layout
-from fedflat.engine.problem import Batch
+from fedflat.core.types import Part
+from fedflat.engine.problem import Batch, Gradient
 
 FEW_CLASSES = 32
 """Classes up to which ``log_softmax`` goes along examples."""
@@ -49,44 +51,27 @@ def layers_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
     Read: ``nn.Sequential`` of Flatten, Linear, ReLU and Tanh, and modules that list such layers with a method
     ``linear_layers()``. What was read is compared with the module itself, loss and gradient, before it is believed.
     """
-    listed = _layers(module)
-    counted = sum(p.requires_grad or not _headed(module) for p in module.parameters())
-    if listed is None or len(layout.names) != counted:
+    headed = getattr(module, "frozen", False) is True  # a head on features of a frozen body, which no pass runs
+    own = getattr(module, "linear_layers", None)
+    listed = list(module) if type(module) is nn.Sequential else own() if callable(own) else None
+    counted = sum(p.requires_grad or not headed for p in module.parameters())
+    if listed is None or len(layout.names) != counted or (any(True for _ in module.buffers()) and not headed):
         return None
     where = dict(zip(layout.names, layout.tensors()))
     names = {id(p): n for n, p in module.named_parameters()}
     found: list[Linear] = []
     for layer in listed:
-        if isinstance(layer, nn.Linear):
+        if type(layer) is nn.Linear:
             bias = None if layer.bias is None else where[names[id(layer.bias)]]
             found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
-        elif type(layer) in _ACTIVATIONS:
+        elif type(layer) in _ACTIVATIONS and found and found[-1].activation == "none":
+            found[-1] = replace(found[-1], activation=_ACTIVATIONS[type(layer)])
+        elif type(layer) is not nn.Identity and (found or not _flattens(layer)):
             # Two activations in a row, or one before the first layer, are no stack that is written out here.
-            if not found or found[-1].activation != "none":
-                return None
-            last = found.pop()
-            found.append(Linear(last.inputs, last.outputs, last.weight, last.bias, _ACTIVATIONS[type(layer)]))
-    layers = tuple(found)
-    return layers if layers and layers[-1].activation == "none" and _agrees(module, layout, layers) else None
-
-
-def _layers(module: nn.Module) -> list[nn.Module] | None:
-    listed = getattr(module, "linear_layers", None)
-    layers = list(module) if type(module) is nn.Sequential else listed() if callable(listed) else None
-    if layers is None or (any(True for _ in module.buffers()) and not _headed(module)):
-        return None
-    linear = [layer for layer in layers if type(layer) is nn.Linear]
-    plain = all(type(layer) in (nn.Linear, nn.Identity, *_ACTIVATIONS) or _flattens(layer) for layer in layers)
-    fits = all(a.out_features == b.in_features for a, b in pairwise(linear))
-    first = next((i for i, layer in enumerate(layers) if type(layer) is nn.Linear), 0)
-    early = not any(_flattens(layer) for layer in layers[first:])
-    once = len({id(layer) for layer in linear}) == len(linear)
-    return layers if linear and plain and fits and early and once else None
-
-
-def _headed(module: nn.Module) -> bool:
-    """Return whether the layers are the head on features of a frozen body, which no training pass runs."""
-    return getattr(module, "frozen", False) is True
+            return None
+    layers, once = tuple(found), len({layer.weight.start for layer in found}) == len(found)
+    plain = once and bool(layers) and layers[-1].activation == "none"
+    return layers if plain and _agrees(module, layout, layers) else None
 
 
 def _flattens(layer: nn.Module) -> bool:
@@ -108,11 +93,8 @@ def _agrees(module: nn.Module, layout: Layout, layers: tuple[Linear, ...]) -> bo
     except (RuntimeError, ValueError):
         return False
     vector = torch.cat([p.detach().reshape(-1) for p in chosen])[None]
-    matrices = [layer.matrix(vector) for layer in layers]
-    states = forward(layers, inputs[None], lambda index, x: affine(layers[index], matrices[index], vector, x))
-    loss, _, delta = head(states[-1], Batch(inputs[None], targets[None]))
-    whole = torch.empty_like(vector)
-    write_gradient(layers, matrices, states, delta, whole)
+    found = DenseProblem(layout, layers).gradient(vector, "all", Batch(inputs[None], targets[None]))
+    loss, whole = found.loss, found.vector
     expected = torch.cat([g.reshape(-1) for g in grads])
     return torch.allclose(loss, losses.mean(), rtol=LOSS, atol=LOSS / 100) and torch.allclose(
         whole[0], expected, rtol=GRADIENT, atol=GRADIENT / 100 * max(1.0, float(expected.abs().max()))
@@ -126,11 +108,11 @@ def affine(layer: Linear, matrix: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return torch.baddbmm(weights[:, None, layer.bias].to(x.dtype), x, matrix.transpose(1, 2))
 
 
-def forward(layers: tuple[Linear, ...], x: Tensor, apply: object) -> list[Tensor]:
+def forward(layers: tuple[Linear, ...], x: Tensor, apply: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
     """Return the input of every layer, then the logits: ``[(n, b, inputs_0), …, (n, b, classes)]``."""
     states = [x]
     for index, layer in enumerate(layers):
-        y = apply(index, states[-1])  # type: ignore[operator]
+        y = apply(index, states[-1])
         states.append(F.relu_(y) if layer.activation == "relu" else y.tanh_() if layer.activation == "tanh" else y)
     return states
 
@@ -184,3 +166,45 @@ def write_gradient(
             torch.sum(delta, 1, dtype=out.dtype, out=out[:, layer.bias])
         if index:
             delta = through(layers[index - 1].activation, torch.bmm(delta, matrices[index]), x)
+
+
+@dataclass(frozen=True)
+class StackProblem:
+    """Gradients of a block on a stack of linear layers, which runs no module: there is nothing to put back."""
+
+    layout: Layout
+    layers: tuple[Linear, ...]
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Nothing in a stack differs between training and evaluation."""
+        return nullcontext()
+
+    def restore_and_check(self, *, everything: bool = False) -> None:
+        """Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class DenseProblem(StackProblem):
+    """What ``BlockProblem`` computes, for stacks of linear layers only; ``precision`` as there.
+
+    In bf16 numbers are rounded where ``torch.autocast`` rounds them: weights and inputs on their way in, every layer's
+    output, the loss's gradient at the logits, and what matrix products give on the way back. Sums, the biases'
+    gradients among them, are float32.
+    """
+
+    precision: str = "fp32"
+
+    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
+        """Return the gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
+        kind = torch.bfloat16 if self.precision == "bf16" else weights.dtype
+        matrices: list[Tensor] = []
+
+        def apply(index: int, x: Tensor) -> Tensor:
+            matrices.append(self.layers[index].matrix(weights).to(kind))  # just before it is multiplied: still cached
+            return affine(self.layers[index], matrices[index], weights, x)
+
+        states = forward(self.layers, batch.flat.to(kind), apply)
+        loss, right, delta = head(states[-1].to(weights.dtype), batch)
+        whole = torch.empty_like(weights)
+        write_gradient(self.layers, matrices, states, delta.to(kind), whole)
+        return Gradient(whole[:, self.layout.span(part)], loss, right)

@@ -51,7 +51,7 @@ class Problem(Protocol):
     @property
     def layout(self) -> Layout: ...
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient: ...
-    def evaluating(self) -> object: ...
+    def evaluating(self) -> AbstractContextManager[None]: ...
 
 
 class Buffers:
@@ -195,10 +195,8 @@ class ModuleProblem:
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Return the gradient of the mean minibatch loss at ``weights`` ``(D,)`` with respect to one part."""
         self.bind(weights)
-        first, last = {"all": (0, None), "shared": (0, self.layout.shared), "personal": (self.layout.shared, None)}[
-            part
-        ]
-        chosen = self.parameters[first:last]
+        shared = self.layout.shared
+        chosen = self.parameters[{"all": slice(None), "shared": slice(shared), "personal": slice(shared, None)}[part]]
         # Its own tensors only in training: evaluation must give what another machine gives.
         losses, right = self.objective(self._training_logits(batch.inputs), batch.targets)
         loss = weighted_mean(losses, batch.weights)
@@ -210,65 +208,45 @@ class ModuleProblem:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Eval mode inside the block (LUS's gradient)."""
-        with _in_eval_mode(self.module):
+        self.module.eval()
+        try:
             yield
+        finally:
+            self.module.train()
         self.restore_and_check()
 
 
-class BlockProblem:
-    """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``.
-
-    precision, objective: as ``ModuleProblem``'s.
-    """
+class BlockProblem(ModuleProblem):
+    """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``."""
 
     def __init__(
-        self, module: nn.Module, layout: Layout, precision: str = "fp32", objective: Objective = CROSS_ENTROPY
+        self, module: nn.Module, layout: Layout, precision: str = "fp32", *, objective: Objective = CROSS_ENTROPY
     ) -> None:
-        self.module, self.layout, self.precision, self.objective = module, layout, precision, objective
-        self.module.train()
+        super().__init__(module, layout, precision, objective=objective)
         trained = set(layout.names)
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
         self._fixed |= dict(module.named_buffers())
-        self._buffers = Buffers(module)
-        self._own = own_code(module)
-        self._watched = StateWatch(module, [p for n, p in module.named_parameters() if n in trained], module.buffers())
-
-    def restore_and_check(self, *, everything: bool = False) -> None:
-        """After a block: as ``ModuleProblem.restore_and_check``."""
-        self._buffers.restore()
-        refuse_change(self._watched, everything=everything or self._own)
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Return the gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""
         self._buffers.restore()
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
-        per_client = torch.func.vmap(torch.func.grad_and_value(self._loss, has_aux=True), randomness="error")
-        vectors, (loss, right) = per_client(weights[:, span], before, after, batch.inputs, batch.targets, _ones(batch))
+        weights_of = batch.weights
+        if weights_of is None:
+            weights_of = torch.ones(batch.targets.shape[:2], device=batch.inputs.device)
+        per_client = torch.func.vmap(torch.func.grad_and_value(self._client_loss, has_aux=True), randomness="error")
+        vectors, (loss, right) = per_client(weights[:, span], before, after, batch.inputs, batch.targets, weights_of)
         return Gradient(vectors, loss.detach(), right.detach())
 
-    def _loss(
+    def _client_loss(
         self, trained: Tensor, before: Tensor, after: Tensor, inputs: Tensor, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        whole = torch.cat([before, trained, after])
-        parameters = dict(self.layout.views(whole)) | self._fixed
+        parameters = dict(self.layout.views(torch.cat([before, trained, after]))) | self._fixed
         with layers_in(self.precision, inputs):
             logits = torch.func.functional_call(self.module, parameters, (inputs,))
         losses, right = self.objective(logits if self.precision == "fp32" else logits.float(), targets)
         return weighted_mean(losses, weights), weighted_mean(right, weights)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Evaluate inside the block, without dropout (for LUS's gradient)."""
-        return _in_eval_mode(self.module)
-
-
-@contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
 
 
 def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:
@@ -278,9 +256,3 @@ def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:
     # On a GPU a weight is used once a pass.
     kind = inputs.device.type
     return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=kind == "cpu" and torch.is_autocast_cache_enabled())
-
-
-def _ones(batch: Batch) -> Tensor:
-    if batch.weights is not None:
-        return batch.weights
-    return torch.ones(batch.targets.shape[:2], device=batch.inputs.device)

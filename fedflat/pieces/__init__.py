@@ -9,20 +9,3 @@ Every piece works on the last axis of a flat vector, so it serves one client, a 
 ``clipping``, ``mechanisms`` draw the noise, ``server`` steps process the noisy mean, and ``state`` has the pieces of
 methods that remember something between rounds.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from fedflat.core.imports import opened
-
-_PLACES = {
-    "sam": "gradients", "pgn": "gradients", "blur": "gradients", "proximal": "gradients", "compose": "gradients",
-    "top_k": "transforms", "lus": "transforms", "random_mask": "transforms", "whole_vector": "clipping",
-    "per_tensor": "clipping", "GaussianNoise": "mechanisms", "GridNoise": "mechanisms", "optimizer": "server",
-    "laplacian_smoothing": "server",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return opened(__name__, _PLACES, name)

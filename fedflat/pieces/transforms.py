@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +35,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
     scores = torch.nan_to_num(scores, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    threshold = scores.topk(count, dim=-1).values[..., -1:]
+    threshold = scores.topk(max(count, 1), dim=-1).values[..., -1:]
     above, ties = scores > threshold, scores == threshold
     room = count - above.sum(-1, keepdim=True)
     return above | (ties & (ties.cumsum(-1) <= room))
@@ -155,12 +154,6 @@ def add_back_direction(beta: float = 0.3) -> AddBackDirection:
     return AddBackDirection(in_range("algorithm.beta", beta, 0, 1, open_low=True))
 
 
-def _random_mask(size: int, count: int, generator: np.random.Generator) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[torch.from_numpy(generator.choice(size, count, replace=False, shuffle=False))] = True
-    return mask
-
-
 @dataclass(frozen=True)
 class RandomMask:
     """rand_k: one mask with exactly ⌈p·d⌉ ones, uniform, from public randomness. keep: p in (0, 1]."""
@@ -169,7 +162,10 @@ class RandomMask:
 
     def __call__(self, view: MaskView) -> Tensor:
         size = view.shared.numel()
-        return _random_mask(size, count_of(self.keep, size), view.generator)
+        mask = torch.zeros(size, dtype=torch.bool)
+        chosen = view.generator.choice(size, count_of(self.keep, size), replace=False, shuffle=False)
+        mask[torch.from_numpy(chosen)] = True
+        return mask
 
 
 @dataclass(frozen=True)
@@ -187,22 +183,13 @@ class TopMask:
         size = view.shared.numel()
         count = count_of(self.keep, size)
         if view.public_update is not None:
-            return _top(view.public_update().abs(), count)
-        scores = (view.shared - view.initial).abs()
-        top = _top(scores, count - count_of(self.explore, count))
+            return largest(view.public_update().abs(), count)
+        mask = largest((view.shared - view.initial).abs(), count - count_of(self.explore, count))
         # Exploring only among the others, so the mask has exactly ``count`` ones.
-        free = torch.nonzero(~top).squeeze(-1)
-        chosen = view.generator.choice(free.numel(), count - int(top.sum()), replace=False, shuffle=False)
-        mask = top.clone()
+        free = torch.nonzero(~mask).squeeze(-1)
+        chosen = view.generator.choice(free.numel(), count - int(mask.sum()), replace=False, shuffle=False)
         mask[free[torch.from_numpy(chosen)]] = True
         return mask
-
-
-def _top(scores: Tensor, count: int) -> Tensor:
-    """Return the mask of the ``count`` largest scores, ties to the lowest index."""
-    mask = torch.zeros(scores.numel(), dtype=torch.bool)
-    mask[torch.sort(scores, descending=True, stable=True).indices[:count]] = True
-    return mask
 
 
 def random_mask(keep: float = 0.4) -> RandomMask:

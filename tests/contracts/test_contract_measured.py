@@ -18,14 +18,13 @@ from small_federation import recipe
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.mlp import LowRankProblem
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import PersonalState, flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
 from fedflat.engine import accumulate, measured
 from fedflat.engine.accumulate import PlainSum
-from fedflat.engine.factored import Factored, Trace
+from fedflat.engine.factored import Factored, LowRankProblem, Trace
 from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch
 from fedflat.engine.reduce import RoundSum

@@ -236,7 +236,7 @@ def test_many_streams_are_each_bit_for_bit_the_stream_of_that_name() -> None:
 # ---------------------------------------------------------------- doors
 
 
-@pytest.mark.parametrize("room", ["backends", "config", "core", "data", "engine", "methods", "pieces"])
+@pytest.mark.parametrize("room", ["config", "core", "data", "methods"])
 def test_a_room_gives_what_its_door_names_and_nothing_else(room: str) -> None:
     door = importlib.import_module(f"fedflat.{room}")
     assert all(getattr(door, name) is not None for name in door._PLACES)

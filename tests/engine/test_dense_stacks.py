@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.mlp import DenseProblem
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.core.rng import seeded_torch
-from fedflat.engine.mlp import FEW_CLASSES, Linear, _log_softmax, layers_of
+from fedflat.engine.mlp import FEW_CLASSES, DenseProblem, Linear, _log_softmax, layers_of
 from fedflat.engine.problem import Batch, BlockProblem, ModuleProblem
 from fedflat.models.vision import linear, mlp
 
