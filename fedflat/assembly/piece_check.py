@@ -9,43 +9,68 @@ own piece runs as a recording that cannot reach another row (``engine.isolated``
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.assembly.server_check import (
-    Fault,
-    Form,
-    Vectors,
-    as_expected,
-    first_slots,
-    numbers,
-    refusing,
-    same,
-    told,
-    try_server,
-)
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, wrong
 from fedflat.core.held import global_generators
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.types import Algorithm, ClientState, ClientView, MaskView, Phase, broadcast_by
-from fedflat.engine import isolated as pieces
+from fedflat.core.types import (
+    AVERAGE,
+    Algorithm,
+    ClientState,
+    ClientView,
+    MaskView,
+    MeanView,
+    Phase,
+    ServerStep,
+    ServerView,
+    broadcast_by,
+)
+from fedflat.engine import isolated
 from fedflat.pieces.clipping import MethodScale
 
 SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
-Call = Callable[[Tensor, Tensor, np.random.Generator], Tensor]
+ON_CLIENTS = "a piece that works on one client's vector (k,)"
+ON_SERVER = "a step that reads its own slots and returns a vector (d,) and its slots"
+Call = Callable[[Tensor, Tensor, np.random.Generator], Any]
 """Two inputs of a piece, ``(k,)``, and a generator -> what it makes of them."""
-Names = Sequence[str]
 _TRIED: dict[str, bool] = {}
 """What trials found of methods that are made of packaged pieces alone, which their options say all of."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where the shared tensors of a made-up vector lie; entries of the personal part behind them."""
+
+    tensors: tuple[slice, ...]
+    personal: int
+
+    @classmethod
+    def of(cls, layout: Layout, most: int) -> Form:
+        """Return the form of a model's vectors, of each tensor and of the personal part at most so many entries."""
+        ends = accumulate((min(length, most) for length in layout.lengths[: layout.shared]), initial=0)
+        return cls(tuple(slice(a, b) for a, b in pairwise(ends)), min(layout.size - layout.dimension, most))
+
+    @property
+    def shared(self) -> int:
+        """Entries of the shared part."""
+        return int(self.tensors[-1].stop)
+
+    def size(self, phase: Phase) -> int:
+        """Return the entries of the part that a phase trains."""
+        return {"all": self.shared + self.personal, "shared": self.shared, "personal": self.personal}[phase.part]
 
 
 def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
@@ -54,11 +79,10 @@ def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
 
     Returns whether a piece draws random numbers: its clients must then be trained one by one.
     """
-    whole = layout.tensors("shared")
-    forms = [Form(whole, layout.dimension, layout.size - layout.dimension)]
+    forms = [Form.of(layout, layout.size)]
     if layout.size > ENTRIES:
         # A short vector shows the same faults sooner; only code made for one length needs the long one.
-        forms.insert(0, _shortened(whole, layout.size - layout.dimension))
+        forms.insert(0, Form.of(layout, SHORT))
     steps = (*algorithm.server, algorithm.optimizer)
     # Packaged pieces are fully named by their options, so one trial a process is enough.
     fixed = packaged(algorithm) and all(step is None or type(step).__module__.startswith("fedflat.") for step in steps)
@@ -85,176 +109,252 @@ def packaged(algorithm: Algorithm) -> bool:
     """Return whether all that clients run are pieces of this package, which are tested to work row by row."""
     phases = [*algorithm.phases, *([] if algorithm.finetune is None else [algorithm.finetune])]
     states = [state.next for state in algorithm.client_state]
-    return pieces.packaged(*algorithm.transforms, *(phase.rule for phase in phases), *states, algorithm.scale)
-
-
-def _shortened(whole: tuple[slice, ...], personal: int) -> Form:
-    tensors, end = list[slice](), 0
-    for where in whole:
-        tensors.append(slice(end, end + min(where.stop - where.start, SHORT)))
-        end = tensors[-1].stop
-    return Form(tuple(tensors), end, min(personal, SHORT))
+    return isolated.packaged(*algorithm.transforms, *(phase.rule for phase in phases), *states, algorithm.scale)
 
 
 def _try_all(algorithm: Algorithm, form: Form) -> bool:
-    slots = first_slots(algorithm, form)
-    vectors = {name: numbers(name, form.shared) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
-    states = tuple(state.name for state in algorithm.client_state)
-    phases = [(f"algorithm.phases[{index}].rule", phase) for index, phase in enumerate(algorithm.phases)]
-    phases += [("algorithm.finetune.rule", algorithm.finetune)] if algorithm.finetune is not None else []
-    draws = False
-    for name, phase in phases:
-        if phase.rule is not None and form.size(phase):
-            steps = functools.partial(_steps, phase, form, vectors, states)
-            draws |= _try_one(name, phase.rule, steps, form.size(phase))
-    for index, transform in enumerate(algorithm.transforms):
-        call: Call = functools.partial(_transformed, transform, form, vectors, states)
-        if index == len(algorithm.transforms) - 1 and algorithm.vectors > 1:
-            call = _Longer(call, algorithm.vectors)
-        draws |= _try_one(f"algorithm.transforms[{index}]", transform, call, form.shared)
-    for state in algorithm.client_state:
-        moved = functools.partial(_moved, state, algorithm, vectors)
-        _try_state(f"algorithm.client_state ({state.name})", moved, form.shared)
+    server = _Server(algorithm, form)
+    draws = _Client(algorithm, form).try_all()
     if algorithm.scale is not None:
         _try_scale(algorithm.scale)
     if algorithm.mask is not None:
         _try_mask(algorithm, form)
-    try_server(algorithm, form, slots)
+    server.try_all()
     return draws
 
 
-def _steps(
-    phase: Phase,
-    form: Form,
-    vectors: Vectors,
-    states: Names,
-    start: Tensor,
-    target: Tensor,
-    generator: np.random.Generator,
-) -> Tensor:
-    """Return the second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""
-    view = ClientView(
-        steps=2, lr=0.1, generator=generator, start=start.clone(), clip=1.0, shares=lambda k: torch.full((k,), 1 / k)
-    )
-    if phase.part != "personal":
-        view = replace(view, broadcast=vectors, state=_states(states, target), tensors=form.tensors)
-    rule: Any = phase.rule
-
-    def gradient(w: Tensor) -> Tensor:
-        return (w - target) + 0.1 * torch.sin(3 * w)
-
-    first = rule(gradient, view)(start.clone())
-    as_expected(first, start)
-    return cast(Tensor, rule(gradient, view)(start - 0.1 * first))
+class Fault(Exception):
+    """What a trial found wrong: (found, allowed)."""
 
 
-def _transformed(
-    transform: Any,
-    form: Form,
-    vectors: Vectors,
-    states: Names,
-    update: Tensor,
-    gradient: Tensor,
-    generator: np.random.Generator,
-) -> Tensor:
-    kept = _states(states, gradient)
-    view = ClientView(
-        steps=2, lr=0.1, broadcast=vectors, state=kept, generator=generator, tensors=form.tensors,
-        gradient=gradient.clone, examples=lambda: torch.ones(1),
-    )  # fmt: skip
-    return cast(Tensor, transform(update.clone(), view))
+@contextmanager
+def _refusing(name: str, piece: object, allowed: str = ON_CLIENTS) -> Iterator[None]:
+    """Inside the block whatever goes wrong becomes an InputError that names the piece and where it stands in its
+    method; ``allowed``: what a piece is that does not fail.
+    """
+    called = getattr(piece, "__qualname__", None) or type(piece).__qualname__
+    name = f"{name} ({called.replace('.<locals>', '')})"
+    try:
+        yield
+    except Fault as error:
+        raise InputError(f"{name}: found {error.args[0]}; allowed: {error.args[1]}.") from error
+    except InputError:
+        raise
+    except Exception as error:  # a user's code may fail in its own way
+        line = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{name}: found {type(error).__name__} in a trial ({line}); allowed: {allowed}.") from error
 
 
-def _moved(
-    state: ClientState, algorithm: Algorithm, vectors: Vectors, sent: Tensor, before: Tensor, _: np.random.Generator
-) -> Tensor:
-    """Return a client's next state; it is asked for one client at a time."""
-    view = ClientView(
-        broadcast=vectors, state=_states([one.name for one in algorithm.client_state], before), steps=2, lr=0.1
-    )
-    return state.next(torch.cat([sent] * algorithm.vectors), view)
+def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    """Raise Fault for what is no tensor of a shape and type."""
+    if not isinstance(result, Tensor):
+        raise Fault(f"{type(result).__name__} returned", f"a tensor of shape {shape}")
+    if result.shape != shape:
+        raise Fault(f"shape {tuple(result.shape)} returned for {shape}", "the same shape")
+    if result.dtype != dtype:
+        raise Fault(f"{result.dtype} returned for {dtype}", "the same type")
 
 
-def _states(names: Names, like: Tensor) -> dict[str, Tensor]:
-    return dict.fromkeys(names, 0.5 * like)
+def _numbers(purpose: str, size: int) -> Tensor:
+    """Return normal numbers that are the same for a purpose, always."""
+    return torch.from_numpy(stream(0, purpose).standard_normal(size).astype("float32"))
 
 
-def _try_one(name: str, piece: object, call: Call, size: int) -> bool:
-    """Try a piece on made-up vectors of one client; whether it draws random numbers."""
-    name = told(name, piece)
-    one, other = ([numbers(f"{who} {part}", size) for part in "ab"] for who in ("a client", "another client"))
-    # One client, another one, the first again: memory of the second would change the third result.
-    found, draws = _run(name, call, *one)
-    _run(name, call, *other)
-    if not same(_run(name, call, *one)[0], found):
-        raise InputError(
-            f"{name}: found a piece whose result for a client changes once another client was trained; "
-            "allowed: one that remembers no client."
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two vectors are equal; NaN is NaN."""
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class _Client:
+    """The trial of what clients run: gradient rules, transforms and states."""
+
+    algorithm: Algorithm
+    form: Form
+
+    def try_all(self) -> bool:
+        """Try each piece; return whether one draws random numbers."""
+        method, size = self.algorithm, self.form.shared
+        phases = {f"algorithm.phases[{index}].rule": phase for index, phase in enumerate(method.phases)}
+        if method.finetune is not None:
+            phases["algorithm.finetune.rule"] = method.finetune
+        draws = [
+            self._try_one(name, phase.rule, functools.partial(self._train, phase), self.form.size(phase))
+            for name, phase in phases.items()
+            if phase.rule is not None and self.form.size(phase)
+        ]
+        for index, transform in enumerate(method.transforms):
+            vectors = method.vectors if index == len(method.transforms) - 1 else 1
+            call = functools.partial(self._transform, transform)
+            draws.append(self._try_one(f"algorithm.transforms[{index}]", transform, call, size, vectors))
+        for state in method.client_state:
+            name, call = f"algorithm.client_state ({state.name})", functools.partial(self._remember, state)
+            if self._try_one(name, state.next, call, size):
+                raise InputError(f"{name}: found a function that draws random numbers; allowed: one that does not.")
+        return any(draws)
+
+    def _try_one(self, name: str, piece: object, call: Call, size: int, vectors: int = 1) -> bool:
+        """Try a piece on made-up vectors of one client; return whether it draws random numbers.
+
+        vectors: how many vectors its outcome has for one of the input.
+        """
+        one, other = ([_numbers(f"{who} {part}", size) for part in "ab"] for who in ("a client", "another client"))
+        with _refusing(name, piece):
+            # One client, another one, the first again: memory of the second would change the third result.
+            results, draws = zip(*(_run(call, inputs, vectors * size) for inputs in (one, other, one)))
+            if not _same(results[0], results[2]):
+                found = "a piece whose result for a client changes once another client was trained"
+                raise Fault(found, "one that remembers no client")
+        return bool(draws[0])
+
+    def _view(self, like: Tensor, generator: np.random.Generator, **only: Any) -> ClientView:
+        """Return what a piece may see. like: what its states are made from; only: what one kind of piece sees."""
+        method = self.algorithm
+        names = broadcast_by((*method.server, method.optimizer))
+        return ClientView(
+            steps=2,
+            lr=0.1,
+            broadcast={name: _numbers(name, self.form.shared) for name in names},
+            state={state.name: 0.5 * like for state in method.client_state},
+            generator=generator,
+            tensors=self.form.tensors,
+            **only,
         )
-    return draws
+
+    def _train(self, phase: Phase, start: Tensor, target: Tensor, generator: np.random.Generator) -> Any:
+        """Return the second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""
+        view = self._view(
+            target, generator, start=start.clone(), clip=1.0, shares=lambda classes: torch.full((classes,), 1 / classes)
+        )
+        if phase.part == "personal":
+            view = replace(view, broadcast={}, state={}, tensors=())
+        rule: Any = phase.rule
+
+        def gradient(w: Tensor) -> Tensor:
+            return (w - target) + 0.1 * torch.sin(3 * w)
+
+        first = rule(gradient, view)(start.clone())
+        _check_form(first, tuple(start.shape))
+        return rule(gradient, view)(start - 0.1 * first)
+
+    def _transform(self, transform: Any, update: Tensor, gradient: Tensor, generator: np.random.Generator) -> Any:
+        seen = {"gradient": gradient.clone, "examples": lambda: torch.ones(1)}
+        return transform(update, self._view(gradient, generator, **seen))
+
+    def _remember(self, state: ClientState, sent: Tensor, before: Tensor, generator: np.random.Generator) -> Any:
+        return state.next(sent.repeat(self.algorithm.vectors), self._view(before, generator))
 
 
-def _try_state(name: str, call: Call, size: int) -> None:
-    """Try a state's function, which is asked for one client at a time."""
-    one, other = (numbers(who, 2, size) for who in ("a client", "another client"))
-    found, draws = _run(name, call, one[0], one[1])
-    _run(name, call, other[0], other[1])
-    if draws or not same(_run(name, call, one[0], one[1])[0], found):
-        raise InputError(f"{name}: found a function that draws or remembers; allowed: one of what it is given.")
+def _run(call: Call, inputs: list[Tensor], size: int) -> tuple[Tensor, bool]:
+    """Return what a piece makes of inputs, with its generators set anew; and whether it drew from torch's or the
+    view's.
+    """
+    with seeded_torch(0, "trial of pieces"):
+        own, fresh = (stream(0, "trial of a view's generator") for _ in range(2))
+        # A draw from a global generator would follow the order of clients, and with it their number.
+        before = global_generators()
+        result = call(inputs[0].clone(), inputs[1].clone(), own)
+        after = global_generators()
+        if before[1:] != after[1:]:
+            raise Fault("a draw from a global generator of NumPy or Python", "view.generator, or torch's own generator")
+        _check_form(result, (size,))
+    return result, before[0] != after[0] or own.bytes(16) != fresh.bytes(16)
 
 
 def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     """Try a factor of the method's own; what it does to the norms of a block cannot matter: it is asked one by one."""
-    norms = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64)
-    clip = MethodScale(rule)
-    with refusing("algorithm.scale", rule, "a function of a message's norm and C"):
+    norms, clip = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64), MethodScale(rule)
+    allowed = "a function of a message's norm and C"
+    with _refusing("algorithm.scale", rule, allowed):
         if not torch.equal(clip.scale(norms, 1.0), clip.scale(norms, 1.0)):
-            raise Fault("other factors for the same norms", "a function of a message's norm and C")
-
-
-@dataclass(frozen=True)
-class _Longer:
-    """A transform that makes messages of ``times`` vectors."""
-
-    call: Call
-    times: int
-
-    def __call__(self, one: Tensor, other: Tensor, generator: np.random.Generator) -> Tensor:
-        return self.call(one, other, generator)
-
-
-def _run(name: str, call: Call, *inputs: Tensor) -> tuple[Tensor, bool]:
-    """Return what a piece makes of inputs, with its generators set anew; and whether it drew from torch's or the
-    view's.
-    """
-    with refusing(name), seeded_torch(0, "trial of pieces"):
-        own, fresh = (stream(0, "trial of a view's generator") for _ in range(2))
-        # A draw from a global generator would follow the order of clients, and with it their number.
-        before = global_generators()
-        found = call(inputs[0].clone(), inputs[1].clone(), own)
-        after = global_generators()
-        if before[1:] != after[1:]:
-            raise Fault("a draw from a global generator of NumPy or Python", "view.generator, or torch's own generator")
-        as_expected(found, _like(call, inputs[0]))
-    return found, before[0] != after[0] or own.bytes(16) != fresh.bytes(16)
-
-
-def _like(call: Call, given: Tensor) -> Tensor:
-    """Return what a piece's outcome should look like."""
-    return torch.cat([given] * call.times, -1) if isinstance(call, _Longer) else given
+            raise Fault("other factors for the same norms", allowed)
 
 
 def _try_mask(algorithm: Algorithm, form: Form) -> None:
-    """The common mask: boolean, of the vector's length, and the same from the same public randomness."""
+    """Try the common mask: boolean, of the vector's length, and the same from the same public randomness."""
     mask: Any = algorithm.mask
-    public = (lambda: numbers("public update", form.shared)) if algorithm.options.get("public") else None
-    shared, initial = numbers("w^t", form.shared), numbers("w^0", form.shared)
+    public = (lambda: _numbers("public update", form.shared)) if algorithm.options.get("public") else None
+    shared, initial = _numbers("w^t", form.shared), _numbers("w^0", form.shared)
     drawn = list[Tensor]()
-    with refusing("algorithm.mask", mask, "a mask made of what its view holds"):
+    with _refusing("algorithm.mask", mask, "a mask made of what its view holds"):
         for _ in range(2):
             with seeded_torch(0, "trial of pieces"):
-                found = mask(MaskView(shared.clone(), initial.clone(), stream(0, "trial of a mask"), public))
-            as_expected(found, torch.empty(form.shared, dtype=torch.bool))
-            drawn.append(found)
+                drawn.append(mask(MaskView(shared.clone(), initial.clone(), stream(0, "trial of a mask"), public)))
+            _check_form(drawn[-1], (form.shared,), torch.bool)
         if not torch.equal(*drawn):
             raise Fault("another mask from the same public randomness", "draws from view.generator only")
+
+
+class _Server:
+    """The trial of the server's steps, which see nothing private: only what they return is looked at.
+
+    Its slots at w^0, and what clients receive of them, are looked at when this is made, before any client's piece is.
+    """
+
+    def __init__(self, algorithm: Algorithm, form: Form) -> None:
+        self.algorithm, self.form, self.weights = algorithm, form, _numbers("w^t", form.shared)
+        self.slots: dict[str, Tensor] = {}
+        for index, step in enumerate(algorithm.server):
+            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
+                self._add(step)
+        if algorithm.optimizer is not None:
+            with _refusing("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
+                self._check_broadcast(algorithm.optimizer)
+
+    def _add(self, step: ServerStep) -> None:
+        """Add a step's slots to the others'; each has a name of its own."""
+        more = step.initial(self.weights.clone())
+        if taken := more.keys() & {*self.slots, AVERAGE}:
+            raise Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
+        self.slots.update(more)
+        self._check_broadcast(step)
+
+    def _check_broadcast(self, piece: object) -> None:
+        """Check what clients receive of the slots: named in a tuple, of the model's length."""
+        names, size = getattr(piece, "broadcast", ()), self.form.shared
+        # A forgotten comma makes a string of the tuple, whose letters would be taken for names.
+        if isinstance(names, str):
+            raise Fault(f"broadcast = {names!r}", f"a tuple of names: ({names!r},), with the comma")
+        for name in names:
+            if name in self.slots and tuple(self.slots[name].shape) != (size,):
+                raise Fault(f"the broadcast slot {name!r} of shape {tuple(self.slots[name].shape)}", f"({size},)")
+
+    def try_all(self) -> None:
+        """Try the steps in turn, and the method's own optimiser behind them."""
+        method, form = self.algorithm, self.form
+        if method.vectors > 1 and not method.server:
+            found = f"nothing for messages of {method.vectors} vectors"
+            raise wrong("algorithm.server", found, "a step for their mean")
+        mean = _numbers("a mean", method.vectors * form.shared)
+        for index, step in enumerate(method.server):
+            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
+                mean = self._twice(functools.partial(self._step, step), mean)
+        if method.optimizer is not None:
+            with _refusing("algorithm.optimizer", method.optimizer, ON_SERVER):
+                self._twice(self._optimize, mean)
+
+    def _step(self, step: ServerStep, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+        return step(mean, ServerView(0, 2, 0.1, self.form.tensors, slots, 5.0, 20))
+
+    def _optimize(self, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+        """Return one round of the server's optimiser, made anew as in every round."""
+        made: Any = self.algorithm.optimizer
+        view = MeanView(std=0.1, clip=1.0, divisor=10.0)
+        return made(self.algorithm.server_lr, view)(self.weights.clone(), mean, slots)
+
+    def _twice(self, call: Callable[[Tensor, dict[str, Tensor]], Any], mean: Tensor) -> Tensor:
+        """Return what the server makes of a mean and its slots, which change."""
+        # Run twice on equal copies: a step with memory outside of its slots would resume to another model.
+        runs = list[dict[str, Tensor]]()
+        for _ in range(2):
+            slots = {name: value.clone() for name, value in self.slots.items()}
+            result = call(mean.clone(), slots)
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+                raise Fault(f"{type(result).__name__} returned", "(a vector, changed slots)")
+            _check_form(result[0], (self.form.shared,))
+            runs.append({**slots, **result[1], "": result[0]})
+        one, other = runs
+        if one.keys() != other.keys() or not all(_same(value, other[name]) for name, value in one.items()):
+            raise Fault("another result for the same mean and slots", "a function of these, its memory in named slots")
+        mean, self.slots = one.pop(""), one
+        return mean
