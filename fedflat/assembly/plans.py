@@ -13,7 +13,7 @@ from fedflat.algorithms import ALGORITHMS, Factory, class_statistics
 from fedflat.assembly import going_on
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection, ServerSection
+from fedflat.config.sections import ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
@@ -89,8 +89,6 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     if published.applies(recipe, method):
         return published.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
-    adaptive = isinstance(privacy.clip, ClipSection) and privacy.clip.kind == "adaptive"
-    count_noise = privacy.clip.count_noise if isinstance(privacy.clip, ClipSection) else None
     votes = voting.votes_plan(recipe, method) if method.kind == "votes" else None
     plan = build_plan(
         clients=clients,
@@ -107,8 +105,8 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         colluders=cohort.colluders,
         accountant=privacy.accountant,
         noise_cohort=privacy.noise_cohort,
-        count_noise=count_noise if votes is None else None,
-        adaptive=adaptive and votes is None,
+        count_noise=privacy.clipping.count_noise if votes is None else None,
+        adaptive=privacy.clipping.kind == "adaptive" and votes is None,
         private=method.private,
         mechanism=votes or noising.account_of(recipe, method, dimension),
         separation=cohort.separation,
@@ -138,7 +136,7 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
     if not recipe.evaluation.private:
         return None
     privacy, trust = recipe.privacy, noising.trust_of(recipe, method)
-    clip = privacy.clip.kind if isinstance(privacy.clip, ClipSection) else "constant"
+    clip = privacy.clipping.kind
     hint = "evaluation.private: true needs it."
     plain = method.private and method.kind == "update"
     for fits, where, found, allowed in (
@@ -237,30 +235,20 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
     """Return the clip and its first threshold C; non-private twins clip nothing."""
     if not method.private:
         return clipping.whole_vector(math.inf), math.inf
-    given = recipe.privacy.clip
+    given = recipe.privacy.clipping
     if method.scale is not None:
-        if isinstance(given, ClipSection) and (given.kind != "constant" or given.value is None):
+        if given.value is None:
             raise wrong("privacy.clip", given.kind, f"one number for {method.name}, which scales messages itself")
-        threshold = float(given.value if isinstance(given, ClipSection) else given)  # type: ignore[arg-type]
-        return clipping.MethodScale(method.scale), clipping.whole_vector(threshold).threshold
-    if not isinstance(given, ClipSection):
-        return clipping.whole_vector(given), float(given)
-    if given.kind == "adaptive":
-        if given.initial is None:
-            raise wrong("privacy.clip.initial", "nothing", "a number > 0 to start from")
+        return clipping.MethodScale(method.scale), given.value
+    if given.initial is not None:
         return clipping.adaptive(given.initial, given.quantile), given.initial
-    if given.kind == "per-tensor":
-        if given.values is None:
-            raise wrong(
-                "privacy.clip.values",
-                "nothing",
-                f"one number, or {layout.shared * method.vectors} (one for each shared tensor)",
-            )
+    if given.values is not None:
         per_tensor = clipping.per_tensor(given.values, layout.shared * method.vectors)
         return per_tensor, per_tensor.threshold
-    if given.kind == "constant" and given.value is not None:
-        return clipping.whole_vector(given.value), given.value
-    raise wrong("privacy.clip", given.kind, "a number > 0, {kind: adaptive, …} or {kind: per-tensor, values: …}")
+    if given.value is None:
+        allowed = "a number > 0, {kind: adaptive, initial: …} or {kind: per-tensor, values: …}"
+        raise wrong("privacy.clip", given.kind, allowed)
+    return clipping.whole_vector(given.value), given.value
 
 
 def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
@@ -356,8 +344,7 @@ def with_start(recipe: Recipe, parts: RoundParts) -> RoundParts:
 
 def start_clip_of(recipe: Recipe) -> float:
     """C of round 0: its own, or the recipe's where that is one number."""
-    given = recipe.privacy.clip
-    clip = (recipe.start and recipe.start.clip) or (given.value if isinstance(given, ClipSection) else given)
+    clip = (recipe.start and recipe.start.clip) or recipe.privacy.clipping.value
     if clip is None:
         raise wrong("start.clip", "nothing", "a number > 0, since privacy.clip is none")
-    return float(clip)
+    return clip

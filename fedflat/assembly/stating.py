@@ -18,7 +18,6 @@ from fedflat.assembly.plans import algorithm_of, is_public, plan_of
 from fedflat.assembly.records import is_seeded, settled
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection
 from fedflat.core.checks import RunError
 from fedflat.core.types import Algorithm, ClientState, Phase
 from fedflat.data.clients import GIVEN as PAIRS
@@ -261,10 +260,8 @@ def key_source(recipe: Recipe, terms: Terms) -> Any:
 
 def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
     """Return the public facts that the statement puts into sentences of its own."""
-    clip = recipe.privacy.clip
-    shown = clip.model_dump(exclude_none=True) if isinstance(clip, ClipSection) else clip
     return {
-        "clip": shown if terms.private else None,
+        "clip": recipe.privacy.model_dump(exclude_none=True)["clip"] if terms.private else None,
         "secure": recipe.privacy.secure_rng,
         "own_clients": not is_public(recipe.data.dataset),
         "personal": terms.personal,

@@ -140,11 +140,11 @@ def _default(name: str, key: str) -> Any:
 
 
 def _clip(recipe: Recipe) -> float:
-    clip = recipe.privacy.clip
-    found = clip if isinstance(clip, (int, float)) else clip.value or clip.initial
+    clip = recipe.privacy.clipping
+    found = clip.value or clip.initial
     if found is None:
-        raise wrong("privacy.clip", clip.kind if not isinstance(clip, (int, float)) else clip, "one number C")
-    return float(found)
+        raise wrong("privacy.clip", clip.kind, "one number C")
+    return found
 
 
 def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:

@@ -8,8 +8,10 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -22,40 +24,8 @@ EXAMPLE = "Example: "
 UNLISTED = ("data.input", "data.label", "start.kind", "privacy.selection", "engine.compile")
 """Old keys, and those that ``fedflat tune`` writes: known to ``fedflat explain``, not on the page."""
 PLURALS: dict[type, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-ALGORITHM_KEYS = {
-    "rho": "ρ, the radius in L2 at which SAM and PGN take their gradient. Small networks want about 0.05.",
-    "adaptive": "ρ is a share of each weight's own size, as the code of Shi et al. 2023a and b has it.",
-    "lam": "λ, weight of BLUR's penalty on updates longer than the clip.",
-    "sparsity": "c, the share of each tensor that LUS sets to zero.",
-    "keep": "p, the share of coordinates kept: per tensor by a client's own mask, of the whole vector by a common one.",
-    "explore": "Share of the kept coordinates drawn at random, where no public data choose them.",
-    "public": "Examples that no guarantee covers: held-out, test, or the name, hub id or path of a data set.",
-    "rescale": "Multiply the update by 1/keep before the clip.",
-    "beta": "Weight of the fresh gradient in PGN; in ddgauss the rounding's β.",
-    "mu": "μ, weight of FedProx's term that pulls local training back to w^t.",
-    "gamma": "γ, the server's momentum, and how far along it clients look ahead.",
-    "kappa": "κ, the gain of DiSK's filter: the share of a round's mean in its estimate; 1 is no filter.",
-    "ahead": "γ, how many of the model's last moves clients look ahead in DiSK. None: (1−κ)/κ, one gradient a step.",
-    "beta1": "Decay of the first moment of the method's own Adam.",
-    "beta2": "Decay of its second moment.",
-    "floor": "Least second moment it divides by, once the noise's variance is off. None: that variance.",
-    "scale": "b, the unit of Δc in DP-SCAFFOLD's message (Δw, Δc/b): its noise is b times that of Δw.",
-    "strength": "τ of τ·log π_i, by which logits are adjusted; π_i: the client's own shares of the classes.",
-    "absent": "What a class counts, as a share, that a client does not have.",
-    "alpha": "α of the smoothed normalisation C·e/(α + ‖e‖), in the message's units.",
-    "smoothing": "σ_ls of the Laplacian smoothing. At 0.01, 98 % of the noise stays.",
-    "scope": "What is smoothed as one sequence: tensor, or the whole vector.",
-    "head": "Patterns of the parameters that stay with the client. None: the last linear layer.",
-    "head_steps": "K_v, steps on the head. None: local.steps.",
-    "head_lr": "Learning rate of the head.",
-    "finetune_steps": "Steps of a client's fine-tuning before it is evaluated. None: local.steps.",
-    "finetune_lr": "Learning rate of that fine-tuning. None: local.lr.",
-    "bits": "Messages are added modulo 2^bits.",
-    "granularity": "γ, the grid's spacing. None: as fine as the modulus allows.",
-    "queries": "Labels bought in all, spread over the rounds. None: one draw of a cohort a round.",
-    "labels_per_draw": "Q, labels that one cohort votes on.",
-    "student_epochs": "Passes of the student over the labelled public examples.",
-}
+ALGORITHM_KEYS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("algorithm_keys.yaml").read_text("utf-8"))
+"""What each option of the named methods means."""
 
 
 @dataclass(frozen=True)

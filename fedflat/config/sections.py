@@ -317,6 +317,11 @@ class PrivacySection(Section):
     """Written by fedflat tune into its trials' recipes: ε is that of the selection among all of them. None: the
     settings were fixed beforehand."""
 
+    @property
+    def clipping(self) -> ClipSection:
+        """The clip as a section, also where it is one number."""
+        return self.clip if isinstance(self.clip, ClipSection) else ClipSection(kind="constant", value=self.clip)
+
 
 class StartSection(Section):
     """What round 0 is instead of the method's; its share of the budget is fixed before the run."""

@@ -14,7 +14,6 @@ import yaml
 
 import fedflat
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
@@ -129,14 +128,14 @@ def scheduled(recipe: Recipe, method: Algorithm, trust: str) -> tuple[Recipe, st
 
 def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
     """Return why a schedule with correlated noise cannot stand in; empty where it can."""
-    privacy, cohort, clip = recipe.privacy, recipe.cohort, recipe.privacy.clip
+    privacy, cohort = recipe.privacy, recipe.cohort
     if privacy.epsilon is None:
         return "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given"
     if trust != "central" or method.kind != "update":
         return f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
     if recipe.start is not None:
         return "correlated noise has no account beside a start's own noise"
-    if isinstance(clip, ClipSection) and clip.kind == "adaptive":
+    if privacy.clipping.kind == "adaptive":
         return "correlated noise needs one constant clip"
     if privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max:
         return "other keys of the recipe belong to secret coins"

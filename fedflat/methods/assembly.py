@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection, PrivacySection, ServerSection
+from fedflat.config.sections import PrivacySection, ServerSection
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.papers import CITED
@@ -93,8 +93,7 @@ def with_draws(plan: Plan, votes: VotesPlan, recipe: Recipe) -> Plan:
         InputError: settings that mean nothing for votes.
     """
     _check(recipe)
-    clip = recipe.privacy.clip
-    unused = isinstance(clip, ClipSection) or clip != PrivacySection().clip
+    unused = recipe.privacy.clip != PrivacySection().clip
     return replace(plan, mechanism=votes, warnings=(*plan.warnings, *([UNUSED_CLIP] if unused else [])))
 
 
@@ -187,10 +186,8 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
 
 def threshold_of(recipe: Recipe) -> float:
     """Return the constant clip C of the paper's procedure; InputError for a clip of another kind."""
-    given = recipe.privacy.clip
-    if not isinstance(given, ClipSection):
-        return float(given)
-    if given.kind == "constant" and given.value is not None:
+    given = recipe.privacy.clipping
+    if given.value is not None:
         return given.value
     hint = "Median clipping is that of Liu et al. 2025." if given.kind == "median" else ""
     raise wrong("privacy.clip", given.kind, "a number > 0 in this published procedure", hint=hint)

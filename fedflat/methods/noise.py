@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection
 from fedflat.core.checks import wrong
 from fedflat.core.discrete import SecureBits, rounded_gaussian
 from fedflat.core.factors import PLACES, Factor, identity
@@ -180,10 +179,8 @@ def constant_clip(recipe: Recipe) -> float:
     Raises:
         InputError: the clip is adaptive or per tensor.
     """
-    clip = recipe.privacy.clip
-    if not isinstance(clip, ClipSection):
-        return float(clip)
-    if clip.kind != "constant" or clip.value is None:
+    clip = recipe.privacy.clipping
+    if clip.value is None:
         raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
     return clip.value
 

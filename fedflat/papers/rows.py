@@ -11,7 +11,6 @@ from pathlib import Path
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
 from fedflat.core.papers import CITED
@@ -138,9 +137,8 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> Account:
 def _needs_model(recipe: Recipe, kind: str) -> bool:
     """Return whether the account asks for the model: for d, or for the number of tensors that are clipped one by
     one."""
-    clip = recipe.privacy.clip
     # A median of the clients' norms proves nothing, whatever the model.
-    own_median = isinstance(clip, ClipSection) and clip.kind == "median"
+    own_median = recipe.privacy.clipping.kind == "median"
     return kind == "ddgauss" or (recipe.privacy.protocol == "published" and not own_median)
 
 
