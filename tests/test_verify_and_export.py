@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 import fedflat
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation.tips import signed_tip
-from fedflat.privacy.compare import differences, refuse_seeded, unsaid
+from fedflat.privacy.compare import differences, unsaid
 from fedflat.privacy.ledger import HEADER, Ledger, event, seal
-from fedflat.privacy.statement import checksum
+from fedflat.privacy.statement import checksum, refuse_seeded
 from fedflat.records import checkpoint, signing
 from fedflat.records.opening import Opening
 from fedflat.records.signing import read_public

@@ -29,7 +29,7 @@ PAPERS: dict[str, tuple[int, ...]] = {
     "003": (1, 3, 4, 5, 6, 7, 9, 10),
     "004": (7, 9, 10),
 }
-"""Which items of ``statement.PAPER_ITEMS`` a paper's procedure has; 6 and 9 only where the recipe has them too."""
+"""Which items of ``privacy/statement.yaml`` a paper's procedure has; 6 and 9 only where the recipe has them too."""
 
 PAPER_OF: dict[str, str] = {
     "dp-fedsam": "000", "dp-fedsam-ft": "000", "dp-fedsam-blur": "000", "fed-smp-randk": "000", "fed-smp-topk": "000",
@@ -44,8 +44,8 @@ PAPER_OF: dict[str, str] = {
 class Published(Accounted):
     """The account of a paper's released procedure.
 
-    paper: a number of ``core.papers.CITED``, but not 001. items: of ``statement.PAPER_ITEMS``, those that apply to this
-    run. tensors: L, the tensors that are sent and clipped each on its own; 1 where the whole vector is clipped (Cheng
+    paper: a number of ``core.papers.CITED``, but not 001. items: of ``privacy/statement.yaml``, those of this run.
+    tensors: L, the tensors that are sent and clipped each on its own; 1 where the whole vector is clipped (Cheng
     et al. 2022). clip: C, or None where each client takes its own median (Liu et al. 2025).
     """
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import wrong
-
 APART = ("run", "weights", "checksum")
 """Fields that say whose statement it is; each has a check of its own."""
 CLOSE = 1e-6
@@ -18,12 +16,6 @@ WORDS = (
 )  # fmt: skip
 """Fields whose sentences may be worded otherwise by another version of fedflat, whose numbers are compared all the
 same."""
-
-
-SEEDED = (
-    "The noise of this run follows its seed: whoever knows or finds the seed can take the noise off, so the model "
-    "protects nobody, and ε is that of the mechanism, as it would hold with secret noise."
-)
 
 
 class Difference(NamedTuple):
@@ -40,27 +32,6 @@ class Difference(NamedTuple):
 def differences(stated: Mapping[str, Any], found: Mapping[str, Any]) -> list[Difference]:
     """Every place where a stated figure or sentence is not the one that was found."""
     return list(_within("", _without(stated), _without(found)))
-
-
-def is_seeded(found: Mapping[str, Any]) -> bool:
-    """Return whether a statement's noise follows the run's seed, so that its ε is only that of the mechanism."""
-    old = found.get("proven_epsilon") is not None and str(found.get("noise_source")).startswith("simulation")
-    return bool(found.get("caution")) or old
-
-
-def refuse_seeded(where: str, found: Mapping[str, Any]) -> None:
-    """Refuse to hand over a run on clients of one's own whose noise can be drawn again from its seed.
-
-    Raises:
-        InputError: it is one.
-    """
-    facts = found.get("facts") or {}
-    # A path or a name with dots is a table of one's own; published names are plain words.
-    named = (facts.get("data") or {}).get("dataset")  # 0.2 did not say whose clients they were
-    published = isinstance(named, str) and named.replace("-", "").isalnum()
-    if is_seeded(found) and facts.get("own_clients", not published):
-        hint = "Its noise can be drawn again. Train once more with privacy.randomness: secret."
-        raise wrong(where, "a run on clients of one's own with privacy.randomness: seeded", "a secret one", hint=hint)
 
 
 def unsaid(difference: Difference) -> bool:

@@ -132,16 +132,6 @@ def sentences(plan: Any) -> list[str]:
     ]
 
 
-COUNTED = (
-    "Counted: the settings were chosen by private selection among a secret number of trials (Papernot and Steinke "
-    "2022), scored on public data that are not the test data; ε is the total."
-)
-NOT_COVERED = (
-    "Any choice of hyper-parameters on these clients before or beside this selection (what was searched and in which "
-    "ranges, the method, the model): the selection's ε covers what it drew itself."
-)
-
-
 def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: Multiplier) -> tuple[float, float]:
     """(ε by dp-accounting's own account of a selection, ε by ours), both from a ledger's lines alone.
 

@@ -17,8 +17,8 @@ from markupsafe import Markup, escape
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
-from fedflat.privacy.compare import SEEDED, refuse_seeded
 from fedflat.privacy.ledger import extra_rounds
+from fedflat.privacy.statement import SEEDED, refuse_seeded
 from fedflat.privacy.together import Published, Total, total
 from fedflat.report import metrics, statement
 from fedflat.report.metrics import Run, published, section, uncounted

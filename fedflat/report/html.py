@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.privacy.compare import SEEDED
+from fedflat.privacy.statement import SEEDED
 from fedflat.report import metrics, pages, statement, tables
 from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes

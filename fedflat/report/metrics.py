@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
-from fedflat.privacy.compare import is_seeded
 from fedflat.privacy.ledger import read
-from fedflat.privacy.statement import rounds_charged
+from fedflat.privacy.statement import is_seeded, rounds_charged
 from fedflat.privacy.together import Published, Total, total
 
 Record = dict[str, Any]

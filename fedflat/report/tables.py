@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import wrong
-from fedflat.privacy.compare import SEEDED
+from fedflat.privacy.statement import SEEDED
 from fedflat.report import metrics
 from fedflat.report.groups import (
     Difference,

@@ -28,8 +28,8 @@ from torch import Tensor
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.imports import missing
 from fedflat.models.representation import FILE
-from fedflat.privacy.compare import refuse_seeded
 from fedflat.privacy.ledger import read
+from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, locked
 from fedflat.records.signing import SIGNATURE, TIPS, keyid, place, public_place, read_public

@@ -25,7 +25,7 @@ from fedflat.data.preparation import Preparation, answers, check_probable, proba
 from fedflat.engine.train import Record
 from fedflat.models import build
 from fedflat.models.representation import FILE, KEPT
-from fedflat.privacy.compare import is_seeded
+from fedflat.privacy.statement import is_seeded
 from fedflat.records import checkpoint
 from fedflat.records.folder import LOCKED, METRICS, PRIVATE, RECIPE, STATEMENT, locked, read_lines
 from fedflat.report import cautions, own_metrics, summary_rows

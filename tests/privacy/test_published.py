@@ -11,7 +11,7 @@ from fedflat.core.cohorts import FromRound
 from fedflat.methods.published import PAPER_OF, PAPERS, Published, formula, paper_of, published_plan, with_tensors
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.statement import PAPER_ITEMS
+from fedflat.privacy.statement import TEXTS
 
 
 def plan(paper: str = "000", tensors: int = 62, **changes: object) -> Plan:
@@ -115,7 +115,7 @@ def test_every_reason_names_its_item() -> None:
     for paper, items in PAPERS.items():
         made = plan(paper)
         found = mechanism(made)
-        assert found.items == items and set(items) <= set(PAPER_ITEMS)
+        assert found.items == items and set(items) <= set(TEXTS["paper_items"])
         said = " ".join(found.reasons(made, 300))
         for item in set(items) - {1} if paper == "002" else items:
             assert f"Item {item}:" in said, (paper, item)

@@ -20,7 +20,7 @@ from fedflat.privacy.accounting.curves import RDP_ORDERS, renyi
 from fedflat.privacy.accounting.selection import Trials, law, negative_binomial_mean
 from fedflat.privacy.ledger import seal
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.statement import statement
+from fedflat.privacy.statement import TEXTS, statement
 from fedflat.privacy.verify import recompute, verify
 
 ORDERS = np.array(RDP_ORDERS)
@@ -292,7 +292,7 @@ def test_the_statement_counts_the_selection(eta: float | None) -> None:
                      entries=lines(plan))  # fmt: skip
     assert said["epsilon"] == said["proven_epsilon"] == plan.epsilon() and said["selection"] == {"mean": 10, "eta": eta}
     assert said["checklist"]["tuning"].startswith("Counted") and "of all trials" in said["checklist"]["data_accesses"]
-    assert tuning.NOT_COVERED in said["not_covered"] and "secret number of trials" in said["reasons"][0]
+    assert TEXTS["not_covered"]["selected"] in said["not_covered"] and "secret number of trials" in said["reasons"][0]
     assert ("may be none" in said["reasons"][0]) == (eta is None)
     assert all(adversary["epsilon"] == plan.epsilon() for adversary in said["adversaries"])
     assert "nothing of the other trials" in said["adversaries"][0]["description"]

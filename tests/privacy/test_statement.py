@@ -16,7 +16,6 @@ from dp_accounting import pld
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.methods.plans import VotesPlan
-from fedflat.privacy import compare
 from fedflat.privacy import statement as module
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import build_plan
@@ -364,8 +363,8 @@ def test_a_real_plan_is_stated_as_it_accounts() -> None:
 
 def test_a_seeded_run_of_ones_own_clients_is_not_handed_over() -> None:
     """One on published data may be: nobody is behind it. One that the records say nothing of is taken as one's own."""
-    compare.refuse_seeded("export", {"caution": ""})
-    compare.refuse_seeded("export", {"caution": "seeded", "facts": {"own_clients": False}})
+    module.refuse_seeded("export", {"caution": ""})
+    module.refuse_seeded("export", {"caution": "seeded", "facts": {"own_clients": False}})
     for facts in ({}, {"facts": None}, {"facts": {"own_clients": True}}):
         with pytest.raises(InputError, match=r"export: found a run on clients of one's own with privacy\.randomness"):
-            compare.refuse_seeded("export", {"caution": "seeded", **facts})
+            module.refuse_seeded("export", {"caution": "seeded", **facts})

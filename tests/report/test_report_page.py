@@ -16,7 +16,7 @@ from synthetic_runs import write_many, write_run
 
 from fedflat.cli import catalogue
 from fedflat.core.checks import InputError
-from fedflat.privacy.compare import SEEDED
+from fedflat.privacy.statement import SEEDED
 from fedflat.report import groups, pages, tables
 from fedflat.report.figures import MAX_POINTS, figures_of_run, thin
 from fedflat.report.html import PRIVATE, write_report
