@@ -19,7 +19,7 @@ from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import EpsilonCurve
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.accounting.gaussian import schedule_epsilon
-from fedflat.privacy.trust import Accounted, Guarantee, Planned
+from fedflat.privacy.trust import Accounted, Guarantee
 
 Span = tuple[int, int]
 PUBLIC = (
@@ -85,19 +85,19 @@ class ScheduledPlan(Accounted):
         moved = sum(self.factor.sensitivity(self.separation, *span) ** 2 for span in self._spans(rounds))
         return sigma * self.scale / math.sqrt(moved) if moved else math.inf
 
-    def guarantees(self, plan: Planned, rounds: int) -> tuple[Guarantee, ...]:
+    def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
         """Towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
         found = self.epsilon(plan, rounds)
         return (Guarantee("recipients", how, self.relation, found, plan.delta, plan.accountant),)
 
-    def known_epsilon(self, plan: Planned, rounds: int) -> float:
+    def known_epsilon(self, plan: Any, rounds: int) -> float:
         """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
         # A client has one turn in each span of `separation` rounds, and a new key begins a new span.
         turns = sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
         return schedule_epsilon(turns, self.chance or 1.0, plan.event_multiplier, plan.delta) if turns else 0.0
 
-    def epsilon(self, plan: Planned, rounds: int, *, moved: float = 1.0) -> float:
+    def epsilon(self, plan: Any, rounds: int, *, moved: float = 1.0) -> float:
         """ε at the plan's δ after ``rounds``. moved: 2 for replace-one neighbours of a public schedule."""
         import dp_accounting
 
@@ -112,11 +112,11 @@ class ScheduledPlan(Accounted):
         event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
         return EpsilonCurve(event, plan.delta, plan.accountant).at(1)
 
-    def event(self, plan: Planned) -> Any:
+    def event(self, plan: Any) -> Any:
         """None: the run is one mechanism, not its rounds."""
         return None
 
-    def record(self, plan: Planned) -> dict[str, Any]:
+    def record(self, plan: Any) -> dict[str, Any]:
         """What the ledger needs beside the plan's fields: C's description, b, k and p."""
         found = {
             "noise": self.kind, "bands": self.factor.bands, "factor": self.factor.digest, "rounds": self.factor.rounds,
@@ -124,7 +124,7 @@ class ScheduledPlan(Accounted):
         }  # fmt: skip
         return found if self.chance is None else {**found, "chance": self.chance}
 
-    def by_round(self, plan: Planned, round: int) -> dict[str, Any]:
+    def by_round(self, plan: Any, round: int) -> dict[str, Any]:
         """The column of C of a round, from which its sensitivity follows, and the norm of its row of C⁻¹."""
         if self.kind == "independent" or round >= self.factor.rounds:
             return {}

@@ -7,8 +7,9 @@ exists twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
@@ -26,8 +27,6 @@ from fedflat.privacy.accounting.epsilon import (
 )
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.ledger import extra_rounds
-from fedflat.privacy.start import begun, ratio, spent
-from fedflat.privacy.start import check as check_start
 from fedflat.privacy.trust import GAUSSIAN, Accounted, AccountingParams, Guarantee, guarantees_of
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
@@ -35,43 +34,28 @@ __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
 PROTOCOLS = ("sound", "published")
 
 
-KNOWN = 16
-"""Guarantees, by their number of rounds, that a plan keeps in ``_known``."""
-
-
 @dataclass(frozen=True)
-class Plan:
-    """What a run does for privacy.
+class Plan(AccountingParams):
+    """What a run does for privacy: what its ε depends on, and more.
 
     Args:
         sampler: cohort law; its ``size`` is the public divisor m.
         rounds: T planned.
         noise_multiplier: σ = std / (C·(1 + rounding)); with ``noise_cohort``, of the simulated system.
-        delta: δ of the whole run.
-        accountant: pld, rdp or fft. trust: central, distributed, local. protocol: sound or published (data only here).
+        protocol: sound, or published (a paper's procedure as it was released).
         budget: ε that may not be exceeded, if any.
-        min_cohort: the minimum cohort of trust distributed. max_participations: cap of trust local. colluders: f.
         noise_cohort: cohort of the larger system whose noise is simulated, if any.
         count_noise: σ_b of the adaptive clip's count, if the clip is adaptive.
-        evaluation: share of 1/σ² that each round's private evaluation takes, if there is one.
         private: False for methods that neither clip nor add noise.
         mechanism: a mechanism with its own account; None for the Gaussian sum.
         warnings: one sentence each, for the user.
         selection: what this run was selected by among several, if it was: every ε is then the selection's.
         first: σ of round 0 over that of the others. begun: how often round 0 is charged.
+        evaluation: share of 1/σ² that each round's private evaluation takes, if there is one.
     """
 
-    sampler: Sampler
-    rounds: int
-    noise_multiplier: float
-    delta: float
-    accountant: str = "pld"
-    trust: str = "central"
     protocol: str = "sound"
     budget: float | None = None
-    min_cohort: int | None = None
-    max_participations: int | None = None
-    colluders: int = 0
     noise_cohort: float | None = None
     count_noise: float | None = None
     private: bool = True
@@ -82,7 +66,7 @@ class Plan:
     begun: int = 1
     evaluation: float | None = None
     _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Some that were asked for: a round asks twice, for its ledger line and for what it shows."""
+    """Guarantees by their number of rounds: a round asks twice, for its ledger line and for what it shows."""
 
     @property
     def divisor(self) -> float:
@@ -91,11 +75,9 @@ class Plan:
 
     @property
     def params(self) -> AccountingParams:
-        """What the account takes, for the noise that is really added."""
-        return AccountingParams(
-            self.sampler, self.rounds, self.event_multiplier, self.delta, self.accountant, self.trust,
-            self.min_cohort, self.max_participations, self.colluders,
-        )  # fmt: skip
+        """What the Gaussian account takes, for the noise that is really added."""
+        own = {each.name: getattr(self, each.name) for each in fields(AccountingParams)}
+        return AccountingParams(**own | {"noise_multiplier": self.event_multiplier})
 
     @property
     def account(self) -> Accounted:
@@ -105,7 +87,7 @@ class Plan:
     @property
     def relation(self) -> str:
         """The neighbouring relation: add-remove or replace-one."""
-        return self.mechanism.relation if self.mechanism else self.params.relation
+        return self.mechanism.relation if self.mechanism else super().relation
 
     @property
     def rounding(self) -> float:
@@ -161,25 +143,22 @@ class Plan:
         Raises:
             InputError: trust distributed, and the chance of an aborted round uses up δ.
         """
-        # A plan is asked once for the ledger's line and once for what is shown of each round.
         count = self.rounds if rounds is None else whole("rounds", rounds)
+        if count not in self._known:
+            self._known[count] = self._guarantees(count)
+        return self._known[count]
+
+    def _guarantees(self, count: int) -> tuple[Guarantee, ...]:
         if not self.private:
             text = "no clip, no noise: nothing is proven towards anyone"
             return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
-        found = self._known.get(count)
-        if found is None and self.selection is not None:
-            found = (tuning.guarantee(self, count),)
-            self._known[count] = found
+        if self.selection is not None:
+            return (tuning.guarantee(self, count),)
         # Round 0 has another noise, so rounds are not alike and are composed one by one.
-        if found is None and self.first != 1 and count:
-            found = guarantees_of(self.params, spent(self, count))
-            self._known[count] = found
-        if found is None:
-            found = self.account.guarantees(self, count)
-            if len(self._known) >= KNOWN:
-                self._known.clear()
-            self._known[count] = found
-        return found
+        if self.first != 1 and count:
+            once = Counter({self.at_round(0).event_multiplier: min(self.begun, count)})
+            return guarantees_of(self.params, once + Counter({self.event_multiplier: count - once.total()}))
+        return self.account.guarantees(self, count)
 
     def guarantees_of(self, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
         """As :meth:`guarantees`, of charged rounds: event multiplier -> how many, as a ledger's lines say.
@@ -362,8 +341,8 @@ def build_plan(
     Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by
     default. A target ε with ``noise_cohort`` is that of the simulated system. noise, bands: kind and bands of
     ``privacy.noise``; momentum: the server's, for which correlated noise is made. selection: as in :class:`Plan`; a
-    target ε is then the selection's. share: of the budget for round 0, as in :mod:`fedflat.privacy.start`; None: all
-    rounds are alike. evaluation: as in :class:`Plan`.
+    target ε is then the selection's. share: of the budget for round 0, as in :func:`ratio`; None: all rounds are
+    alike. evaluation: as in :class:`Plan`.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
@@ -390,12 +369,11 @@ def build_plan(
     if noise_cohort is not None:
         in_range("privacy.noise_cohort", noise_cohort, params.sampler.size)
     plan = Plan(
-        params.sampler, rounds, chosen, params.delta, params.accountant, params.trust, protocol, epsilon,
-        params.min_cohort, params.max_participations, params.colluders, noise_cohort, mechanism=mechanism,
+        **vars(params), protocol=protocol, budget=epsilon, noise_cohort=noise_cohort, mechanism=mechanism,
         selection=selection, first=1.0 if share is None else ratio(share, rounds), evaluation=evaluation,
     )  # fmt: skip
     if share is not None:
-        check_start(plan, adaptive)
+        _check_start(plan, adaptive)
     if selection is not None:
         tuning.check(plan)
     if plan.rounding:
@@ -429,10 +407,37 @@ def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> 
     found = ["This method neither clips nor adds noise: no privacy guarantee."]
     if ignored:
         found.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
-    return Plan(
-        params.sampler, params.rounds, 0.0, params.delta, params.accountant, params.trust, protocol,
-        private=False, warnings=tuple(found),
-    )  # fmt: skip
+    return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=tuple(found))
+
+
+def ratio(share: float, rounds: int) -> float:
+    """Return σ_0/σ at which round 0 takes ``share`` of Σ 1/σ_t² over ``rounds`` ≥ 2, the others having one σ.
+
+    The split is a public number that is fixed before the run; at full participation Σ 1/σ_t² is the squared μ of the
+    one Gaussian that all rounds amount to (docs/representations.md).
+    """
+    in_range("start.share", share, 0, 1, open_low=True, open_high=True)
+    if whole("rounds", rounds) < 2:
+        raise wrong("rounds", rounds, "at least 2 with start", hint="One round of it is algorithm: class-statistics.")
+    return math.sqrt((1 - share) / (share * (rounds - 1)))
+
+
+def _check_start(plan: Plan, adaptive: bool) -> None:
+    """Refuse what round 0's own noise has no proven account for."""
+    if plan.mechanism is not None:
+        raise wrong("start", f"{plan.mechanism.name} noise", "independent Gaussian noise, whose rounds may differ")
+    if plan.trust != "central":
+        raise wrong("privacy.trust", plan.trust, "central with start")
+    for where, found in (("privacy.noise_cohort", plan.noise_cohort), ("privacy.selection", plan.selection)):
+        if found is not None:
+            raise wrong(where, "a value", "nothing with start", hint="Its account takes all rounds to be alike.")
+    if adaptive:
+        raise wrong("privacy.clip", "adaptive", "one constant clip with start")
+
+
+def begun(entries: Iterable[Mapping[str, Any]]) -> int:
+    """Return how often a ledger's lines charge round 0; 1 before the first line."""
+    return max(1, sum(int(entry["round"]) == 0 for entry in entries))
 
 
 def _summable(sampler: Sampler) -> None:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.cohorts import CyclicPoisson, Scheduled
@@ -90,23 +90,21 @@ class AccountingParams:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        if self.trust != "distributed" and self.min_cohort is not None:
-            raise wrong("cohort.min", self.min_cohort, "nothing unless privacy.trust is distributed")
-        if self.trust != "distributed" and self.colluders:
-            raise wrong("colluders", self.colluders, "0 unless privacy.trust is distributed")
-        if self.trust != "local" and self.max_participations is not None:
-            raise wrong("cohort.max_participations", self.max_participations, "nothing unless privacy.trust is local")
+        limits = {
+            "cohort.min": (self.min_cohort, "distributed"),
+            "colluders": (self.colluders or None, "distributed"),
+            "cohort.max_participations": (self.max_participations, "local"),
+        }
+        for where, (value, trust) in limits.items():
+            if value is not None and self.trust != trust:
+                raise wrong(where, value, f"nothing unless privacy.trust is {trust}")
         if self.max_participations is not None:
             whole("cohort.max_participations", self.max_participations, 1)
         whole("colluders", self.colluders, 0, self.sampler.clients - 1)
         if self.min_cohort is not None:
-            whole("cohort.min", self.min_cohort, 1, self._largest_min_cohort)
-
-    @property
-    def _largest_min_cohort(self) -> int:
-        # A Poisson cohort may be everybody, the others have a public maximum.
-        largest = self.sampler.clients if self.sampler.name == "poisson" else int(_most(self.sampler))
-        return max(largest - self.colluders, 0)
+            # A Poisson cohort may be everybody, the others have a public maximum.
+            most = self.sampler.clients if self.sampler.name == "poisson" else int(_most(self.sampler))
+            whole("cohort.min", self.min_cohort, 1, max(most - self.colluders, 0))
 
     @property
     def relation(self) -> str:
@@ -140,41 +138,10 @@ class AccountingParams:
         return left
 
 
-class Planned(Protocol):
-    """The part of a plan that its own parts read: ``plan.Plan`` is made from them, so they cannot import it."""
-
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def sampler(self) -> Sampler: ...
-    @property
-    def params(self) -> AccountingParams: ...
-    @property
-    def mechanism(self) -> Any: ...
-    @property
-    def trust(self) -> str: ...
-    @property
-    def relation(self) -> str: ...
-    @property
-    def accountant(self) -> str: ...
-    @property
-    def delta(self) -> float: ...
-    @property
-    def noise_cohort(self) -> float | None: ...
-    @property
-    def selection(self) -> Any: ...
-    @property
-    def first(self) -> float: ...
-    @property
-    def begun(self) -> int: ...
-    @property
-    def event_multiplier(self) -> float: ...
-    def at_round(self, round: int) -> Planned: ...
-
-
 class Accounted:
     """What answers for a plan's noise. This one is for the Gaussian sum; a mechanism with an account of its own (votes,
-    the discrete Gaussian, schedules, published procedures) says what differs.
+    the discrete Gaussian, schedules, published procedures) says what differs. ``plan`` is a ``plan.Plan``, which
+    is made of these and so cannot be imported here.
 
     relation: the neighbouring relation; the Gaussian sum has the cohort law's. rounding: s, what the rounding
     of a sum may add to the clip, as a share of it. most: the noise shares that a sum has room for; None: any number.

@@ -19,7 +19,7 @@ from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import quiet, renyi
 from fedflat.privacy.accounting.selection import Floats, Trials
-from fedflat.privacy.trust import Guarantee, Planned
+from fedflat.privacy.trust import Guarantee
 
 Multiplier = Callable[[Mapping[str, Any]], float]
 
@@ -66,7 +66,7 @@ class Selection:
         return cls(Trials(float(record["mean"]), record["eta"]), beside)
 
 
-def check(plan: Planned) -> None:
+def check(plan: Any) -> None:
     """Refuse a plan whose selection is not proven.
 
     Raises:
@@ -91,12 +91,12 @@ def check(plan: Planned) -> None:
         raise wrong("privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 
 
-def guarantee(plan: Planned, rounds: int) -> Guarantee:
+def guarantee(plan: Any, rounds: int) -> Guarantee:
     """Of the selection when a trial is charged for ``rounds``; never for fewer than are planned.
 
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
-    selection: Selection = plan.selection  # type: ignore[assignment]
+    selection: Selection = plan.selection
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
     own = Law(max(rounds, plan.rounds), plan.sampler.size, plan.event_multiplier)
     orders, most = _most(plan.sampler.name, plan.sampler.clients, plan.params.factor, (own, *selection.beside))

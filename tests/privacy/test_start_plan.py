@@ -13,8 +13,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
-from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.start import begun, ratio
+from fedflat.privacy.plan import Plan, begun, build_plan, ratio
 from fedflat.privacy.statement import multipliers
 from fedflat.privacy.verify import recompute
 
