@@ -85,7 +85,7 @@ def catalogue(kind: str) -> dict[str, str]:
         from fedflat.config.reading import FOLDER, names
 
         return {name: _first_comment(FOLDER / f"{name}.yaml") for name in names()}
-    from fedflat.privacy.accounting.epsilon import ACCOUNTANTS
+    from fedflat.privacy.accounting.curves import ACCOUNTANTS
 
     return {name: ABOUT_ACCOUNTANTS[name] for name in ACCOUNTANTS}
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.papers import CITED
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.epsilon import EpsilonCurve, calibrate, default_delta
+from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.epsilon import calibrate, default_delta
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.trust import Accounted, Guarantee, accountable
@@ -199,12 +199,8 @@ def formula(sampler: Sampler, multiplier: float, delta: float, rounds: int, acco
     """
     if multiplier == 0 or rounds == 0:
         return math.inf if rounds else 0.0
-    return _curve(sampler.clients, float(sampler.size), multiplier, delta, accountant).at(rounds)
-
-
-@lru_cache(maxsize=256)
-def _curve(clients: int, size: float, multiplier: float, delta: float, accountant: str) -> EpsilonCurve:
-    return EpsilonCurve(Poisson(clients, size).event(multiplier), delta, accountant)
+    event = Poisson(sampler.clients, float(sampler.size)).event(multiplier)
+    return compose_epsilon(event, rounds, delta, accountant)
 
 
 def paper_of(algorithm: str, given: str | None) -> str:

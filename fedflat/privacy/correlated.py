@@ -16,7 +16,7 @@ from fedflat.core.checks import wrong
 from fedflat.core.cohorts import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.factors import Factor
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import EpsilonCurve
+from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.accounting.gaussian import schedule_epsilon
 from fedflat.privacy.trust import Accounted, Guarantee
@@ -108,9 +108,9 @@ class ScheduledPlan(Accounted):
             return math.inf
         if self.chance is not None:
             count = sum(-(-(last - first) // self.separation) for first, last in spans)
-            return EpsilonCurve(plan.sampler.event(sigma), plan.delta, plan.accountant).at(count)
+            return compose_epsilon(plan.sampler.event(sigma), count, plan.delta, plan.accountant)
         event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
-        return EpsilonCurve(event, plan.delta, plan.accountant).at(1)
+        return compose_epsilon(event, 1, plan.delta, plan.accountant)
 
     def event(self, plan: Any) -> Any:
         """None: the run is one mechanism, not its rounds."""

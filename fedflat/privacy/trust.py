@@ -16,7 +16,7 @@ from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.cohorts import CyclicPoisson, Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import EpsilonCurve, proving, refusal
+from fedflat.privacy.accounting.curves import compose_epsilon, proving, refusal
 from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
 from fedflat.privacy.accounting.steps import Step, step, steps_epsilon
 
@@ -310,7 +310,7 @@ def _amplified(params: AccountingParams) -> float:
     apart = params.sampler.separation if isinstance(params.sampler, Scheduled) else 1
     # Rounds closer together than that never concern the same client.
     turns = -(-params.rounds // apart)  # rounds that concern one client
-    return EpsilonCurve(event, params.delta, params.accountant).at(turns, params.remaining_delta())
+    return compose_epsilon(event, turns, params.remaining_delta(), params.accountant)
 
 
 def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
@@ -352,6 +352,6 @@ def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
 
     most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
     event = dp_accounting.GaussianDpEvent(params.noise_multiplier / params.factor)
-    found = EpsilonCurve(event, params.delta, params.accountant).at(most)
+    found = compose_epsilon(event, most, params.delta, params.accountant)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
     return (Guarantee("server", text, params.relation, found, params.delta, params.accountant),)

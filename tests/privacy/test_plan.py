@@ -13,7 +13,8 @@ from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import ROUNDING
 from fedflat.methods.plans import VotesPlan
 from fedflat.privacy.accounting import budget
-from fedflat.privacy.accounting.epsilon import compose_epsilon, epsilon, split_noise
+from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.epsilon import epsilon, split_noise
 from fedflat.privacy.plan import Guarantee, Plan, build_plan
 from fedflat.privacy.trust import Accounted
 
@@ -73,10 +74,9 @@ def test_the_adaptive_clip_takes_its_share() -> None:
     assert plan.effective_multiplier == split_noise(0.9, 0.5) == pytest.approx((0.9**-2 - 1) ** -0.5)
     assert plan.std(2.0) == 2 * plan.effective_multiplier * (1 + ROUNDING)
     assert plan.epsilon() == plan_of(noise_multiplier=0.9).epsilon()
-    both = dp.ComposedDpEvent(
-        [dp.GaussianDpEvent(plan.effective_multiplier), dp.GaussianDpEvent(plan.count_noise / 0.5)]
-    )
-    assert compose_epsilon(both, 1, 1e-3) == pytest.approx(compose_epsilon(dp.GaussianDpEvent(0.9), 1, 1e-3), rel=1e-3)
+    both = dp.pld.PLDAccountant().compose(dp.GaussianDpEvent(plan.effective_multiplier))
+    both.compose(dp.GaussianDpEvent(plan.count_noise / 0.5))
+    assert both.get_epsilon(1e-3) == pytest.approx(compose_epsilon(dp.GaussianDpEvent(0.9), 1, 1e-3), rel=1e-3)
     record = plan.record(0, 1.0)
     assert (record["count_std"], record["update_multiplier"]) == (0.5, plan.effective_multiplier)
     assert plan_of(adaptive=True, noise_multiplier=0).std(1.0) == 0

@@ -16,7 +16,7 @@ from fedflat.methods.published import published_plan
 from fedflat.privacy.accounting import composition
 from fedflat.privacy.accounting import steps as module
 from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.epsilon import compose_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds
 from fedflat.privacy.accounting.steps import Step, steps_epsilon

@@ -9,16 +9,14 @@ from typing import Any
 
 from fedflat.core.checks import InputError, one_of
 from fedflat.core.cohorts import NAMES, SECRET
-from fedflat.privacy.accounting.curves import APPROXIMATIONS
+from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gdp_mu
 from fedflat.privacy.accounting.epsilon import (
-    ACCOUNTANTS,
     accounting_params,
     approximate_epsilon,
     clients_for,
     cohort_for,
     default_delta,
     epsilon,
-    gdp_mu,
     noise_multiplier,
     rounds_for,
 )

@@ -1,9 +1,11 @@
 """Many rounds from one: a discretised privacy loss distribution raised to a power, always rounded up.
 
-The one-round distribution (pessimistic: it dominates the mechanism's) sits on a grid of spacing ``step``.
-T rounds are its T-fold convolution: one forward transform per window length, kept, then a pointwise power
-and one inverse transform per question. What leaves the window above, and the transform's rounding, are
-charged to δ, so the answer stays an upper bound.
+The one-round distribution (pessimistic: it dominates the mechanism's) sits on a grid of spacing ``step``: that of a
+Gaussian, everybody's or Poisson-sampled, cohorts truncated or not, by dp-accounting's mechanisms and its algorithm
+(connect-the-dots, Doroshenko et al. 2022, Algorithm 1), with all points of the grid at once. T rounds are its T-fold
+convolution: one forward transform per window length, kept, then a pointwise power and one inverse transform per
+question. What leaves the window above, and the transform's rounding, are charged to δ, so the answer stays an upper
+bound.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,3 +199,105 @@ def _crossing(above: Floats, scaled: Floats, first: int, step: float, delta: flo
     if excess <= 0:
         return max(0.0, step * (first + place - 1)) if place else 0.0
     return max(0.0, step * (first + place) + math.log(excess / scaled[place]))
+
+
+def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -> tuple[LossDistribution, ...]:
+    """The library's one-round distribution (pessimistic) on a grid of spacing ``step``.
+
+    For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
+    truncated (event).
+    """
+    if kind == "truncated":
+        # A cut cohort depends on who else is in it, so it needs the library's rule for full cohorts.
+        masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
+    else:
+        masses = sampled_gaussian(q, multiplier, step)
+    # The library offers no public view of the distribution; a test notices if these names change.
+    dense = [mass.to_dense_pmf() for mass in masses]
+    return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
+
+
+def deltas(loss: Any, epsilons: Floats) -> Floats:
+    """δ of one round at each ε ``(n,)``, as ``loss.get_delta_for_epsilon(epsilons)`` gives it point by point.
+
+    δ is the largest μ(A) − e^ε·ν(A), reached where A is all x at which the loss is at least ε. The x found here may
+    differ from the library's in their last bits; as δ is flat there, that moves it by the square of their distance.
+
+    Args:
+        loss: dp-accounting's ``GaussianPrivacyLoss`` with 0 < ``sampling_prob``, add, remove or replace.
+    """
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
+
+    if loss.sampling_prob == 1:
+        return _above(loss, epsilons, -0.5 - epsilons * loss.standard_deviation**2)
+    if loss.adjacency_type == AdjacencyType.REPLACE:
+        return _above(loss, epsilons, _where_replaced(loss, epsilons))
+    q, removed = loss.sampling_prob, loss.adjacency_type == AdjacencyType.REMOVE
+    sign = 1.0 if removed else -1.0
+    # Beyond log(1 − q) no output has such a loss, so the logarithm below would be of a negative number.
+    bounded = sign * epsilons > math.log1p(-q)
+    found = np.zeros_like(epsilons)
+    if removed:
+        found[~bounded] = -np.expm1(epsilons[~bounded])  # every loss is above these ε; added, none is above the others
+    inside = epsilons[bounded]
+    scaled = sign * inside - math.log(q)
+    with np.errstate(divide="ignore"):
+        plain = sign * (scaled + np.log1p(-np.minimum(np.exp(math.log(1 / q - 1) - scaled), 1.0)))
+    x = -0.5 - plain * loss.standard_deviation**2 + (0.0 if removed else 1.0)
+    found[bounded] = _above(loss, inside, x)
+    return found
+
+
+def _above(loss: Any, epsilons: Floats, x: Floats) -> Floats:
+    """μ − e^ε·ν of everything up to ``x``."""
+    found: Floats = loss.mu_upper_cdf(x) - np.exp(epsilons + loss.mu_lower_log_cdf(x))
+    return np.clip(found, 0.0, 1.0)
+
+
+def _where_replaced(loss: Any, epsilons: Floats) -> Floats:
+    """x with loss ε between shifts by ±1, each taken with probability q: σ²·(arsinh(−α·sinh(ε/2)) − ε/2) with
+    α = e^(1/2σ²)·(1 − q)/q, in logarithms, as none of the factors fits a float."""
+    variance, q, half = loss.standard_deviation**2, loss.sampling_prob, np.abs(epsilons) / 2
+    with np.errstate(divide="ignore"):
+        log_sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2)
+    log_product = 0.5 / variance + math.log1p(-q) - math.log(q) + log_sinh
+    over = np.maximum(log_product, 0.0)
+    large = over + np.log1p(np.sqrt(1 + np.exp(-2 * over)))
+    arsinh = np.where(log_product > 0, large, np.arcsinh(np.exp(np.minimum(log_product, 0.0))))
+    found: Floats = variance * (-np.sign(epsilons) * arsinh - epsilons / 2)
+    return found
+
+
+def _one(adjacency: str, q: float, multiplier: float, step: float) -> Any:
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+
+    loss = GaussianPrivacyLoss(multiplier, sampling_prob=q, adjacency_type=AdjacencyType(adjacency))
+    bounds = loss.connect_dots_bounds()
+    low, high = math.floor(bounds.epsilon_lower / step), math.ceil(bounds.epsilon_upper / step)
+    found = deltas(loss, np.arange(low, high + 1) * step)
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, low, high, found)
+
+
+def sampled_gaussian(q: float, multiplier: float, step: float) -> tuple[Any, ...]:
+    """The library's distributions of the loss (remove, add), upper bounds on a grid of spacing ``step``; one where they
+    are the same, at q = 1."""
+    return tuple(_one(kind, q, multiplier, step) for kind in (("REMOVE", "ADD") if q < 1 else ("REMOVE",)))
+
+
+def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, step: float) -> tuple[Any, ...]:
+    """As :func:`sampled_gaussian`, of cohorts cut to ``most``, by the library's rule: a client that is in a cohort that
+    would be full without it (chance ``full``) takes the place of another one, and is one among ``most``."""
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from scipy.stats import binom
+
+    plain = sampled_gaussian(q, multiplier, step)
+    full = float(binom.sf(most - 1, clients - 1, q))
+    if full == 0:
+        return plain
+    # The chance to be one of those who stay, given that the cohort was too large.
+    among = float(binom.sf(most, clients, q)) * most / full / clients
+    replaced = PrivacyLossDistribution(_one("REPLACE", among, multiplier / 2, step))
+    # No public view of the two directions either; a test notices if these names change.
+    mixed = replaced.compute_mixture(PrivacyLossDistribution(*plain), full)
+    return mixed._pmf_remove, mixed._pmf_add

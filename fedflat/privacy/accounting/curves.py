@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
-from fedflat.privacy.accounting.composition import LossDistribution
+from fedflat.privacy.accounting.composition import LossDistribution, one_round
 from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
-from fedflat.privacy.accounting.independent import loss_moments, upper_epsilon
-from fedflat.privacy.accounting.sampled import sampled_gaussian, truncated_gaussian
+from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
 
 PROVEN = ("pld", "rdp", "fft")
 """pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition."""
@@ -33,10 +32,6 @@ RDP_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 256), 288, 320, 3
 """1.1…10.9 by 0.1 and 11…255, the grid of Shi et al. 2023a; the few beyond only matter where ε is small."""
 WITHOUT_REPLACEMENT_ORDERS = (*(1 + x / 10 for x in range(1, 50)), *range(6, 65), 80, 96, 128)
 """Fewer: the library's bound costs the square of the order."""
-
-
-Bound = Callable[[int, float], float]
-"""(rounds ≥ 1, δ) -> a proven ε of so many repetitions of one mechanism, by one accountant."""
 
 
 def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
@@ -63,29 +58,37 @@ def proving(accountant: str) -> str:
 
 
 def _kind(event: Any) -> tuple[str, float, float]:
-    """(kind, q, multiplier) of an event: gaussian, poisson, truncated, without-replacement or other."""
+    """Return (kind, q, multiplier) of an event: gaussian, poisson, truncated or without replacement."""
     import dp_accounting as dp
 
+    inner = getattr(event, "event", None)
     if isinstance(event, dp.GaussianDpEvent):
         return "gaussian", 1.0, event.noise_multiplier
-    if isinstance(event, dp.PoissonSampledDpEvent) and isinstance(event.event, dp.GaussianDpEvent):
-        return "poisson", event.sampling_probability, event.event.noise_multiplier
+    if isinstance(event, dp.PoissonSampledDpEvent) and isinstance(inner, dp.GaussianDpEvent):
+        return "poisson", event.sampling_probability, inner.noise_multiplier
     if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
         return "truncated", event.sampling_probability, event.noise_multiplier
-    if isinstance(event, dp.SampledWithoutReplacementDpEvent) and isinstance(event.event, dp.GaussianDpEvent):
-        return "without replacement", event.sample_size / event.source_dataset_size, event.event.noise_multiplier
-    return "other", 1.0, math.nan
+    if isinstance(event, dp.SampledWithoutReplacementDpEvent) and isinstance(inner, dp.GaussianDpEvent):
+        return "without replacement", event.sample_size / event.source_dataset_size, inner.noise_multiplier
+    raise wrong("event", type(event).__name__, "a round of Gaussian noise: everybody's, or of sampled clients")
 
 
 def refusal(kind: str, accountant: str) -> str:
-    """Why ``accountant`` cannot account an event of this kind; empty if it can."""
+    """Return why ``accountant`` cannot account an event of this kind; empty if it can."""
     if kind == "truncated" and accountant != "pld":
         return f"{accountant} has no bound for truncated Poisson sampling; use pld"
     if kind == "without replacement" and accountant == "fft":
         return f"{accountant} covers Poisson sampling, not cohorts of fixed size; use rdp or pld"
-    if kind == "other" and accountant == "fft":
-        return f"{accountant} covers Gaussian and Poisson-sampled Gaussian rounds only; use pld or rdp"
     return ""
+
+
+def _accountable(event: Any, accountant: str) -> tuple[str, float, float]:
+    """Return :func:`_kind` of an event that the accountant has a bound for, else raise InputError."""
+    kind, q, multiplier = _kind(event)
+    reason = refusal(kind, accountant)
+    if reason:
+        raise InputError(f"privacy.accountant: {reason}.")
+    return kind, q, multiplier
 
 
 def grid_step(q: float, multiplier: float) -> float:
@@ -98,35 +101,11 @@ def grid_step(q: float, multiplier: float) -> float:
     return max(deviation / 300, min(span / 40_000, 1e-4))
 
 
-def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -> tuple[LossDistribution, ...]:
-    """The library's one-round distribution (connect-the-dots, pessimistic) on a grid of spacing ``step``.
-
-    For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
-    truncated (event).
-    """
-    if kind == "truncated":
-        # A cut cohort depends on who else is in it, so it needs the library's rule for full cohorts.
-        masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
-    else:
-        masses = sampled_gaussian(q, multiplier, step)
-    # The library offers no public view of the distribution; a test notices if these names change.
-    dense = [mass.to_dense_pmf() for mass in masses]
-    return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
-
-
 @lru_cache(maxsize=16)
 def _losses(event: Any) -> tuple[LossDistribution, ...]:
     """The loss distributions of an event of kind poisson or truncated, kept: making them is what takes time."""
     kind, q, multiplier = _kind(event)
     return one_round(event, kind, q, multiplier, grid_step(q, multiplier))
-
-
-def _on_grid(event: Any, rounds: int, delta: float) -> float:
-    kind, q, multiplier = _kind(event)
-    found = max(part.epsilon(rounds, delta) for part in _losses(event))
-    # With hardly any noise the grid's own error is the larger one; the smaller bound is no step at LITTLE.
-    near = kind == "poisson" and multiplier < 10 * LITTLE
-    return min(found, schedule_epsilon(rounds, q, multiplier, delta)) if near else found
 
 
 def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float64]]:
@@ -136,10 +115,7 @@ def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float6
     Raises:
         InputError: the library has no bound for this event.
     """
-    kind, _, multiplier = _kind(event)
-    reason = refusal(kind, "rdp")
-    if reason:
-        raise InputError(f"privacy.accountant: {reason}.")
+    _, _, multiplier = _accountable(event, "rdp")
     if multiplier == 0:
         return RDP_ORDERS, np.full(len(RDP_ORDERS), math.inf)
     orders, one = _renyi(event)
@@ -164,122 +140,77 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
+@lru_cache(maxsize=16)
 def _renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
     """Orders and the library's Rényi divergences ``(n,)`` of one repetition; kept."""
-    try:
-        return _made_renyi(event)
-    except TypeError:  # the library's composed events have no hash
-        return _made_renyi.__wrapped__(event)
-
-
-@lru_cache(maxsize=16)
-def _made_renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
-    from dp_accounting import NeighboringRelation, UnsupportedEventError, rdp
+    from dp_accounting import NeighboringRelation, rdp
 
     # The library accepts one relation for these events, and another one for all others.
     replaced = _kind(event)[0] == "without replacement"
     relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
     orders = WITHOUT_REPLACEMENT_ORDERS if replaced else RDP_ORDERS
     accountant = rdp.RdpAccountant(orders, relation)
-    try:
-        with quiet():
-            accountant.compose(event)
-    except UnsupportedEventError as error:
-        raise InputError(f"accountant: rdp cannot account {type(event).__name__}; use pld.") from error
+    with quiet():
+        accountant.compose(event)
     return tuple(float(order) for order in orders), accountant.rdp
 
 
-def _of_renyi(orders: Sequence[float], divergences: NDArray[np.float64], delta: float) -> float:
+def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pld") -> float:
+    """An upper bound on ε after ``rounds`` repetitions of one dp-accounting event; 0 at 0 rounds, inf of no noise.
+
+    Args:
+        event: one round's event; its multiplier is std / sensitivity under the relation.
+        delta: δ in (0, 1) of all rounds together.
+        accountant: pld (tight; exact for plain Gaussians; for cohorts without replacement the smaller of RDP and of
+            the bound with the schedule revealed), rdp or fft.
+
+    Raises:
+        InputError: the accountant has no bound for this event.
+    """
+    kind, q, multiplier = _accountable(event, proving(accountant))
+    in_range("delta", delta, 0, 1, open_low=True, open_high=True)
+    if kind == "truncated" and 0 < multiplier < LITTLE:
+        raise wrong("privacy.noise_multiplier", multiplier, f"0, or at least {LITTLE:g} with truncated cohorts")
+    if whole("rounds", rounds) == 0:
+        return 0.0
+    if multiplier == 0:
+        return math.inf
+    if accountant == "rdp":
+        return compose_renyi([(event, rounds)], delta)
+    # A sum of Gaussians is a Gaussian: no grid is as exact as the formula.
+    if kind == "gaussian" or (kind == "poisson" and q >= 1):
+        return gaussian_epsilon(math.sqrt(rounds) / multiplier, delta)
+    if kind == "without replacement":
+        # Both are bounds on their own, so the smaller one is too.
+        return min(compose_renyi([(event, rounds)], delta), schedule_epsilon(rounds, q, multiplier, delta))
+    if kind == "poisson" and multiplier < LITTLE:
+        return schedule_epsilon(rounds, q, multiplier, delta)
+    if accountant == "fft":
+        return epsilon_bounds(q, multiplier, rounds, delta)[1]
+    found = max(part.epsilon(rounds, delta) for part in _losses(event))
+    # With hardly any noise the grid's own error is the larger one; the smaller bound is no step at LITTLE.
+    near = kind == "poisson" and multiplier < 10 * LITTLE
+    return min(found, schedule_epsilon(rounds, q, multiplier, delta)) if near else found
+
+
+def compose_renyi(events: Sequence[tuple[Any, int]], delta: float) -> float:
+    """ε of rounds, (event, how many): their Rényi divergences add up."""
+    each = [(_renyi(event), count) for event, count in events]
+    return renyi_epsilon(each[0][0][0], np.sum([count * one for (_, one), count in each], axis=0), delta)
+
+
+def renyi_epsilon(orders: Sequence[float], divergences: NDArray[np.float64], delta: float) -> float:
+    """ε at ``delta`` of Rényi divergences ``(n,)`` at these orders, by the library's conversion."""
     from dp_accounting import rdp
 
     with quiet():
         return float(rdp.compute_epsilon(orders, divergences, delta)[0])
 
 
-def _by_renyi(event: Any, rounds: int, delta: float) -> float:
-    orders, one = _renyi(event)
-    return _of_renyi(orders, rounds * one, delta)
-
-
-def account(event: Any, accountant: str = "pld") -> Bound:
-    """The bound of one event by one accountant.
-
-    Raises:
-        InputError: the accountant has no bound for this event.
-    """
-    kind, q, multiplier = _kind(event)
-    reason = refusal(kind, proving(accountant))
-    if reason:
-        raise InputError(f"privacy.accountant: {reason}.")
-    if multiplier == 0:
-        return lambda rounds, delta: math.inf
-    if accountant == "rdp":
-        _renyi(event)  # refuses an event that it does not know before anybody asks
-        return lambda rounds, delta: _by_renyi(event, rounds, delta)
-    # A sum of Gaussians is a Gaussian: no grid is as exact as the formula.
-    if kind == "gaussian" or (kind == "poisson" and q >= 1):
-        return lambda rounds, delta: gaussian_epsilon(math.sqrt(rounds) / multiplier, delta)
-    if kind == "truncated" and multiplier < LITTLE:
-        raise wrong("privacy.noise_multiplier", multiplier, f"0, or at least {LITTLE:g} with truncated cohorts")
-    if kind == "poisson" and multiplier < LITTLE:
-        return lambda rounds, delta: schedule_epsilon(rounds, q, multiplier, delta)
-    if accountant == "fft":
-        return lambda rounds, delta: upper_epsilon(q, multiplier, rounds, delta)
-    if kind == "without replacement":
-        # Both are bounds on their own, so the smaller one is too.
-        return lambda rounds, delta: min(
-            _by_renyi(event, rounds, delta), schedule_epsilon(rounds, q, multiplier, delta)
-        )
-    return _library(event) if kind == "other" else lambda rounds, delta: _on_grid(event, rounds, delta)
-
-
-def _library(event: Any) -> Bound:
-    """The bound of any other event that dp-accounting's PLD accountant knows, composed by it from scratch."""
-    from dp_accounting import pld
-
-    if not pld.PLDAccountant().supports(event):
-        raise InputError(f"accountant: pld cannot account {type(event).__name__}; use rdp.")
-    return lambda rounds, delta: float(pld.PLDAccountant().compose(event, rounds).get_epsilon(delta))
-
-
-def compose_renyi(events: Sequence[tuple[Any, int]], delta: float) -> float:
-    """ε of cohorts of fixed size that differ from round to round, (event, how many): their Rényi divergences add up."""
-    each = [(_renyi(event), count) for event, count in events]
-    return _of_renyi(each[0][0][0], np.sum([count * one for (_, one), count in each], axis=0), delta)
-
-
 def by_delta(event: Any, rounds: int) -> Callable[[float], float]:
     """ε of ``rounds`` ≥ 1 repetitions as a function of δ in (0, 1), by the accountant pld; made for many questions."""
     kind, q, multiplier = _kind(event)
     if kind not in ("poisson", "truncated") or q >= 1 or multiplier < 10 * LITTLE:
-        bound = account(event)
-        return lambda delta: bound(rounds, delta)
+        return lambda delta: compose_epsilon(event, rounds, delta)
     each = [part.curve(rounds) for part in _losses(event)]
     return lambda delta: max(one(delta) for one in each)
-
-
-class EpsilonCurve:
-    """ε as a function of the number of rounds, for a dp-accounting event repeated each round.
-
-    Args:
-        event: one round's event; its multiplier is std / sensitivity under the relation.
-        delta: δ in (0, 1) of the whole run.
-        accountant: pld (tight; exact for plain Gaussians; for cohorts without replacement the smaller of RDP and of
-            the bound with the schedule revealed), rdp or fft.
-    """
-
-    def __init__(self, event: Any, delta: float, accountant: str = "pld") -> None:
-        self.delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
-        self._bound = account(event, accountant)
-
-    def at(self, rounds: int, delta: float | None = None) -> float:
-        """An upper bound on ε after ``rounds`` rounds (0 at 0 rounds; inf where no bound exists or δ ≤ 0)."""
-        spent = self.delta if delta is None else delta
-        if whole("rounds", rounds) == 0:
-            return 0.0
-        return self._bound(rounds, spent) if spent > 0 else math.inf
-
-
-def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pld") -> float:
-    """ε of ``rounds`` repetitions of one dp-accounting event; see :class:`EpsilonCurve`."""
-    return EpsilonCurve(event, delta, accountant).at(rounds)

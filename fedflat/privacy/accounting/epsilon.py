@@ -14,14 +14,9 @@ from typing import Any
 
 from fedflat.core.checks import InputError, in_range, whole, wrong
 from fedflat.core.cohorts import make_sampler
-from fedflat.privacy.accounting.curves import ACCOUNTANTS, PROVEN, EpsilonCurve, compose_epsilon, gdp_mu, proving
+from fedflat.privacy.accounting.curves import gdp_mu
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, headline
-
-__all__ = [
-    "ACCOUNTANTS", "PROVEN", "EpsilonCurve", "accounting_params", "approximate_epsilon", "calibrate", "clients_for",
-    "cohort_for", "compose_epsilon", "default_delta", "epsilon", "gdp_mu", "noise_multiplier", "proving", "rounds_for",
-    "split_noise",
-]  # fmt: skip
 
 MOST_EPSILON = 1e20
 """The largest target: a multiplier above the least that can be accounted reaches it."""
@@ -107,8 +102,6 @@ def approximate_epsilon(
     Raises:
         InputError: a value out of range.
     """
-    from fedflat.privacy.accounting.gaussian import gaussian_epsilon
-
     params = accounting_params(
         clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta
     )
@@ -154,8 +147,6 @@ def noise_multiplier(
 
 def guess(params: AccountingParams, target: float) -> float:
     """Where to start: the multiplier that the central-limit approximation, or an unamplified account, suggests."""
-    from fedflat.privacy.accounting.gaussian import gaussian_epsilon
-
     amplified = params.trust == "central" and params.sampler.name != "fixed" and target < 1000
     q = params.sampler.q if amplified else 1.0
     share = 1.0 if amplified or params.trust == "local" else params.sampler.q

@@ -147,13 +147,10 @@ def _one_direction(q: float, sigma: float, rounds: int, delta: float, remove: bo
 def epsilon_bounds(q: float, sigma: float, rounds: int, delta: float) -> tuple[float, float]:
     """(lower, upper) bounds on the exact ε of ``rounds`` Poisson-subsampled Gaussian rounds, add-remove.
 
+    The upper one is what the accountant ``fft`` reports.
+
     Args:
         q: sampling probability in (0, 1]. sigma: std / sensitivity > 0. rounds: ≥ 1. delta: in (0, 1).
     """
     both = [_one_direction(q, sigma, rounds, delta, remove) for remove in (True, False)]
     return max(low for low, _ in both), max(high for _, high in both)
-
-
-def upper_epsilon(q: float, sigma: float, rounds: int, delta: float) -> float:
-    """The upper end of :func:`epsilon_bounds`: what the accountant ``fft`` reports."""
-    return epsilon_bounds(q, sigma, rounds, delta)[1]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, nearest, wrong
-from fedflat.privacy.accounting.curves import quiet
+from fedflat.privacy.accounting.curves import renyi_epsilon
 
 Floats = NDArray[np.float64]
 LAWS: dict[str, float | None] = {"geometric": 1.0, "logarithmic": 0.0, "poisson": None}
@@ -108,12 +108,9 @@ class Trials:
 
     def epsilon(self, orders: Sequence[float], one: Floats, delta: float) -> float:
         """ε of the selection at ``delta``, the best over all orders; inf where a trial has no noise."""
-        from dp_accounting import rdp
-
         if not np.isfinite(one).any():
             return math.inf
-        with quiet():
-            return float(rdp.compute_epsilon(orders, self.selected(orders, one), delta)[0])
+        return renyi_epsilon(orders, self.selected(orders, one), delta)
 
 
 def law(value: str | float) -> float | None:

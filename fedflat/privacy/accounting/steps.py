@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedflat.privacy.accounting import composition
-from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.curves import by_delta, compose_epsilon, compose_renyi, grid_step, one_round
+from fedflat.privacy.accounting.composition import LossDistribution, one_round
+from fedflat.privacy.accounting.curves import by_delta, compose_epsilon, compose_renyi, grid_step
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import loss_moments
 
