@@ -81,8 +81,7 @@ def card(
     files = _card_files(found, target)
     missing = found.about.missing if "registry.yaml" in files else []
     if as_json:
-        sections = {title: dict(rows) for title, rows in found.sections}
-        facts = {"folder": str(target), "files": files, "sentence": found.sentence, "sections": sections}
+        facts = {"folder": str(target), "files": files, "sentence": found.sentence, "sections": found.sections}
         print_json(facts | {"missing": missing})
         return
     print(textwrap.fill(found.sentence, 80))

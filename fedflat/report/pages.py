@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -16,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from fedflat.core.checks import wrong
@@ -71,7 +73,7 @@ def digest(script: str) -> str:
 
 def filled(template: str, **values: Any) -> Markup:
     """Return a template with ``values`` in it, escaped."""
-    return Markup(_environment().get_template(template).render(values))
+    return Markup(environment().get_template(template).render(values))
 
 
 def write(text: str, target: Path, mode: int = 0o644) -> Path:
@@ -88,14 +90,24 @@ def write(text: str, target: Path, mode: int = 0o644) -> Path:
 
 
 @functools.cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return where templates come from, with what they call."""
     found = Environment(
-        loader=PackageLoader("fedflat.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("fedflat.report"),
+        autoescape=select_autoescape(["html", "svg"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
-    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format}
+    )
+    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "markdown": _markdown}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
+
+
+def _markdown(text: str) -> str:
+    """Return a text in one line whose marks Markdown and HTML do not read."""
+    marked = re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", html.escape(text, quote=False))
+    return " ".join(marked.split())
 
 
 def asset(name: str) -> str:

@@ -23,7 +23,7 @@ from fedflat.privacy.attacker import attacker
 from fedflat.privacy.ledger import read
 from fedflat.privacy.together import Published, total
 from fedflat.report import registry
-from fedflat.report.card import TRUST, _epsilon, brief, card, html, markdown, registry_entry
+from fedflat.report.card import bound_text, brief, card, html, markdown, registry_entry
 from fedflat.report.figures import figures_of_run
 from fedflat.report.html import render
 from fedflat.report.metrics import NO_EPSILON, read_run
@@ -75,7 +75,7 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
     assert found.text("What is released", "Not covered") == " ".join(run.privacy["not_covered"])
     assert found.text("Tuning, preprocessing and public data", "Tuning").startswith("Not counted")
     assert "this run alone" in found.text("Composition", "Counted")
-    assert [title for title, _ in found.sections][-1] == "Contact"
+    assert [*found.sections][-1] == "Contact"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
      (1234.2, "1,235"), (999.999, "1,000"), (0.0, "0"), (None, NO_EPSILON)],
 )  # fmt: skip
 def test_a_bound_is_never_rounded_down(value: float | None, shown: str) -> None:
-    assert _epsilon(value) == shown
+    assert bound_text(value) == shown
 
 
 def test_runs_published_together(folder: Path) -> None:
@@ -300,11 +300,14 @@ def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_registrys_words_are_its_own() -> None:
+def test_the_registrys_words_are_its_own(folder: Path) -> None:
     """As opendp/deployments-registry-data spells them: a renaming in this code must not reach them."""
     allowed = get_args(registry.MODEL)
     assert allowed == ("Local", "Central", "Shuffle", "Federated", "Varies")
-    assert TRUST == {"central": "Central", "distributed": "Federated", "local": "Local"}
+    for trust, name in {"central": "Central", "distributed": "Federated", "local": "Local", "else": "Varies"}.items():
+        run = read_run(folder / "one")
+        run.privacy["trust"] = trust
+        assert registry_entry(card(run))["deployment"]["deployment_model"]["model_name"] == name
 
 
 def test_figures_are_labelled_in_words(folder: Path) -> None:
