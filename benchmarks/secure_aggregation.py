@@ -15,7 +15,8 @@ from collections import Counter
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedflat.federation.secagg import dealing, stages
+from fedflat.federation import wire
+from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import Collector, Secrets
 
@@ -85,9 +86,9 @@ def measure(clients: int) -> str:
     server.result()
     at_server("false")
     assert server.false == {0}
-    up = len(deals[0].commitments) + len(stages.write_map(deals[0].boxes))
-    down = len(stages.write_map({j: deal.boxes[0] for j, deal in deals.items() if j}))
-    down += len(stages.write_map({j: deal.commitments for j, deal in deals.items() if j}))
+    up = len(deals[0].commitments) + len(wire.write_map(deals[0].boxes))
+    down = len(wire.write_map({j: deal.boxes[0] for j, deal in deals.items() if j}))
+    down += len(wire.write_map({j: deal.commitments for j, deal in deals.items() if j}))
     each = ", ".join(f"{step} {1000 * seconds / clients:.0f}" for step, seconds in client.seconds.items())
     whole = ", ".join(f"{step} {seconds:.2f}" for step, seconds in at_server.seconds.items())
     return (

@@ -26,11 +26,10 @@ from fedflat.engine.reduce import RoundSum, Trained, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
 from fedflat.engine.train import finetuned
 from fedflat.federation.secagg.client import answer_stage
-from fedflat.federation.secagg.stages import stage_of
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 from fedflat.federation.tips import without_tip
-from fedflat.federation.wire import Answer, Malformed, Refused, Request, read_request, write_answer
+from fedflat.federation.wire import FACTS, Answer, Malformed, Refused, Request, read_request, write_answer
 
 log = logging.getLogger("fedflat.client")
 
@@ -75,7 +74,7 @@ class Client:
             Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
         """
         content = without_tip(content, self.store.folder, self.operator)
-        if stage_of(content) is not None:
+        if "stage" in (content.get(FACTS) or {}):
             return answer_stage(self, content)
         if self.job.parts.plan.trust == "distributed":
             raise Refused("the server asks for an update without secure aggregation")

@@ -145,7 +145,7 @@ class Flower:
         )  # packed once: a model for each client of a cohort would fill the memory
 
         def content(pending: PendingReply) -> Any:
-            return wire.write_request(wire.Request(pending.client, pending.nonce, self.pin, broadcast), common)
+            return wire.write_request(common, pending.client, pending.nonce, self.pin)
 
         tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
         off = self.culprits.off if self.culprits is not None else set()

@@ -1,15 +1,16 @@
-"""What travels between server and clients: named arrays and a few public numbers, in Flower's records, without pickle.
+"""What travels between server and clients: named arrays and a few public facts, in Flower's records, without pickle.
 
 An array's bytes must be exactly a ``.npy`` of the expected type and shape: the header is compared, not interpreted, so
-a header that claims another size, or asks for a pickle, is refused before anything is allocated.
+a header that claims another size, or asks for a pickle, is refused before anything is allocated. A step of secure
+aggregation is a question and an answer like any other, with facts of its own (``secagg``).
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +42,7 @@ class Refused(RunError):
 
 @dataclass(frozen=True)
 class Request:
-    """What the server sends one client. nonce: 16 random bytes, to be answered once. pin: hash of recipe and task."""
+    """What the server asks a client. nonce: 16 random bytes, to be answered once. pin: hash of recipe and task."""
 
     client: int
     nonce: bytes
@@ -51,12 +52,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client sends back: float32 ``(d,)``. examples: only for sample-weighted, non-private means, else 0."""
+    """What a client sends back.
+
+    update: float32 ``(d,)``; in secure aggregation int64, and None in the steps without a vector.
+    examples: only for sample-weighted, non-private means, else 0. facts: everything else that was sent.
+    """
 
     round: int
     nonce: bytes
-    update: np.ndarray
+    update: np.ndarray | None = None
     examples: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=32)
@@ -87,7 +93,8 @@ def unpack(array: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(array.data, dtype=dtype, offset=len(header)).reshape(shape).copy()
 
 
-def _records(arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> Any:
+def records(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> Any:
+    """Return the content of a message."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
     packed = ArrayRecord({name: pack(value) for name, value in arrays.items()})
@@ -106,13 +113,12 @@ def parts_of(content: Any) -> tuple[Any, Any]:
     return arrays, facts
 
 
-def write_request(ask: Request, shared: Any = None) -> Any:
-    """Return a server's message. shared: ``write_broadcast``'s result, packed once for the whole cohort."""
+def write_request(common: Any, client: int, nonce: bytes, pin: str, **facts: Any) -> Any:
+    """Return the server's message to one client. common: what all of the cohort get, packed once for all of them."""
     from flwr.app import ConfigRecord, RecordDict
 
-    common = write_broadcast(ask.broadcast) if shared is None else shared
-    facts = {**common[FACTS], "client": ask.client, "nonce": ask.nonce, "pin": ask.pin}
-    return RecordDict({ARRAYS: common[ARRAYS], FACTS: ConfigRecord(facts)})
+    own = {"client": client, "nonce": nonce, "pin": pin, **facts}
+    return RecordDict({ARRAYS: common[ARRAYS], FACTS: ConfigRecord({**common[FACTS], **own})})
 
 
 def write_broadcast(broadcast: Broadcast) -> Any:
@@ -122,7 +128,7 @@ def write_broadcast(broadcast: Broadcast) -> Any:
     if broadcast.mask is not None:
         arrays["mask"] = broadcast.mask.detach().cpu().numpy().astype(np.uint8)
     numbers = {"clip": float(broadcast.clip).hex(), "rate": float(broadcast.rate).hex()}
-    return _records(arrays, {"round": broadcast.round, "draw": broadcast.draw, **numbers})
+    return records(arrays, {"round": broadcast.round, "draw": broadcast.draw, **numbers})
 
 
 def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Request:
@@ -151,25 +157,47 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     pin = facts.get("pin")
     if not isinstance(pin, str):
         raise Malformed("form")
-    return Request(number(facts, "client"), nonce_of(facts), pin, broadcast)
+    return Request(number(facts, "client"), sixteen(facts, "nonce"), pin, broadcast)
 
 
 def write_answer(answer: Answer) -> Any:
     """Return the content of a client's reply."""
-    facts = {"round": answer.round, "nonce": answer.nonce, "examples": answer.examples}
-    return _records({"update": answer.update}, facts)
+    facts = {"round": answer.round, "nonce": answer.nonce, "examples": answer.examples, **answer.facts}
+    return records({} if answer.update is None else {"update": answer.update}, facts)
 
 
-def read_answer(content: Any, dimension: int) -> Answer:
-    """Return a checked reply: type, shape and finite values, or ``Malformed``."""
+def read_answer(content: Any, size: int | None, dtype: str = "float32") -> Answer:
+    """Return a checked reply with a finite vector ``(size,)``, or with none if ``size`` is None; else ``Malformed``."""
     arrays, facts = parts_of(content)
-    if set(arrays) != {"update"}:
+    if set(arrays) != (set() if size is None else {"update"}):
         raise Malformed("form")
-    update = unpack(arrays["update"], "float32", (dimension,))
-    answer = Answer(number(facts, "round"), nonce_of(facts), update, number(facts, "examples"))
-    if not np.isfinite(update).all():
+    update = None if size is None else unpack(arrays["update"], dtype, (size,))
+    answer = Answer(number(facts, "round"), sixteen(facts, "nonce"), update, number(facts, "examples"), facts)
+    if update is not None and not np.isfinite(update).all():
         raise Malformed("not finite")
     return answer
+
+
+def write_map(values: Mapping[int, bytes]) -> bytes:
+    """Return client numbers and values as one byte string: number (8), length (4), value."""
+    return b"".join(
+        client.to_bytes(8, "big") + len(value).to_bytes(4, "big") + value for client, value in sorted(values.items())
+    )
+
+
+def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
+    """Return the map in a byte string, or ``Malformed``. size: the length that every value must have."""
+    if not isinstance(data, bytes):
+        raise Malformed("form")
+    values: dict[int, bytes] = {}
+    place, last = 0, -1
+    while place < len(data):
+        client, length = (int.from_bytes(data[place + a : place + b], "big") for a, b in ((0, 8), (8, 12)))
+        value = data[place + 12 : place + 12 + length]
+        if client <= last or len(value) != length or (size is not None and length != size):
+            raise Malformed("form")
+        values[client], last, place = value, client, place + 12 + length
+    return values
 
 
 def number(facts: Any, name: str) -> int:
@@ -180,9 +208,9 @@ def number(facts: Any, name: str) -> int:
     return value
 
 
-def nonce_of(facts: Any) -> bytes:
-    """Return the nonce among the facts, or ``Malformed``."""
-    value = facts.get("nonce")
+def sixteen(facts: Any, name: str) -> bytes:
+    """Return 16 bytes among the facts (a nonce, a session), or ``Malformed``."""
+    value = facts.get(name)
     if not isinstance(value, bytes) or len(value) != NONCE_BYTES:
         raise Malformed("form")
     return value

@@ -25,7 +25,6 @@ from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.project import PACKAGE, client_folder, write_project
 from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.federation.task import Roster, Task
-from fedflat.federation.wire import Request
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def ask_of(client: Client, /, **changes: Any) -> Any:
     facts = {"client": client.number, "nonce": b"n" * 16, "pin": client.task.pin}
     broadcast |= {k: v for k, v in changes.items() if k in broadcast}
     facts |= {k: v for k, v in changes.items() if k in facts}
-    return wire.write_request(Request(**facts, broadcast=Broadcast(**broadcast)))
+    return wire.write_request(wire.write_broadcast(Broadcast(**broadcast)), **facts)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ pytest.importorskip("flwr")
 from stand_in import deployed, small
 from test_federation_secure_rounds import question, refused, set_of, through_shares
 
+from fedflat.federation import wire
 from fedflat.federation.client import Client
 from fedflat.federation.secagg import client as secure_client
-from fedflat.federation.secagg import dealing, stages
+from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg.protocol import Aborted, Collector, PublicKeys, Secrets
 
 SESSION = b"s" * 16
@@ -54,7 +55,7 @@ class Lying:
         for i, found in dealt.items():
             self.collector.points[i] = dealing.points_of(self.keys[i], found["commitments"], 3)
         for client in self.clients:
-            vector = client.answer(question(client, stages.VECTOR, facts=facts[client.number]))
+            vector = client.answer(question(client, dealing.VECTOR, facts=facts[client.number]))
             if client.number in (0, 1):
                 self.collector.add(client.number, vector["arrays"]["update"].numpy())
 
@@ -62,16 +63,16 @@ class Lying:
         """Every client's signature of what it is told."""
         signed = {}
         for client in self.clients:
-            content = question(client, stages.CONSENT, facts={"survivors": set_of(told[client.number])})
+            content = question(client, dealing.CONSENT, facts={"survivors": set_of(told[client.number])})
             signed[client.number] = client.answer(content)["facts"]["signature"]
         return signed
 
     def reveal(self, client: int, signatures: Mapping[int, bytes]) -> None:
         """One client's shares, whatever they are of."""
-        facts = {"signatures": stages.write_map(signatures)}
-        reply = self.clients[client].answer(question(self.clients[client], stages.REVEAL, facts=facts))["facts"]
+        facts = {"signatures": wire.write_map(signatures)}
+        reply = self.clients[client].answer(question(self.clients[client], dealing.REVEAL, facts=facts))["facts"]
         for name, store in (("seeds", self.collector.seeds), ("masks", self.collector.masks)):
-            for other, share in stages.read_numbers(reply[name]).items():
+            for other, share in dealing.read_numbers(reply[name]).items():
                 store.setdefault(other, {})[client] = share
 
 
@@ -99,8 +100,8 @@ def test_with_the_consistency_step_no_client_reveals_anything(tmp_path: Path, mo
         padded = {i: signatures[i] for i in TOLD[client]}  # the survivors' own signatures, of other lies
         beyond = {**agreeing, **{i: signatures[i] for i in set(range(5)) - TOLD[client]}}
         for given, why in ((agreeing, "too few"), (padded, "told different things"), (beyond, "too few clients agree")):
-            facts = {"signatures": stages.write_map(given)}
-            refused(server.clients[client], question(server.clients[client], stages.REVEAL, facts=facts), why)
+            facts = {"signatures": wire.write_map(given)}
+            refused(server.clients[client], question(server.clients[client], dealing.REVEAL, facts=facts), why)
     assert not server.collector.seeds and not server.collector.masks
     with pytest.raises(Aborted):
         server.collector.result()
@@ -109,7 +110,7 @@ def test_with_the_consistency_step_no_client_reveals_anything(tmp_path: Path, mo
 def test_an_honest_server_gets_the_sum_from_the_same_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Lying(tmp_path, monkeypatch)
     for client in server.clients:  # two are too few for anybody
-        refused(client, question(client, stages.CONSENT, facts={"survivors": set_of({0, 1})}), "cannot be")
+        refused(client, question(client, dealing.CONSENT, facts={"survivors": set_of({0, 1})}), "cannot be")
     everybody = {i: set(range(5)) for i in range(5)}
     signatures = server.consents(everybody)
     for client in range(5):

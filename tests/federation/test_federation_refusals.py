@@ -28,7 +28,7 @@ from fedflat.federation import replies as replies_module
 from fedflat.federation import server, transport, wire
 from fedflat.federation.replies import DATA_FAULTS, PROTOCOL_FAULTS, PendingReply, ReplyTracker, loggable
 from fedflat.federation.server import serve
-from fedflat.federation.wire import Answer, Malformed, Request
+from fedflat.federation.wire import Answer, Malformed
 from fedflat.records import keys
 
 D = 5
@@ -297,8 +297,12 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
     shared = torch.arange(D, dtype=torch.float32)
     mask = torch.tensor([True, False, True, True, False])
     broadcast = Broadcast(3, shared, 0.1, 0.998**3, vectors={"direction": shared * 2}, mask=mask, draw=9)
-    ask = Request(1, b"n" * 16, "pin", broadcast)
-    found = wire.read_request(wire.write_request(ask), D, ["direction"])
+
+    def asked(broadcast: Broadcast) -> Any:
+        return wire.write_request(wire.write_broadcast(broadcast), 1, b"n" * 16, "pin")
+
+    ask = asked(broadcast)
+    found = wire.read_request(ask, D, ["direction"])
     assert (found.client, found.nonce, found.pin) == (1, b"n" * 16, "pin")
     for name in ("round", "clip", "rate", "draw"):
         assert getattr(found.broadcast, name) == getattr(broadcast, name)
@@ -307,18 +311,16 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
     assert torch.equal(found.broadcast.vectors["direction"], shared * 2)
     for names in ([], ["control"], ["direction", "control"]):
         with pytest.raises(Malformed):
-            wire.read_request(wire.write_request(ask), D, names)
-    infinite = wire.write_request(Request(1, b"n" * 16, "pin", Broadcast(0, shared, float("inf"), 1.0)))
+            wire.read_request(ask, D, names)
+    infinite = asked(Broadcast(0, shared, float("inf"), 1.0))
     assert wire.read_request(infinite, D).broadcast.clip == float("inf")
     for bad in ("nan", "-0x1p+0", "zero", None):
         with pytest.raises(Malformed):
-            wire.read_request(with_facts(wire.write_request(ask), clip=bad), D, ["direction"])
+            wire.read_request(with_facts(ask, clip=bad), D, ["direction"])
     with pytest.raises(Malformed):
-        wire.read_request(
-            wire.write_request(Request(1, b"n" * 16, "pin", Broadcast(0, shared * torch.nan, 0.1, 1.0))), D
-        )
+        wire.read_request(asked(Broadcast(0, shared * torch.nan, 0.1, 1.0)), D)
     with pytest.raises(Malformed):
-        wire.read_request(wire.write_request(ask), D + 1, ["direction"])
+        wire.read_request(ask, D + 1, ["direction"])
 
 
 def test_a_grid_that_is_gone_ends_the_run(tmp_path: Path) -> None:

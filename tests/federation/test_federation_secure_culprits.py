@@ -26,11 +26,11 @@ from test_federation_secure_rounds import STEPS, for_check, question, refused, s
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
-from fedflat.federation import rejoin
+from fedflat.federation import rejoin, wire
 from fedflat.federation.client import Client
 from fedflat.federation.replies import Culprits
 from fedflat.federation.secagg import client as secure_client
-from fedflat.federation.secagg import dealing, sharing, stages
+from fedflat.federation.secagg import dealing, sharing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.dealing import Deal
 from fedflat.federation.secagg.protocol import Aborted, Secrets
@@ -128,7 +128,7 @@ def instead(client: Client, stage: str, change: Callable[[Any, Any], Any]) -> Ha
 
     def handle(message: Any) -> Any:
         reply = honest(client)(message)
-        if stages.stage_of(message.content) != stage:
+        if message.content["facts"].get("stage") != stage:
             return reply
         return Message(change(message, reply.content), reply_to=message)
 
@@ -148,14 +148,14 @@ def with_facts(**facts: Any) -> Callable[[Any, Any], Any]:
 
 def other_vector(array: np.ndarray) -> Callable[[Any, Any], Any]:
     def change(message: Any, content: Any) -> Any:
-        return stages.write_reply(content["facts"]["round"], content["facts"]["nonce"], {}, array)
+        return wire.write_answer(wire.Answer(content["facts"]["round"], content["facts"]["nonce"], array))
 
     return change
 
 
 def other_shares(data: bytes) -> bytes:
     """Every share of a map, one more than it should be."""
-    return stages.write_numbers({i: share + 1 for i, share in stages.read_numbers(data).items()})
+    return dealing.write_numbers({i: share + 1 for i, share in dealing.read_numbers(data).items()})
 
 
 def other_complaints(federation: Federation, dealers: list[int]) -> Callable[[bytes], bytes]:
@@ -163,7 +163,7 @@ def other_complaints(federation: Federation, dealers: list[int]) -> Callable[[by
 
     def change(data: bytes) -> bytes:
         liar = federation.clients[LIAR]
-        return stages.write_map({dealer: complaint_of(liar, dealer) for dealer in dealers})
+        return wire.write_map({dealer: complaint_of(liar, dealer) for dealer in dealers})
 
     return change
 
@@ -217,24 +217,24 @@ def no_point(data: bytes) -> bytes:
 
 LIES: dict[str, tuple[str, Callable[[Any, Any], Any], str, bool]] = {
     # what -> step, lie, what it is called, whether the liar's own vector is in the sum all the same
-    "no keys": (stages.KEYS, with_facts(keys=b""), "form", False),
-    "cut keys": (stages.KEYS, with_facts(keys=lambda data: data[:-1]), "form", False),
-    "unsigned keys": (stages.KEYS, with_facts(keys=lambda data: data[:-9] + bytes(9)), "form", False),
-    "no boxes": (stages.SHARES, with_facts(boxes=b""), "form", False),
-    "unsigned boxes": (stages.SHARES, with_facts(boxes=lambda data: data[:-9] + bytes(9)), "false signature", False),
-    "no commitments": (stages.SHARES, with_facts(commitments=b""), "false signature", False),
-    "complaints of another form": (stages.CHECK, with_facts(complaints=b"x"), "form", False),
-    "a complaint about nobody": (stages.CHECK, with_facts(complaints=stages.write_map({9: bytes(64)})), "form", False),
+    "no keys": (dealing.KEYS, with_facts(keys=b""), "form", False),
+    "cut keys": (dealing.KEYS, with_facts(keys=lambda data: data[:-1]), "form", False),
+    "unsigned keys": (dealing.KEYS, with_facts(keys=lambda data: data[:-9] + bytes(9)), "form", False),
+    "no boxes": (dealing.SHARES, with_facts(boxes=b""), "form", False),
+    "unsigned boxes": (dealing.SHARES, with_facts(boxes=lambda data: data[:-9] + bytes(9)), "false signature", False),
+    "no commitments": (dealing.SHARES, with_facts(commitments=b""), "false signature", False),
+    "complaints of another form": (dealing.CHECK, with_facts(complaints=b"x"), "form", False),
+    "a complaint about nobody": (dealing.CHECK, with_facts(complaints=wire.write_map({9: bytes(64)})), "form", False),
     "an unsigned complaint": (
-        stages.CHECK, with_facts(complaints=stages.write_map({2: bytes(64)})), "false signature", False),
-    "a float vector": (stages.VECTOR, other_vector(np.ones(512, np.float32)), "dtype", False),
-    "a short vector": (stages.VECTOR, other_vector(np.ones(3, np.int64)), "shape", False),
-    "no consent": (stages.CONSENT, with_facts(signature=b""), "false signature", True),
-    "a false consent": (stages.CONSENT, with_facts(signature=bytes(64)), "false signature", True),
-    "no shares": (stages.REVEAL, with_facts(seeds=b""), "form", True),
-    "huge shares": (stages.REVEAL, with_facts(seeds=lambda data: data[:-32] + b"\xff" * 32),
+        dealing.CHECK, with_facts(complaints=wire.write_map({2: bytes(64)})), "false signature", False),
+    "a float vector": (dealing.VECTOR, other_vector(np.ones(512, np.float32)), "dtype", False),
+    "a short vector": (dealing.VECTOR, other_vector(np.ones(3, np.int64)), "shape", False),
+    "no consent": (dealing.CONSENT, with_facts(signature=b""), "false signature", True),
+    "a false consent": (dealing.CONSENT, with_facts(signature=bytes(64)), "false signature", True),
+    "no shares": (dealing.REVEAL, with_facts(seeds=b""), "form", True),
+    "huge shares": (dealing.REVEAL, with_facts(seeds=lambda data: data[:-32] + b"\xff" * 32),
                     "false share", True),
-    "false seed shares": (stages.REVEAL, with_facts(seeds=other_shares), "false share", True),
+    "false seed shares": (dealing.REVEAL, with_facts(seeds=other_shares), "false share", True),
 }  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def test_a_false_dealer_is_named_by_its_receivers_complaints(
 def test_a_false_complaint_is_seen_through(dealers: list[int], federation: Federation) -> None:
     """The accused show what they dealt to the liar, and stay."""
     lie = with_facts(complaints=other_complaints(federation, dealers))
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stages.CHECK, lie)
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], dealing.CHECK, lie)
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
     assert federation.named() == {LIAR: "false complaint"}
 
@@ -269,7 +269,7 @@ def test_a_false_complaint_is_seen_through(dealers: list[int], federation: Feder
 def test_false_dealers_that_complain_about_honest_ones(federation: Federation) -> None:
     """Two in league, a lie in each direction: both are named, and nobody else."""
     lie = with_facts(complaints=other_complaints(federation, [0, 2]))
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stages.CHECK, lie)
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], dealing.CHECK, lie)
     federation.grid.handlers[4] = false_dealer(federation.clients[4], "closed box", [0, 1])
     assert is_sum_of(federation.round(), [0, 2, 3])
     assert federation.named() == {LIAR: "false complaint", 4: "false deal"}
@@ -279,14 +279,14 @@ def test_false_dealers_that_complain_about_honest_ones(federation: Federation) -
 def test_an_accused_dealer_that_does_not_clear_itself_is_out(answer: str, federation: Federation) -> None:
     """Out for its silence, but not blamed: its line may be dead; blamed for a key that is not the box's."""
     dealer = false_dealer(federation.clients[LIAR], "false share", [0])
-    lies = {"other": with_facts(keys=b""), "random": with_facts(keys=stages.write_map({0: b"k" * 32}))}
+    lies = {"other": with_facts(keys=b""), "random": with_facts(keys=wire.write_map({0: b"k" * 32}))}
 
     def handle(message: Any) -> Any:
-        if stages.stage_of(message.content) != stages.ANSWER:
+        if message.content["facts"].get("stage") != dealing.ANSWER:
             return dealer(message)
         if answer == "silent":
             return None
-        return instead(federation.clients[LIAR], stages.ANSWER, lies[answer])(message)
+        return instead(federation.clients[LIAR], dealing.ANSWER, lies[answer])(message)
 
     federation.grid.handlers[LIAR] = handle
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
@@ -296,9 +296,9 @@ def test_an_accused_dealer_that_does_not_clear_itself_is_out(answer: str, federa
 @pytest.mark.parametrize("holder", [0, 3])
 def test_a_false_share_of_a_mask_secret_names_its_holder(holder: int, federation: Federation) -> None:
     """Client 4 drops out before its vector; one of the others gives a false share of its mask secret."""
-    federation.grid.handlers[4] = silent_from(federation.clients[4], stages.VECTOR)
+    federation.grid.handlers[4] = silent_from(federation.clients[4], dealing.VECTOR)
     lie = with_facts(masks=other_shares)
-    federation.grid.handlers[holder] = instead(federation.clients[holder], stages.REVEAL, lie)
+    federation.grid.handlers[holder] = instead(federation.clients[holder], dealing.REVEAL, lie)
     assert is_sum_of(federation.round(), [0, 1, 2, 3])
     assert federation.named() == {holder: "false share"}
 
@@ -310,13 +310,13 @@ def test_two_false_holders_in_league_cannot_frame_a_third(federation: Federation
     errors[1] = -weights[0] * pow(weights[1], -1, sharing.ORDER)
 
     def shifted(by: int) -> Callable[[bytes], bytes]:
-        return lambda data: stages.write_numbers(
-            {i: (share + by) % sharing.ORDER for i, share in stages.read_numbers(data).items()}
+        return lambda data: dealing.write_numbers(
+            {i: (share + by) % sharing.ORDER for i, share in dealing.read_numbers(data).items()}
         )
 
     for liar, by in errors.items():
         lie = with_facts(seeds=shifted(by))
-        federation.grid.handlers[liar] = instead(federation.clients[liar], stages.REVEAL, lie)
+        federation.grid.handlers[liar] = instead(federation.clients[liar], dealing.REVEAL, lie)
     assert is_sum_of(federation.round(), [0, 1, 2, 3, 4])
     assert federation.named() == {0: "false share", 1: "false share"}
 
@@ -324,7 +324,7 @@ def test_two_false_holders_in_league_cannot_frame_a_third(federation: Federation
 def test_too_many_false_shares_are_no_sum_and_name_all_of_them(federation: Federation) -> None:
     for liar in (0, 1, 2):
         lie = with_facts(seeds=other_shares)
-        federation.grid.handlers[liar] = instead(federation.clients[liar], stages.REVEAL, lie)
+        federation.grid.handlers[liar] = instead(federation.clients[liar], dealing.REVEAL, lie)
     assert federation.round().count == 0
     assert federation.named() == dict.fromkeys((0, 1, 2), "false share")
 
@@ -332,7 +332,7 @@ def test_too_many_false_shares_are_no_sum_and_name_all_of_them(federation: Feder
 @pytest.mark.parametrize("stage", STEPS)
 def test_silence_is_nobodys_fault(stage: str, federation: Federation) -> None:
     federation.grid.handlers[LIAR] = silent_from(federation.clients[LIAR], stage)
-    there = [i for i in range(N) if i != LIAR or stage in (stages.CONSENT, stages.REVEAL)]
+    there = [i for i in range(N) if i != LIAR or stage in (dealing.CONSENT, dealing.REVEAL)]
     assert is_sum_of(federation.round(), there)
     assert federation.named() == {} and federation.secrets() == []
 
@@ -343,7 +343,7 @@ def test_a_second_answer_is_refused_and_the_first_counts(
 ) -> None:
     def twice(message: Any) -> Any:
         reply = honest(federation.clients[LIAR])(message)
-        return [reply, reply] if stages.stage_of(message.content) == stage else reply
+        return [reply, reply] if message.content["facts"].get("stage") == stage else reply
 
     federation.grid.handlers[LIAR] = twice
     with caplog.at_level(logging.WARNING):
@@ -358,14 +358,14 @@ def test_an_answer_of_an_earlier_round_is_refused_and_its_sender_named(stage: st
 
     def replaying(message: Any) -> Any:
         reply = honest(federation.clients[LIAR])(message)
-        if stages.stage_of(message.content) == stage:
+        if message.content["facts"].get("stage") == stage:
             kept.append(reply.content)
-        return Message(kept[0], reply_to=message) if stages.stage_of(message.content) == stage else reply
+        return Message(kept[0], reply_to=message) if message.content["facts"].get("stage") == stage else reply
 
     federation.grid.handlers[LIAR] = replaying
     federation.round(0)
     assert federation.named() == {}
-    there = [i for i in range(N) if i != LIAR or stage in (stages.CONSENT, stages.REVEAL)]
+    there = [i for i in range(N) if i != LIAR or stage in (dealing.CONSENT, dealing.REVEAL)]
     assert is_sum_of(federation.round(1), there)
     assert federation.named() == {LIAR: "late"}
     kept[0]["facts"]["round"] = 2
@@ -392,11 +392,11 @@ def test_two_clients_with_one_key_spoil_nothing(federation: Federation) -> None:
 
 
 def test_a_second_answer_does_not_hide_that_the_first_was_a_lie(federation: Federation) -> None:
-    lie = instead(federation.clients[LIAR], stages.VECTOR, other_vector(np.ones(3, np.int64)))
+    lie = instead(federation.clients[LIAR], dealing.VECTOR, other_vector(np.ones(3, np.int64)))
 
     def twice(message: Any) -> Any:
         reply = lie(message)
-        return [reply, reply] if stages.stage_of(message.content) == stages.VECTOR else reply
+        return [reply, reply] if message.content["facts"].get("stage") == dealing.VECTOR else reply
 
     federation.grid.handlers[LIAR] = twice
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
@@ -411,7 +411,7 @@ def test_without_verification_a_false_share_releases_a_random_sum(
 ) -> None:
     monkeypatch.setattr(sharing, "is_share", lambda points, holder, share: True)
     lie = with_facts(seeds=other_shares)
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stages.REVEAL, lie)
+    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], dealing.REVEAL, lie)
     found = federation.round()
     assert found.count == N and not is_sum_of(found, list(range(N))) and federation.named() == {}
     centred = ((found.total + (1 << 15)) & 0xFFFF) - (1 << 15)
@@ -469,37 +469,37 @@ def dealt(federation: Federation) -> dict[int, Any]:
     """All clients after they dealt."""
     found: dict[int, Any] = {}
     for client in federation.clients:
-        found |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
-    held = {"keys": stages.write_keys(found)}
-    return {c.number: c.answer(question(c, stages.SHARES, facts=held))["facts"] for c in federation.clients}
+        found |= dealing.read_keys(client.answer(question(client, dealing.KEYS))["facts"]["keys"])
+    held = {"keys": dealing.write_keys(found)}
+    return {c.number: c.answer(question(c, dealing.SHARES, facts=held))["facts"] for c in federation.clients}
 
 
 def test_a_box_that_the_server_spoils_is_no_complaint(federation: Federation) -> None:
     """Nor is one with other commitments, nor another's box: the client stops, and no dealer has to show anything."""
     given = dealt(federation)
     one, sent = federation.clients[0], for_check(given, 0)
-    boxes, told = stages.read_map(sent["boxes"]), stages.read_map(sent["commitments"])
+    boxes, told = wire.read_map(sent["boxes"]), wire.read_map(sent["commitments"])
     spoilt = [
         ({**boxes, 2: bytes(32) + boxes[2][32:]}, told),
         ({**boxes, 2: boxes[2][:-1] + bytes([boxes[2][-1] ^ 1])}, told),
         ({**boxes, 2: boxes[3]}, told),
-        ({**boxes, 2: stages.read_map(given[2]["boxes"])[1]}, told),
+        ({**boxes, 2: wire.read_map(given[2]["boxes"])[1]}, told),
         (boxes, {**told, 2: told[3]}),
     ]
     for some, points in spoilt:
-        facts = {"boxes": stages.write_map(some), "commitments": stages.write_map(points)}
-        refused(one, question(one, stages.CHECK, facts=facts), "did not sign")
+        facts = {"boxes": wire.write_map(some), "commitments": wire.write_map(points)}
+        refused(one, question(one, dealing.CHECK, facts=facts), "did not sign")
     for some, points in ((boxes, {}), ({**boxes, 9: boxes[1]}, {**told, 9: told[1]})):
-        facts = {"boxes": stages.write_map(some), "commitments": stages.write_map(points)}
-        refused(one, question(one, stages.CHECK, facts=facts), "boxes that cannot be")
-    facts = {"boxes": stages.write_map({1: boxes[1]}), "commitments": stages.write_map({1: told[1]})}
-    refused(one, question(one, stages.CHECK, facts=facts), "too few")
+        facts = {"boxes": wire.write_map(some), "commitments": wire.write_map(points)}
+        refused(one, question(one, dealing.CHECK, facts=facts), "boxes that cannot be")
+    facts = {"boxes": wire.write_map({1: boxes[1]}), "commitments": wire.write_map({1: told[1]})}
+    refused(one, question(one, dealing.CHECK, facts=facts), "too few")
 
 
 def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(federation: Federation) -> None:
     given = dealt(federation)
     for client in federation.clients:
-        client.answer(question(client, stages.CHECK, facts=for_check(given, client.number)))
+        client.answer(question(client, dealing.CHECK, facts=for_check(given, client.number)))
     one, two, three = (federation.clients[i] for i in (0, 2, 3))
     context = secure_client._own(one, one.store.session()).context
     forged = {
@@ -508,20 +508,20 @@ def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(fede
         "of another session": {2: complaint_of(two, 0, context=b"then")},
     }  # fmt: skip
     for complaints in forged.values():
-        refused(one, question(one, stages.ANSWER, facts={"complaints": stages.write_map(complaints)}), "complaint")
-    true = stages.write_map({2: complaint_of(two, 0)})
-    shown = stages.read_map(one.answer(question(one, stages.ANSWER, facts={"complaints": true}))["facts"]["keys"])
+        refused(one, question(one, dealing.ANSWER, facts={"complaints": wire.write_map(complaints)}), "complaint")
+    true = wire.write_map({2: complaint_of(two, 0)})
+    shown = wire.read_map(one.answer(question(one, dealing.ANSWER, facts={"complaints": true}))["facts"]["keys"])
     assert set(shown) == {2}
-    keys, boxes = secure_client._keys(one.store.session()), stages.read_map(given[0]["boxes"])
+    keys, boxes = secure_client._keys(one.store.session()), wire.read_map(given[0]["boxes"])
     points = dealing.points_of(keys[0], given[0]["commitments"], 3)
     for receiver in (1, 2, 3, 4):  # the key opens its own box only
         cleared = dealing.clears(shown[2], keys[receiver], context, 0, receiver, boxes[receiver], points)
         assert cleared == (receiver == 2)
     with pytest.raises(RunError, match="step answer after step answer"):
-        one.answer(question(one, stages.ANSWER, facts={"complaints": true}))
+        one.answer(question(one, dealing.ANSWER, facts={"complaints": true}))
     for shared in ((1, 2, 3), (0, 1), (0, 1, 9)):
-        refused(one, question(one, stages.VECTOR, facts={"shared": set_of(shared)}), "too few")
-    one.answer(question(one, stages.VECTOR, facts={"shared": set_of(range(N))}))  # the answer is no end
+        refused(one, question(one, dealing.VECTOR, facts={"shared": set_of(shared)}), "too few")
+    one.answer(question(one, dealing.VECTOR, facts={"shared": set_of(range(N))}))  # the answer is no end
 
 
 def told_of_different_keys(federation: Federation) -> tuple[Any, bytes]:
@@ -531,17 +531,17 @@ def told_of_different_keys(federation: Federation) -> tuple[Any, bytes]:
     """
     keys: dict[int, Any] = {}
     for client in federation.clients:
-        keys |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+        keys |= dealing.read_keys(client.answer(question(client, dealing.KEYS))["facts"]["keys"])
     given: dict[int, Any] = {}
     for i, told in ((0, range(5)), (1, range(3)), (2, range(3))):
-        facts = {"keys": stages.write_keys({other: keys[other] for other in told})}
-        given[i] = federation.clients[i].answer(question(federation.clients[i], stages.SHARES, facts=facts))["facts"]
+        facts = {"keys": dealing.write_keys({other: keys[other] for other in told})}
+        given[i] = federation.clients[i].answer(question(federation.clients[i], dealing.SHARES, facts=facts))["facts"]
     two = federation.clients[2]
     try:
-        reply = two.answer(question(two, stages.CHECK, facts=for_check(given, 2)))["facts"]["complaints"]
+        reply = two.answer(question(two, dealing.CHECK, facts=for_check(given, 2)))["facts"]["complaints"]
     except RunError as error:
         reply = str(error)
-    return reply, stages.read_map(given[0]["boxes"])[2]
+    return reply, wire.read_map(given[0]["boxes"])[2]
 
 
 def test_nobody_complains_about_what_was_dealt_for_other_keys(
@@ -552,13 +552,13 @@ def test_nobody_complains_about_what_was_dealt_for_other_keys(
     assert "did not sign" in said
     monkeypatch.setattr(dealing, "keys_seen", lambda context, keys: context)  # the twin
     said, box = told_of_different_keys(federation)
-    assert set(stages.read_map(said)) == {0}
+    assert set(wire.read_map(said)) == {0}
     zero, two = federation.clients[0], federation.clients[2]
     held = zero.store.session()
-    zero.store.keep_session({**held, "stage": stages.CHECK, "shares": {}})
-    complaints = stages.write_map({2: stages.read_map(said)[0]})
-    shown = zero.answer(question(zero, stages.ANSWER, facts={"complaints": complaints}))["facts"]["keys"]
-    once, seal = stages.read_map(shown)[2], secure_client._keys(held)[2].seal
+    zero.store.keep_session({**held, "stage": dealing.CHECK, "shares": {}})
+    complaints = wire.write_map({2: wire.read_map(said)[0]})
+    shown = zero.answer(question(zero, dealing.ANSWER, facts={"complaints": complaints}))["facts"]["keys"]
+    once, seal = wire.read_map(shown)[2], secure_client._keys(held)[2].seal
     context = secure_client._own(two, two.store.session()).context
     cipher = dealing._cipher(once, seal, context, 0, 2)
     assert len(cipher.decrypt(bytes(12), box[32:112], box[:32])) == 64  # a true share, in the server's hands
@@ -567,12 +567,14 @@ def test_nobody_complains_about_what_was_dealt_for_other_keys(
 def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> None:
     """It signed two sets for one session, which the server opened twice: only the later one is its own."""
     one, keys = federation.clients[0], {}
-    first = stages.read_keys(one.answer(question(one, stages.KEYS))["facts"]["keys"])
+    first = dealing.read_keys(one.answer(question(one, dealing.KEYS))["facts"]["keys"])
     for client in federation.clients:
-        keys |= stages.read_keys(client.answer(question(client, stages.KEYS))["facts"]["keys"])
+        keys |= dealing.read_keys(client.answer(question(client, dealing.KEYS))["facts"]["keys"])
     for told in ({**keys, **first}, {i: keys[i] for i in range(1, N)}):
-        refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys(told)}), "other keys of this client")
-    one.answer(question(one, stages.SHARES, facts={"keys": stages.write_keys(keys)}))
+        refused(
+            one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys(told)}), "other keys of this client"
+        )
+    one.answer(question(one, dealing.SHARES, facts={"keys": dealing.write_keys(keys)}))
 
 
 # What is remembered, and what is forgotten.
@@ -609,9 +611,9 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
 
 def test_the_run_stops_after_three_rounds_in_vain_and_says_what_it_saw(federation: Federation) -> None:
     for gone in (2, 3):
-        federation.grid.handlers[gone] = silent_from(federation.clients[gone], stages.VECTOR)
+        federation.grid.handlers[gone] = silent_from(federation.clients[gone], dealing.VECTOR)
     federation.grid.handlers[LIAR] = instead(
-        federation.clients[LIAR], stages.VECTOR, other_vector(np.ones(3, np.int64))
+        federation.clients[LIAR], dealing.VECTOR, other_vector(np.ones(3, np.int64))
     )
     federation.round(0, cohort=[0])  # a small draw: no client's doing, not counted
     for number in range(1, 4):
@@ -624,7 +626,7 @@ def test_the_run_stops_after_three_rounds_in_vain_and_says_what_it_saw(federatio
 
 def test_one_good_round_ends_the_row(federation: Federation) -> None:
     whole = dict(federation.grid.handlers)
-    silent = {i: silent_from(federation.clients[i], stages.VECTOR) for i in (1, 2, 3)}
+    silent = {i: silent_from(federation.clients[i], dealing.VECTOR) for i in (1, 2, 3)}
     for number in range(6):
         federation.grid.handlers = whole if number == 2 else {**whole, **silent}
         assert federation.round(number).count == (N if number == 2 else 0)
@@ -650,7 +652,7 @@ def test_a_stopped_run_loses_nothing_and_goes_on_when_it_is_started_again(
     grid = grid_of(task, clients)
     whole = dict(grid.handlers)
     for i in (0, 1):
-        grid.handlers[i] = silent_from(clients[i], stages.VECTOR)
+        grid.handlers[i] = silent_from(clients[i], dealing.VECTOR)
     with pytest.raises(RunError, match="2 charged rounds in a row"):
         serve(grid, task, settings(tmp_path / "fed", abort_limit=2))
     lines = (tmp_path / "fed" / "run" / "ledger.jsonl").read_text().splitlines()
@@ -671,10 +673,10 @@ def test_what_a_crash_left_goes_when_the_server_starts_again(federation: Federat
     federation.round(0, cohort=[0])
     assert federation.secrets() == []
     one = federation.clients[0]
-    one.answer(question(one, stages.KEYS, round=1))
-    one.answer(question(one, stages.END, round=1))
+    one.answer(question(one, dealing.KEYS, round=1))
+    one.answer(question(one, dealing.END, round=1))
     assert federation.secrets() == [0]
-    one.answer(question(one, stages.END, b"t" * 16, round=1))
+    one.answer(question(one, dealing.END, b"t" * 16, round=1))
     assert federation.secrets() == []
 
 
@@ -765,7 +767,7 @@ def test_whatever_a_step_is_answered_with_the_others_sum_comes_out(stage: str, f
             return with_facts(**dict.fromkeys(own or ["round"], garbage))(message, content)
 
         federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stage, spoilt)
-        counted = range(N) if stage in (stages.CONSENT, stages.REVEAL) else [i for i in range(N) if i != LIAR]
+        counted = range(N) if stage in (dealing.CONSENT, dealing.REVEAL) else [i for i in range(N) if i != LIAR]
         assert is_sum_of(federation.round(number), list(counted)), garbage
         assert set(federation.named()) == {LIAR}
     assert federation.server.culprits.strikes == {LIAR: len(GARBAGE)}  # type: ignore[union-attr]

@@ -19,11 +19,12 @@ from flwr.app import Message
 from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
 
 from fedflat.core.types import Broadcast
+from fedflat.federation import wire
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.replies import PendingReply
 from fedflat.federation.secagg import client as secure_client
+from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
-from fedflat.federation.secagg import stages
 from fedflat.federation.secagg.client import threshold_of
 from fedflat.federation.server import serve
 from fedflat.federation.task import Task
@@ -31,7 +32,7 @@ from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import keys
 from fedflat.simulation import run as simulation
 
-STEPS = (stages.KEYS, stages.SHARES, stages.CHECK, stages.VECTOR, stages.CONSENT, stages.REVEAL)
+STEPS = (dealing.KEYS, dealing.SHARES, dealing.CHECK, dealing.VECTOR, dealing.CONSENT, dealing.REVEAL)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def silent_from(client: Client, stage: str) -> Callable[[Any], Any]:
     """A client that drops out before a step."""
 
     def handle(message: Any) -> Any:
-        asked = stages.stage_of(message.content)
+        asked = message.content["facts"].get("stage")
         late = asked in STEPS and STEPS.index(asked) >= STEPS.index(stage)
         return None if late else honest(client)(message)
 
@@ -91,7 +92,7 @@ def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> No
 def test_the_noise_in_a_sum_is_n_max_shares(tmp_path: Path) -> None:
     """Clients' own shares and the server's top-up together, measured; also with a client gone."""
     recipe = ddgauss(noise=2.0, local={"lr": 1e-7}, model={"name": "mlp", "hidden": 30})
-    for name, gone in (("all", {}), ("three", {2: stages.VECTOR})):
+    for name, gone in (("all", {}), ("three", {2: dealing.VECTOR})):
         _, clients, _ = run(tmp_path / name, recipe, gone)
         moved = final_shared(tmp_path / name / "run") - clients[0].job.initial_weights
         mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
@@ -106,7 +107,7 @@ def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None
     assert rows(tmp_path / "fed" / "run" / "metrics.jsonl")[0]["aborted"] is False
     first = clients[0].job.initial_weights
     moved = (final_shared(tmp_path / "fed" / "run") - first) * 4
-    there = [c for c in range(4) if c != 1 or stage in (stages.CONSENT, stages.REVEAL)]
+    there = [c for c in range(4) if c != 1 or stage in (dealing.CONSENT, dealing.REVEAL)]
     fresh = {c: client_at(tmp_path / "fed", clients[0].task, c) for c in there}
     wanted = torch.stack([fresh[c].update(Broadcast(0, first, 0.1, 1.0))[0] for c in there]).sum(0)
     mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
@@ -122,7 +123,7 @@ def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None
 def test_too_few_clients_at_any_step_release_nothing_and_stay_charged(stage: str, tmp_path: Path) -> None:
     _, clients, _ = run(tmp_path / "fed", ddgauss(rounds=2), {0: stage, 1: stage})  # of 4, 3 are needed
     shown = rows(tmp_path / "fed" / "run" / "metrics.jsonl")
-    few = stage != stages.KEYS  # two that never began are a small cohort, enough for a minimum of 2
+    few = stage != dealing.KEYS  # two that never began are a small cohort, enough for a minimum of 2
     assert [row["aborted"] for row in shown] == [few, few]
     if few:
         assert torch.equal(final_shared(tmp_path / "fed" / "run"), clients[0].job.initial_weights)
@@ -154,10 +155,12 @@ def test_what_the_server_gets_is_masked(tmp_path: Path) -> None:
 def question(client: Client, /, stage: str, session: bytes = b"s" * 16, round: int = 0, **changes: Any) -> Any:
     facts = changes.pop("facts", {})
     broadcast = None
-    if stage == stages.VECTOR:
+    if stage == dealing.VECTOR:
         broadcast = Broadcast(round, client.job.initial_weights, client.job.threshold, 1.0)
     pending = PendingReply(changes.get("client", client.number), 7, b"n" * 16)
-    return stages.write_question(stage, pending, round, session, changes.get("pin", client.task.pin), facts, broadcast)
+    common = wire.records({}, {"round": round}) if broadcast is None else wire.write_broadcast(broadcast)
+    more = {"stage": stage, "session": session, **facts}
+    return wire.write_request(common, pending.client, pending.nonce, changes.get("pin", client.task.pin), **more)
 
 
 def through_shares(
@@ -167,12 +170,12 @@ def through_shares(
     dealt = {} if dealt is None else dealt
     found = {}
     for client in clients:
-        found |= stages.read_keys(client.answer(question(client, stages.KEYS, session, round))["facts"]["keys"])
-    held = {"keys": stages.write_keys(found)}
+        found |= dealing.read_keys(client.answer(question(client, dealing.KEYS, session, round))["facts"]["keys"])
+    held = {"keys": dealing.write_keys(found)}
     for client in clients:
-        dealt[client.number] = client.answer(question(client, stages.SHARES, session, round, facts=held))["facts"]
+        dealt[client.number] = client.answer(question(client, dealing.SHARES, session, round, facts=held))["facts"]
     for to in clients:
-        reply = to.answer(question(to, stages.CHECK, session, round, facts=for_check(dealt, to.number)))
+        reply = to.answer(question(to, dealing.CHECK, session, round, facts=for_check(dealt, to.number)))
         assert reply["facts"]["complaints"] == b""
     return {to.number: {"shared": set_of(found)} for to in clients}
 
@@ -181,8 +184,8 @@ def for_check(dealt: dict[int, Any], to: int) -> dict[str, bytes]:
     """What one client is sent of others' deals."""
     others = {i: facts for i, facts in dealt.items() if i != to}
     return {
-        "boxes": stages.write_map({i: stages.read_map(facts["boxes"])[to] for i, facts in others.items()}),
-        "commitments": stages.write_map({i: facts["commitments"] for i, facts in others.items()}),
+        "boxes": wire.write_map({i: wire.read_map(facts["boxes"])[to] for i, facts in others.items()}),
+        "commitments": wire.write_map({i: facts["commitments"] for i, facts in others.items()}),
     }
 
 
@@ -196,46 +199,46 @@ def refused(client: Client, content: Any, why: str) -> None:
 
 
 def set_of(clients: Iterable[int]) -> bytes:
-    return stages.write_map(dict.fromkeys(clients, b""))
+    return wire.write_map(dict.fromkeys(clients, b""))
 
 
 def test_a_step_is_answered_once_in_order_in_its_session(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", ddgauss(rounds=3))
     one = clients[0]
     with pytest.raises(Refused, match="not open"):
-        one.answer(question(one, stages.REVEAL))
+        one.answer(question(one, dealing.REVEAL))
     facts = through_shares(clients)
     with pytest.raises(Refused, match="step shares after step check"):
-        one.answer(question(one, stages.SHARES))
+        one.answer(question(one, dealing.SHARES))
     with pytest.raises(Refused, match="not open"):
-        one.answer(question(one, stages.VECTOR, b"t" * 16, facts=facts[0]))
+        one.answer(question(one, dealing.VECTOR, b"t" * 16, facts=facts[0]))
     with pytest.raises(Refused, match="step consent after step check"):
-        one.answer(question(one, stages.CONSENT, facts={"survivors": b""}))
+        one.answer(question(one, dealing.CONSENT, facts={"survivors": b""}))
     for client in clients[:3]:
-        client.answer(question(client, stages.VECTOR, facts=facts[client.number]))
+        client.answer(question(client, dealing.VECTOR, facts=facts[client.number]))
     with pytest.raises(Refused, match="step vector after step vector"):
-        one.answer(question(one, stages.VECTOR, facts=facts[0]))
+        one.answer(question(one, dealing.VECTOR, facts=facts[0]))
     with pytest.raises(Refused, match="step reveal after step vector"):
-        one.answer(question(one, stages.REVEAL, facts={"signatures": b""}))
+        one.answer(question(one, dealing.REVEAL, facts={"signatures": b""}))
     for few in ((0, 1), (1, 2, 3), (0, 1, 9)):
-        refused(one, question(one, stages.CONSENT, facts={"survivors": set_of(few)}), "survivors that cannot be")
+        refused(one, question(one, dealing.CONSENT, facts={"survivors": set_of(few)}), "survivors that cannot be")
     signed = {
-        client.number: client.answer(question(client, stages.CONSENT, facts={"survivors": set_of((0, 1, 2))}))
+        client.number: client.answer(question(client, dealing.CONSENT, facts={"survivors": set_of((0, 1, 2))}))
         for client in clients[:3]
     }
     with pytest.raises(Refused, match="step consent after step consent"):  # it signs one set, once
-        one.answer(question(one, stages.CONSENT, facts={"survivors": set_of((0, 1, 3))}))
-    signatures = {"signatures": stages.write_map({i: reply["facts"]["signature"] for i, reply in signed.items()})}
-    reply = one.answer(question(one, stages.REVEAL, facts=signatures))
-    assert set(stages.read_numbers(reply["facts"]["seeds"])) == {0, 1, 2}
-    assert set(stages.read_numbers(reply["facts"]["masks"])) == {3}
+        one.answer(question(one, dealing.CONSENT, facts={"survivors": set_of((0, 1, 3))}))
+    signatures = {"signatures": wire.write_map({i: reply["facts"]["signature"] for i, reply in signed.items()})}
+    reply = one.answer(question(one, dealing.REVEAL, facts=signatures))
+    assert set(dealing.read_numbers(reply["facts"]["seeds"])) == {0, 1, 2}
+    assert set(dealing.read_numbers(reply["facts"]["masks"])) == {3}
     with pytest.raises(Refused, match="not open"):
-        one.answer(question(one, stages.REVEAL, facts=signatures))
+        one.answer(question(one, dealing.REVEAL, facts=signatures))
     with pytest.raises(Refused, match="has left already"):  # a restarted server learns no second sum of the round
-        one.answer(question(one, stages.KEYS, b"u" * 16))
+        one.answer(question(one, dealing.KEYS, b"u" * 16))
     again = client_at(tmp_path / "fed", one.task, 0)
     with pytest.raises(Refused, match="has left already"):
-        again.answer(question(again, stages.KEYS, b"u" * 16))
+        again.answer(question(again, dealing.KEYS, b"u" * 16))
     assert one.store.session() == {}
 
 
@@ -245,14 +248,14 @@ def test_a_client_killed_after_it_noted_a_vector_sends_no_other(tmp_path: Path) 
     facts = through_shares(clients)
     clients[0].store.note_participation(0)
     with pytest.raises(Refused, match="has left already"):
-        clients[0].answer(question(clients[0], stages.VECTOR, facts=facts[0]))
+        clients[0].answer(question(clients[0], dealing.VECTOR, facts=facts[0]))
 
 
 def test_a_session_belongs_to_one_deployment(tmp_path: Path) -> None:
     """The same keys in two deployments, the same round and session: what one signed is not believed in the other."""
     _, clients = deployed(tmp_path / "fed", ddgauss())
     one, session = clients[0], b"s" * 16
-    keys_of_one = stages.read_keys(one.answer(question(one, stages.KEYS, session))["facts"]["keys"])
+    keys_of_one = dealing.read_keys(one.answer(question(one, dealing.KEYS, session))["facts"]["keys"])
     known = secure_client.known_keys(one.task)
     secagg.verify(keys_of_one, known, secure_client.context_of(one.task.pin, 0, session))
     for other in (("another", 0, session), (one.task.pin, 1, session), (one.task.pin, 0, b"t" * 16)):
@@ -269,27 +272,27 @@ def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
         one.answer(ask_of(one))
     for changes in ({"client": 1}, {"pin": "another"}, {"round": 9}):
         with pytest.raises(Refused):
-            one.answer(question(one, stages.KEYS, **changes))
-    own = stages.read_keys(one.answer(question(one, stages.KEYS))["facts"]["keys"])
+            one.answer(question(one, dealing.KEYS, **changes))
+    own = dealing.read_keys(one.answer(question(one, dealing.KEYS))["facts"]["keys"])
     servers = secagg.Secrets.fresh(1, b"").public(__import__("test_federation_secagg").SIGNERS[1])
-    refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys({**own, 1: servers})}), "signature")
-    refused(one, question(one, stages.SHARES, facts={"keys": stages.write_keys(own)}), "too few")
-    for bad in (b"", b"x" * 9, stages.write_map({0: b"x" * 64})):
-        refused(one, question(one, stages.SHARES, facts={"keys": bad}), "")
+    refused(one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys({**own, 1: servers})}), "signature")
+    refused(one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys(own)}), "too few")
+    for bad in (b"", b"x" * 9, wire.write_map({0: b"x" * 64})):
+        refused(one, question(one, dealing.SHARES, facts={"keys": bad}), "")
     plain = small()
     _, others = deployed(tmp_path / "plain", plain)
     with pytest.raises(Refused, match="not distributed"):
-        others[0].answer(question(others[0], stages.KEYS))
+        others[0].answer(question(others[0], dealing.KEYS))
 
 
 def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Path) -> None:
     def spoil(stage: str, facts: dict[str, bytes], vector: np.ndarray | None = None) -> Any:
         def of(client: Client) -> Callable[[Any], Any]:
             def handle(message: Any) -> Any:
-                if stages.stage_of(message.content) != stage:
+                if message.content["facts"].get("stage") != stage:
                     return honest(client)(message)
                 asked = message.content["facts"]
-                content = stages.write_reply(asked["round"], asked["nonce"], facts, vector)
+                content = wire.write_answer(wire.Answer(asked["round"], asked["nonce"], vector, facts=facts))
                 return Message(content, reply_to=message)
 
             return handle
@@ -297,15 +300,15 @@ def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Pat
         return of
 
     cases = {
-        "keys of another": (stages.KEYS, {"keys": stages.write_map({1: b"x" * 100})}),
-        "no keys": (stages.KEYS, {}),
-        "unsigned keys": (stages.KEYS, {"keys": stages.write_map({0: b"x" * 100})}),
-        "no boxes": (stages.SHARES, {"boxes": b""}),
-        "cut boxes": (stages.SHARES, {"boxes": b"x" * 30}),
-        "float vector": (stages.VECTOR, {}, np.ones(512, np.float32)),
-        "short vector": (stages.VECTOR, {}, np.ones(3, np.int64)),
-        "no signature": (stages.CONSENT, {}),
-        "false signature": (stages.CONSENT, {"signature": b"x" * 64}),
+        "keys of another": (dealing.KEYS, {"keys": wire.write_map({1: b"x" * 100})}),
+        "no keys": (dealing.KEYS, {}),
+        "unsigned keys": (dealing.KEYS, {"keys": wire.write_map({0: b"x" * 100})}),
+        "no boxes": (dealing.SHARES, {"boxes": b""}),
+        "cut boxes": (dealing.SHARES, {"boxes": b"x" * 30}),
+        "float vector": (dealing.VECTOR, {}, np.ones(512, np.float32)),
+        "short vector": (dealing.VECTOR, {}, np.ones(3, np.int64)),
+        "no signature": (dealing.CONSENT, {}),
+        "false signature": (dealing.CONSENT, {"signature": b"x" * 64}),
     }
     for name, (stage, facts, *vector) in cases.items():
         task, clients = deployed(tmp_path / name, ddgauss())
@@ -316,7 +319,7 @@ def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Pat
     task, clients = deployed(tmp_path / "false shares", ddgauss())
     grid = grid_of(task, clients)
     for i in (0, 1, 2):
-        grid.handlers[i] = spoil(stages.REVEAL, {"seeds": b"", "masks": b""})(clients[i])
+        grid.handlers[i] = spoil(dealing.REVEAL, {"seeds": b"", "masks": b""})(clients[i])
     serve(grid, task, settings(tmp_path / "false shares"))
     assert rows(tmp_path / "false shares" / "run" / "metrics.jsonl")[0]["aborted"] is True
 

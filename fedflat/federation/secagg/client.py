@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
-from fedflat.federation.secagg import dealing, stages
+from fedflat.federation import wire
+from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
-from fedflat.federation.secagg.protocol import PublicKeys, Secrets, Shares
+from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares
 from fedflat.federation.task import Task
-from fedflat.federation.wire import FACTS, Malformed, Refused, nonce_of, number, read_request
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
@@ -32,6 +33,24 @@ from fedflat.privacy.plan import Plan
 Client = Any
 
 _SECRETS = ("seal", "mask", "seed", "sign")
+_BEFORE = {
+    dealing.SHARES: (dealing.KEYS,),
+    dealing.CHECK: (dealing.SHARES,),
+    dealing.ANSWER: (dealing.CHECK,),
+    dealing.VECTOR: (dealing.CHECK, dealing.ANSWER),
+    dealing.CONSENT: (dealing.VECTOR,),
+    dealing.REVEAL: (dealing.CONSENT,),
+}
+"""What a client must have answered last, before each step but the first."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What a step answers, and what the session keeps for the next one; None: it is over, and forgotten."""
+
+    facts: Mapping[str, bytes]
+    kept: Mapping[str, Any] | None
+    vector: np.ndarray | None = None
 
 
 def threshold_of(plan: Plan, clients: int) -> int:
@@ -69,54 +88,60 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
 
 
 def answer_stage(client: Client, content: Any) -> Any:
-    """Return the reply's content to one step; raises Refused."""
-    facts = content[FACTS]
+    """Return the reply's content to one step; raises wire.Refused."""
+    facts = content[wire.FACTS]
     try:
-        stage, round, nonce = facts.get("stage"), number(facts, "round"), nonce_of(facts)
-        session = stages.session_of(facts)
-        if stage not in _STEPS and stage != stages.END:
-            raise Malformed("form")
+        stage, round, nonce = str(facts["stage"]), wire.number(facts, "round"), wire.sixteen(facts, "nonce")
+        session = wire.sixteen(facts, "session")
+        if stage not in _STEPS and stage != dealing.END:
+            raise wire.Malformed("form")
         _check(client, facts, round)
-        if stage == stages.END:
+        if stage == dealing.END:
             if client.store.session().get("session") != session.hex():
                 client.store.end_session()
-            return stages.write_reply(round, nonce, {})
-        state = _opened(client, str(stage), round, session)
+            return wire.write_answer(wire.Answer(round, nonce))
+        state = _opened(client, stage, round, session)
         try:
-            done, vector = _STEPS[str(stage)](client, content, state)
+            reply: _Reply = _STEPS[stage](client, content, state)
         except BaseException:  # the session is over for this client, and so are its secrets
             client.store.end_session()
             raise
-    except Malformed as fault:
-        raise Refused(f"the server's message is malformed: {fault.reason}") from fault
-    except secagg.Aborted as fault:
-        raise Refused(f"secure aggregation: {fault}") from fault
-    return stages.write_reply(round, nonce, done, vector)
+    except wire.Malformed as fault:
+        raise wire.Refused(f"the server's message is malformed: {fault.reason}") from fault
+    except Aborted as fault:
+        raise wire.Refused(f"secure aggregation: {fault}") from fault
+    # On disk before the answer leaves: each step is answered once.
+    if reply.kept is None:
+        client.store.end_session()
+    else:
+        client.store.keep_session({**state, "stage": stage, **reply.kept})
+    return wire.write_answer(wire.Answer(round, nonce, reply.vector, facts=reply.facts))
 
 
 def _check(client: Client, facts: Any, round: int) -> None:
     if facts.get("client") != client.number or facts.get("pin") != client.task.pin:
-        raise Refused("the server asks another client, or runs another recipe, task or roster")
+        raise wire.Refused("the server asks another client, or runs another recipe, task or roster")
     if round >= client.job.parts.plan.rounds:
-        raise Refused(f"the server asks for round {round} of {client.job.parts.plan.rounds}")
+        raise wire.Refused(f"the server asks for round {round} of {client.job.parts.plan.rounds}")
     if client.job.parts.plan.trust != "distributed":
-        raise Refused("the recipe's trust model is not distributed")
+        raise wire.Refused("the recipe's trust model is not distributed")
 
 
 def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str, Any]:
     """Return the session so far, if this step is its next; step 0 opens a new one and forgets any other."""
-    if stage == stages.KEYS:
+    left = wire.Refused(f"this client's vector of round {round} has left already")
+    if stage == dealing.KEYS:
         if client.store.took_part(round):
-            raise Refused(f"this client's vector of round {round} has left already")
+            raise left
         client.store.end_session()
         return {"session": session.hex(), "round": round}
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
-        raise Refused("a step of a session that is not open")
-    if state.get("stage") not in stages.BEFORE[stage]:
-        raise Refused(f"step {stage} after step {state.get('stage')}")
-    if stage == stages.VECTOR and client.store.took_part(round):  # killed after it noted that the vector leaves
-        raise Refused(f"this client's vector of round {round} has left already")
+        raise wire.Refused("a step of a session that is not open")
+    if state.get("stage") not in _BEFORE[stage]:
+        raise wire.Refused(f"step {stage} after step {state.get('stage')}")
+    if stage == dealing.VECTOR and client.store.took_part(round):  # killed after it noted that the vector leaves
+        raise left
     return state
 
 
@@ -129,88 +154,94 @@ def _own(client: Client, state: Mapping[str, Any]) -> Secrets:
 
 
 def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
-    return stages.read_keys(bytes.fromhex(state["keys"]))
+    return dealing.read_keys(bytes.fromhex(state["keys"]))
 
 
-def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+def _shared(state: Mapping[str, Any]) -> set[int]:
+    return {int(i) for i in state["shares"]}
+
+
+def _shares(state: Mapping[str, Any]) -> dict[int, Shares]:
+    return {int(i): Shares(*map(int, pair)) for i, pair in state["shares"].items()}
+
+
+def _written(shares: Mapping[int, Shares]) -> dict[str, list[str]]:
+    """Return shares as values for JSON, whose numbers are not read as large as these everywhere."""
+    return {str(i): [str(share.seed), str(share.mask)] for i, share in shares.items()}
+
+
+def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     if client.key is None:
         raise wrong("node config", "no key", 'key="…/auth.key" under trust: distributed')
     own = Secrets.fresh(client.number, _context(client, state))
-    public = own.public(signing_key(client.key))
-    secret = {name: getattr(own, name).hex() for name in _SECRETS}
-    client.store.keep_session({**state, "stage": stages.KEYS, **secret})
-    return {"keys": stages.write_keys({client.number: public})}, None
+    keys = dealing.write_keys({client.number: own.public(signing_key(client.key))})
+    return _Reply({"keys": keys}, {name: getattr(own, name).hex() for name in _SECRETS})
 
 
-def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
-    own, keys = _own(client, state), stages.read_keys(content[FACTS].get("keys"))
+def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
+    own, keys = _own(client, state), dealing.read_keys(content[wire.FACTS].get("keys"))
     secagg.verify(keys, known_keys(client.task), own.context)
     if client.number not in keys or keys[client.number].halves != own.halves:
-        raise secagg.Aborted("other keys of this client than it gave")
+        raise Aborted("other keys of this client than it gave")
     threshold = threshold_of(client.job.parts.plan, len(keys))
     dealt, kept = dealing.deal(own, keys, threshold)
-    more = {"keys": stages.write_keys(keys).hex(), "threshold": threshold, "own": [str(kept.seed), str(kept.mask)]}
-    client.store.keep_session({**state, "stage": stages.SHARES, **more})
-    return {"commitments": dealt.commitments, "boxes": stages.write_map(dealt.boxes)}, None
+    more = {"keys": dealing.write_keys(keys).hex(), "threshold": threshold, "shares": _written({client.number: kept})}
+    return _Reply({"commitments": dealt.commitments, "boxes": wire.write_map(dealt.boxes)}, more)
 
 
-def _complain(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Signed complaints about those who dealt this client no true shares.
 
     A box that its dealer did not sign is the server's doing: no complaint, no further step.
     """
     own, keys = _own(client, state), _keys(state)
-    boxes = stages.read_map(content[FACTS].get("boxes"), stages.SIGNED_BOX_BYTES)
-    commitments = stages.read_map(content[FACTS].get("commitments"))
+    boxes = wire.read_map(content[wire.FACTS].get("boxes"), dealing.SIGNED_BOX_BYTES)
+    commitments = wire.read_map(content[wire.FACTS].get("commitments"))
     if set(commitments) != set(boxes) or not set(boxes) <= set(keys) - {client.number}:
-        raise secagg.Aborted("boxes that cannot be")
+        raise Aborted("boxes that cannot be")
     if len(boxes) + 1 < state["threshold"]:
-        raise secagg.Aborted("too few clients")
+        raise Aborted("too few clients")
     seen = dealing.keys_seen(own.context, keys)
-    shares, complaints = {client.number: Shares(*(int(text) for text in state["own"]))}, {}
+    shares, complaints = _shares(state), {}
     for sender, box in boxes.items():
-        told = commitments[sender]
-        if not dealing.is_dealt(keys[sender], seen, sender, client.number, told, box):
-            raise secagg.Aborted("a box that its sender did not sign")
+        if not dealing.is_dealt(keys[sender], seen, sender, client.number, commitments[sender], box):
+            raise Aborted("a box that its sender did not sign")
         try:
-            points = dealing.points_of(keys[sender], told, state["threshold"])
+            points = dealing.points_of(keys[sender], commitments[sender], state["threshold"])
             shares[sender] = dealing.open_box(own, sender, box, points)
-        except secagg.Aborted:
+        except Aborted:
             complaints[sender] = dealing.complaint(own, seen, sender)
-    held = {str(i): [str(found.seed), str(found.mask)] for i, found in shares.items()}
-    client.store.keep_session({**state, "stage": stages.CHECK, "shares": held})
-    return {"complaints": stages.write_map(complaints)}, None
+    return _Reply({"complaints": wire.write_map(complaints)}, {"shares": _written(shares)})
 
 
-def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Return the keys of those boxes that their receivers complain about, with their signatures; of no other."""
     own, keys = _own(client, state), _keys(state)
-    complaints = stages.read_map(content[FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
+    complaints = wire.read_map(content[wire.FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
     seen = dealing.keys_seen(own.context, keys)
     for receiver, signature in complaints.items():
         if receiver not in keys or receiver == client.number:
-            raise secagg.Aborted("a complaint that cannot be")
+            raise Aborted("a complaint that cannot be")
         if not dealing.is_complaint(keys[receiver], seen, receiver, client.number, signature):
-            raise secagg.Aborted("a complaint without its client's signature")
-    client.store.keep_session({**state, "stage": stages.ANSWER})
-    return {"keys": stages.write_map({receiver: dealing.key_of_box(own, receiver) for receiver in complaints})}, None
+            raise Aborted("a complaint without its client's signature")
+    return _Reply(
+        {"keys": wire.write_map({receiver: dealing.key_of_box(own, receiver) for receiver in complaints})}, {}
+    )
 
 
-def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], np.ndarray]:
+def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give the masked vector, for those that the server still counts: all their secrets can be put together."""
-    own, keys = _own(client, state), _keys(state)
     # A server that names fewer clients than dealt shares would learn the sum of the few: each client counts for itself.
-    shared = set(stages.read_map(content[FACTS].get("shared"), 0))
+    shared = set(wire.read_map(content[wire.FACTS].get("shared"), 0))
     if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
-        raise secagg.Aborted("too few clients, or others than dealt true shares")
-    ask = read_request(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
+        raise Aborted("too few clients, or others than dealt true shares")
+    ask = wire.read_request(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
     client.check(ask)
-    held = {str(i): state["shares"][str(i)] for i in shared}
     vector = _encoded(client, ask.broadcast)
     # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
     client.store.note_participation(state["round"])
-    client.store.keep_session({**state, "stage": stages.VECTOR, "shares": held})
-    return {}, secagg.masked(own, keys, shared, vector, _mechanism(client).bits)
+    masked = secagg.masked(_own(client, state), _keys(state), shared, vector, _mechanism(client).bits)
+    return _Reply({}, {"shares": {str(i): state["shares"][str(i)] for i in shared}}, masked)
 
 
 def _mechanism(client: Client) -> DistributedDiscreteGaussian:
@@ -227,16 +258,11 @@ def _encoded(client: Client, broadcast: Any) -> np.ndarray:
     return mechanism.encode(update.to(torch.float64), signs, *bits)
 
 
-def _consent(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
-    survivors = set(stages.read_map(content[FACTS].get("survivors"), 0))
+def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
+    survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
     secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
-    client.store.keep_session({**state, "stage": stages.CONSENT, "survivors": sorted(survivors)})
     signature = dealing.consent(_own(client, state), _seen(client, state, survivors))
-    return {"signature": signature}, None
-
-
-def _shared(state: Mapping[str, Any]) -> set[int]:
-    return {int(i) for i in state["shares"]}
+    return _Reply({"signature": signature}, {"survivors": sorted(survivors)})
 
 
 def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> bytes:
@@ -244,24 +270,22 @@ def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> byte
     return dealing.transcript(_context(client, state), _keys(state), _shared(state), survivors)
 
 
-def _reveal(client: Client, content: Any, state: dict[str, Any]) -> tuple[dict[str, bytes], None]:
+def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give shares for the survivors that this client signed, and for no others; once."""
     survivors = set(state["survivors"])
-    signatures = stages.read_map(content[FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
+    signatures = wire.read_map(content[wire.FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
     seen = _seen(client, state, survivors)
     dealing.require_consent(signatures, _keys(state), survivors, seen, state["threshold"])
-    shares = {int(i): Shares(*(int(text) for text in found)) for i, found in state["shares"].items()}
-    seeds, masks = secagg.reveal(shares, survivors, set(shares))
-    client.store.end_session()  # before the answer leaves: it is given once
-    return {"seeds": stages.write_numbers(seeds), "masks": stages.write_numbers(masks)}, None
+    seeds, masks = secagg.reveal(_shares(state), survivors, _shared(state))
+    return _Reply({"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None)
 
 
 _STEPS: dict[str, Any] = {
-    stages.KEYS: _give_keys,
-    stages.SHARES: _give_shares,
-    stages.CHECK: _complain,
-    stages.ANSWER: _answer_complaints,
-    stages.VECTOR: _give_vector,
-    stages.CONSENT: _consent,
-    stages.REVEAL: _reveal,
+    dealing.KEYS: _give_keys,
+    dealing.SHARES: _give_shares,
+    dealing.CHECK: _complain,
+    dealing.ANSWER: _answer_complaints,
+    dealing.VECTOR: _give_vector,
+    dealing.CONSENT: _consent,
+    dealing.REVEAL: _reveal,
 }

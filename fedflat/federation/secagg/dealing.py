@@ -1,4 +1,4 @@
-"""What clients of secure aggregation sign for each other: deals of shares, complaints (step 1), consent (step 3).
+"""What clients of secure aggregation send each other through the server: keys, signed deals, complaints, consent.
 
 A dealer signs each box together with its commitments, so nobody else can have made a bad one. A receiver that finds no
 true share in a signed box signs a complaint. The dealer then shows the secret key that it made for this one box: if the
@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -33,12 +34,42 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point
+from fedflat.federation.wire import Malformed, read_map, write_map
 
+KEYS, SHARES, CHECK, ANSWER = "keys", "shares", "check", "answer"
+VECTOR, CONSENT, REVEAL, END = "vector", "consent", "reveal", "end"
+"""The steps. ANSWER is asked of accused dealers only; END, at any time, makes a client forget every session but the one
+that is named."""
 SIGNATURE_BYTES = 64
 BOX_BYTES = 32 + 2 * SHARE_BYTES + 16
 """The box's own public key, two shares, the cipher's tag."""
+SIGNED_BOX_BYTES = BOX_BYTES + SIGNATURE_BYTES
+KEY_BYTES = 64 + POINT_BYTES
 _LABEL = b"fedflat secure aggregation: "
 _CONSENT = _LABEL + b"consistency"
+
+
+def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
+    """Return the clients' public keys as bytes for a message."""
+    return write_map({client: key.halves + key.signature for client, key in keys.items()})
+
+
+def read_keys(data: Any) -> dict[int, PublicKeys]:
+    """Return public keys of clients, or ``Malformed``."""
+    parts = read_map(data)
+    if any(len(part) <= KEY_BYTES for part in parts.values()):
+        raise Malformed("form")
+    return {client: PublicKeys.of(part[:KEY_BYTES], part[KEY_BYTES:]) for client, part in parts.items()}
+
+
+def write_numbers(values: Mapping[int, int]) -> bytes:
+    """Return shares of clients' secrets as bytes for a message."""
+    return write_map({client: value.to_bytes(SHARE_BYTES, "big") for client, value in values.items()})
+
+
+def read_numbers(data: Any) -> dict[int, int]:
+    """Return shares of clients' secrets, or ``Malformed``."""
+    return {client: int.from_bytes(value, "big") for client, value in read_map(data, SHARE_BYTES).items()}
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,14 @@ from torch import Tensor
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Clipped, Part
+from fedflat.federation import wire
 from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker
-from fedflat.federation.secagg import dealing, stages
+from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.client import context_of, known_keys, threshold_of
-from fedflat.federation.secagg.dealing import Deal
 from fedflat.federation.secagg.protocol import Aborted, Collector
 from fedflat.federation.task import Task
 from fedflat.federation.transport import Flower, log
-from fedflat.federation.wire import Malformed
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.plan import Plan
 
@@ -48,11 +47,11 @@ class SecureFlower(Flower):
     _excluded: dict[int, str] = field(default_factory=dict)
     _stage: str = ""
     _session: bytes = b""
-    _next: bytes = field(default_factory=lambda: secrets.token_bytes(stages.SESSION_BYTES))
+    _next: bytes = field(default_factory=lambda: secrets.token_bytes(wire.NONCE_BYTES))
     _ended: tuple[str, ...] = ()
     _broadcast: Broadcast = field(init=False)
     _collector: Collector = field(init=False)
-    _deals: dict[int, Deal] = field(default_factory=dict)
+    _deals: dict[int, dealing.Deal] = field(default_factory=dict)
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Run one secure aggregation; yield its sum, or nothing if it is aborted.
@@ -65,7 +64,7 @@ class SecureFlower(Flower):
             self._end(broadcast.round, range(self.roster.clients))
             self.left_open = False
         self._refused, self._excluded, self._deals, self._broadcast = Counter(), {}, {}, broadcast
-        self._session, self._next = self._next, secrets.token_bytes(stages.SESSION_BYTES)
+        self._session, self._next = self._next, secrets.token_bytes(wire.NONCE_BYTES)
         asked = sorted(set(cohort.tolist()) - self.culprits.off)
         context = context_of(self.pin, broadcast.round, self._session)
         collector = self._collector = Collector(context, self.mechanism.padded, self.mechanism.bits, 1)
@@ -111,34 +110,38 @@ class SecureFlower(Flower):
         messages = []
         for client in sorted(set(clients) & set(connected)):
             pending = PendingReply(client, connected[client])
-            content = stages.write_question(stages.END, pending, round, self._next, self.pin, {})
+            content = self._question(wire.records({}, {"round": round}), dealing.END, self._next, pending)
             messages.append(self._message(content, pending.node, round))
         self._ended = tuple(number for number in self.grid.push_messages(messages) if number) if messages else ()
+
+    def _question(self, common: Any, stage: str, session: bytes, pending: PendingReply, **facts: bytes) -> Any:
+        more = {"stage": stage, "session": session, **facts}
+        return wire.write_request(common, pending.client, pending.nonce, self.pin, **more)
 
     def _step(
         self, stage: str, clients: Iterable[int], facts: Callable[[int], dict[str, bytes]],
         add: Callable[[int, Any], None],
     ) -> None:  # fmt: skip
         """Put a step's question to clients; ``add`` takes each answer, or raises what makes its client a culprit."""
-        self._stage, broadcast, vector = stage, self._broadcast, stage == stages.VECTOR
+        self._stage, round, vector = stage, self._broadcast.round, stage == dealing.VECTOR
+        common = wire.write_broadcast(self._broadcast) if vector else wire.records({}, {"round": round})
         size = self.mechanism.padded if vector else None
 
         def content(pending: PendingReply) -> Any:
-            own, sent = facts(pending.client), broadcast if vector else None
-            return stages.write_question(stage, pending, broadcast.round, self._session, self.pin, own, sent)
+            return self._question(common, stage, self._session, pending, **facts(pending.client))
 
-        tracker = ReplyTracker(broadcast.round, lambda found: stages.read_reply(found, size))
+        tracker = ReplyTracker(round, lambda content: wire.read_answer(content, size, "int64"))
         for client, answer in self.exchange(tracker, sorted(clients), content):
             try:
                 add(client, answer)
-            except (Malformed, Aborted) as fault:
-                reason = fault.reason if isinstance(fault, Malformed) else "form"
+            except (wire.Malformed, Aborted) as fault:
+                reason = fault.reason if isinstance(fault, wire.Malformed) else "form"
                 self._refused[reason] += 1
                 self._blame(client, reason)
         self._refused += tracker.refused
         for client, reason in tracker.blamed.items():
             if reason == "duplicate":  # refused, the first answer counts, and the client goes on
-                log.warning("round %d: a second answer to step %s", broadcast.round, stage)
+                log.warning("round %d: a second answer to step %s", round, stage)
             else:
                 self._blame(client, reason)
 
@@ -146,13 +149,13 @@ class SecureFlower(Flower):
         collector, known = self._collector, known_keys(self.task)
 
         def add(client: int, answer: Any) -> None:
-            found = stages.read_keys(answer.facts.get("keys"))
+            found = dealing.read_keys(answer.facts.get("keys"))
             if set(found) != {client}:
-                raise Malformed("form")
+                raise wire.Malformed("form")
             secagg.verify(found, known, collector.context)
             collector.keys |= found
 
-        self._step(stages.KEYS, asked, lambda client: {}, add)
+        self._step(dealing.KEYS, asked, lambda client: {}, add)
         collector.threshold = threshold_of(self.plan, len(collector.keys))
         collector.enough(set(collector.keys))
 
@@ -162,17 +165,17 @@ class SecureFlower(Flower):
         seen = dealing.keys_seen(collector.context, keys)
 
         def add(client: int, answer: Any) -> None:
-            boxes = stages.read_map(answer.facts.get("boxes"), stages.SIGNED_BOX_BYTES)
+            boxes = wire.read_map(answer.facts.get("boxes"), dealing.SIGNED_BOX_BYTES)
             told = answer.facts.get("commitments")
             if set(boxes) != set(keys) - {client} or not isinstance(told, bytes):
-                raise Malformed("form")
+                raise wire.Malformed("form")
             if not all(dealing.is_dealt(keys[client], seen, client, to, told, box) for to, box in boxes.items()):
-                raise Malformed("false signature")
+                raise wire.Malformed("false signature")
             collector.points[client] = dealing.points_of(keys[client], told, collector.threshold)
-            self._deals[client] = Deal(told, boxes)
+            self._deals[client] = dealing.Deal(told, boxes)
 
-        held = stages.write_keys(keys)
-        self._step(stages.SHARES, keys, lambda client: {"keys": held}, add)
+        held = dealing.write_keys(keys)
+        self._step(dealing.SHARES, keys, lambda client: {"keys": held}, add)
         collector.enough(set(self._deals))
 
     def _checks(self) -> None:
@@ -184,22 +187,22 @@ class SecureFlower(Flower):
         def facts(client: int) -> dict[str, bytes]:
             others = {sender: deal for sender, deal in deals.items() if sender != client}
             return {
-                "boxes": stages.write_map({sender: deal.boxes[client] for sender, deal in others.items()}),
-                "commitments": stages.write_map({sender: deal.commitments for sender, deal in others.items()}),
+                "boxes": wire.write_map({sender: deal.boxes[client] for sender, deal in others.items()}),
+                "commitments": wire.write_map({sender: deal.commitments for sender, deal in others.items()}),
             }
 
         def add(client: int, answer: Any) -> None:
-            found = stages.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
+            found = wire.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
             public = collector.keys[client]
             if not set(found) <= set(deals) - {client}:
-                raise Malformed("form")
+                raise wire.Malformed("form")
             if not all(dealing.is_complaint(public, seen, client, of, by) for of, by in found.items()):
-                raise Malformed("false signature")
+                raise wire.Malformed("false signature")
             collector.shared.add(client)
             for dealer, signature in found.items():
                 accused.setdefault(dealer, {})[client] = signature
 
-        self._step(stages.CHECK, deals, facts, add)
+        self._step(dealing.CHECK, deals, facts, add)
         if accused:
             self._judge(accused)
         collector.enough(collector.shared)
@@ -209,9 +212,9 @@ class SecureFlower(Flower):
         collector, answered = self._collector, set[int]()
 
         def add(dealer: int, answer: Any) -> None:
-            opened = stages.read_map(answer.facts.get("keys"), 32)
+            opened = wire.read_map(answer.facts.get("keys"), 32)
             if set(opened) != set(accused[dealer]):
-                raise Malformed("form")
+                raise wire.Malformed("form")
             boxes, points, context = self._deals[dealer].boxes, collector.points[dealer], collector.context
             clear = {
                 client for client, once in opened.items()
@@ -220,49 +223,49 @@ class SecureFlower(Flower):
             for client in clear:
                 self._blame(client, "false complaint")
             if clear != set(opened):
-                raise Malformed("false deal")
+                raise wire.Malformed("false deal")
             answered.add(dealer)
 
         asked = set(accused) & collector.shared
-        self._step(stages.ANSWER, asked, lambda dealer: {"complaints": stages.write_map(accused[dealer])}, add)
+        self._step(dealing.ANSWER, asked, lambda dealer: {"complaints": wire.write_map(accused[dealer])}, add)
         collector.shared -= (set(accused) - answered) | set(self._excluded)
 
     def _vectors(self) -> None:
         collector = self._collector
-        shared = {"shared": stages.write_map(dict.fromkeys(collector.shared, b""))}
+        shared = {"shared": wire.write_map(dict.fromkeys(collector.shared, b""))}
         asked = sorted(collector.shared)
-        self._step(stages.VECTOR, asked, lambda _: shared, lambda client, answer: collector.add(client, answer.vector))
+        self._step(dealing.VECTOR, asked, lambda _: shared, lambda client, answer: collector.add(client, answer.update))
         collector.enough(collector.survivors)
 
     def _consents(self) -> None:
         collector = self._collector
-        survivors = {"survivors": stages.write_map(dict.fromkeys(collector.survivors, b""))}
+        survivors = {"survivors": wire.write_map(dict.fromkeys(collector.survivors, b""))}
         seen = dealing.transcript(collector.context, collector.keys, collector.shared, collector.survivors)
 
         def add(client: int, answer: Any) -> None:
             found = answer.facts.get("signature")
             if not isinstance(found, bytes) or not dealing.agrees(client, collector.keys[client], seen, found):
-                raise Malformed("false signature")
+                raise wire.Malformed("false signature")
             collector.signatures[client] = found
 
-        self._step(stages.CONSENT, collector.survivors, lambda _: survivors, add)
+        self._step(dealing.CONSENT, collector.survivors, lambda _: survivors, add)
         collector.enough(set(collector.signatures))
 
     def _reveals(self) -> None:
         collector = self._collector
-        signatures = {"signatures": stages.write_map(collector.signatures)}
+        signatures = {"signatures": wire.write_map(collector.signatures)}
 
         def add(client: int, answer: Any) -> None:
-            seeds, masks = (stages.read_numbers(answer.facts.get(name)) for name in ("seeds", "masks"))
+            seeds, masks = (dealing.read_numbers(answer.facts.get(name)) for name in ("seeds", "masks"))
             if not collector.take_shares(client, seeds, masks):
-                raise Malformed("form")
+                raise wire.Malformed("form")
 
-        self._step(stages.REVEAL, collector.signatures, lambda _: signatures, add)
+        self._step(dealing.REVEAL, collector.signatures, lambda _: signatures, add)
 
 
 @dataclass
 class ClientsSum:
-    """The round's whole-number sum, with the clients' noise in it; no vector of a client is ever here."""
+    """The round's whole-wire.number sum, with the clients' noise in it; no vector of a client is ever here."""
 
     dimension: int
     total: np.ndarray
