@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,10 @@ CHUNK = 5_242_880
 """Bytes of an array in one object, as Flower cuts it (FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)."""
 TOO_LARGE, DAMAGED = 413, 400
 """Codes of the errors that stand in for a refused reply; Flower's own are below 100."""
+
+
+ANSWER = 1 << 24
+"""Bytes beyond a message that a SuperLink's answer may have: the app's bundle, with the whole roster."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,44 @@ def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> in
         return sum(len(contents[children[place]]) for place in places)
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise error if isinstance(error, Malformed) else Malformed("form") from error
+
+
+def limit_messages(limit: Limit) -> None:
+    """Hold what this process receives against the limit: answers before they are read, objects before any is kept, and
+    a message before it is unpacked. For a SuperNode, whose SuperLink may send anything."""
+    import httpx
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.supercore.protobuf.client import ProtobufClient
+    from flwr.supernode import start_client_internal
+
+    pull, inflate = inflatable_utils.pull_objects, inflatable_utils.inflate_object_from_contents
+    made = ProtobufClient.__init__
+
+    def pulled(object_ids: list[str], *given: Any, **named: Any) -> Any:
+        if len(object_ids) > limit.objects:
+            raise Malformed("size")
+        found = pull(object_ids, *given, **named)
+        if sum(map(len, found.values())) > limit.total:
+            raise Malformed("size")
+        return found
+
+    def inflated(object_id: str, contents: dict[str, bytes], **named: Any) -> Any:
+        if named.get("objects") is None:
+            limit.check(contents)
+        return inflate(object_id, contents, **named)
+
+    def answered(response: Any) -> None:
+        length = response.headers.get("content-length", "")
+        if "content-encoding" in response.headers or not length.isdigit() or int(length) > limit.total + ANSWER:
+            raise httpx.DecodingError("an answer longer than a message can be", request=response.request)
+
+    def limited(self: Any, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
+        self._client.event_hooks = {"response": [answered]}
+
+    inflatable_utils.pull_objects = start_client_internal.pull_objects = pulled
+    inflatable_utils.inflate_object_from_contents = inflated
+    ProtobufClient.__init__ = limited  # type: ignore[method-assign]
 
 
 @dataclass
@@ -252,18 +295,5 @@ def refusal(said: Any, reason: str) -> Any:
     """Return the error that stands in for a refused reply, as from its sender. said: the reply's metadata."""
     from flwr.app import Error
     from flwr.app.message import make_message
-    from flwr.app.metadata import Metadata
 
-    known = [
-        "run_id",
-        "message_id",
-        "src_node_id",
-        "dst_node_id",
-        "reply_to_message_id",
-        "group_id",
-        "created_at",
-        "ttl",
-        "message_type",
-    ]
-    code = TOO_LARGE if reason == "size" else DAMAGED
-    return make_message(Metadata(**{name: getattr(said, name) for name in known}), error=Error(code, reason))
+    return make_message(copy(said), error=Error(TOO_LARGE if reason == "size" else DAMAGED, reason))

@@ -1,9 +1,12 @@
-"""The lock on the SuperLink: who may give orders, and at which addresses it listens.
+"""The locks of a federation: who may give orders to the SuperLink, at which addresses, and with which certificates.
 
 Flower 1.41 serves three interfaces on one port: Fleet (SuperNodes, each with its registered key), Control (``flwr
 run`` and all other orders) and Runtime (the ServerApp). Control is open to everybody there unless an authentication
 plugin is given, and whoever gives orders chooses the code that runs. So here the network gets Fleet alone (``doors``),
 and orders need the operator's token, a random number that ``flwr`` sends from its own credentials file.
+
+The authority, certificates and client keys that are made here are for trying out on one machine. On real machines each
+client makes its own key pair and sends only the public half (docs/deploy.md).
 """
 
 from __future__ import annotations
@@ -18,9 +21,17 @@ import secrets
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import NameOID
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.federation.processes import program
@@ -35,14 +46,16 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
     entry = f"flower.account-auth.{address}."
     kept = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
     found = {entry + name: base64.b64encode(value.encode()).decode() for name, value in kept.items()}
-    _write(credentials, json.dumps(found, indent=1))  # JSON is YAML, which Flower reads there
-    _write(lock, hashlib.sha256(token.encode()).hexdigest())
+    texts = {credentials: json.dumps(found, indent=1), lock: hashlib.sha256(token.encode()).hexdigest()}
+    for path, text in texts.items():  # JSON is YAML, which Flower reads its credentials as
+        path.unlink(missing_ok=True)
+        write_new(path, f"{text}\n".encode(), 0o600)
 
 
-def _write(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(text + "\n")
+def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a new file, with its mode from its first byte on."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
 
 
 def read_lock(path: Path) -> bytes:
@@ -135,6 +148,75 @@ def address_text(address: tuple[str, int]) -> str:
     """Return an address as Flower takes it."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+DAYS = 90
+"""A certificate's life: longer than most runs, short enough that a lost key is of no use for long."""
+
+
+def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = True) -> None:
+    """Write ca.crt, ca.key, server.crt and server.key; the server's certificate is good for ``hosts``.
+
+    keep: False for an authority that signs this one certificate: its key never reaches the disk.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    signers = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat test authority")])
+    kept = (("ca", authority), ("server", server)) if keep else (("server", server),)
+    for name, key in kept:
+        secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_new(folder / f"{name}.key", secret, 0o600)
+    write_new(folder / "ca.crt", _certificate(signers, signers, authority.public_key(), authority, []))
+    own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat SuperLink")])
+    write_new(folder / "server.crt", _certificate(own, signers, server.public_key(), authority, hosts))
+
+
+def write_client_keys(folder: Path) -> str:
+    """Write auth.key (0600) and auth.pub, a P-384 pair in OpenSSH form; returns the public key."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP384R1())
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    public: bytes = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    write_new(folder / "auth.key", secret, 0o600)
+    write_new(folder / "auth.pub", public + b"\n")
+    return public.decode()
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, public: Any, signer: Any, hosts: list[str]) -> bytes:
+    """Return a certificate (PEM) that is good for ``hosts``; an authority's, which signs others, for none."""
+    now, signs = datetime.now(UTC), not hosts
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + timedelta(days=DAYS))
+        .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .add_extension(_usage(signs), critical=True)
+    )
+    if hosts:
+        builder = builder.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
+    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
+
+
+def _usage(signs: bool) -> Any:
+    return x509.KeyUsage(
+        digital_signature=True, content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, key_cert_sign=signs, crl_sign=signs, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _host(host: str) -> Any:
+    with suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(host))
+    try:
+        return x509.DNSName(host)
+    except ValueError:
+        raise wrong("--host", host, "a host name or an IP address") from None
 
 
 def main(arguments: Sequence[str]) -> int:

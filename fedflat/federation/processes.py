@@ -18,12 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.imports import missing
-from fedflat.federation.bounds import Limit
-from fedflat.federation.wire import Malformed
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -141,10 +138,6 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-ANSWER = 1 << 24
-"""Bytes beyond a message that a SuperLink's answer may have: the app's bundle, with the whole roster."""
-
-
 def check_flower() -> None:
     """Refuse another Flower than the one that the tests ran with (``fedflat/tested.txt``); its patches are welcome.
 
@@ -166,44 +159,6 @@ def uncoloured() -> None:
     from flwr.supercore.logger import update_console_handler
 
     update_console_handler(colored=sys.stderr.isatty())
-
-
-def limit_messages(limit: Limit) -> None:
-    """Hold what this process receives against the limit: answers before they are read, objects before any is kept, and
-    a message before it is unpacked. For a SuperNode, whose SuperLink may send anything."""
-    import httpx
-    from flwr.supercore.inflatable import inflatable_utils
-    from flwr.supercore.protobuf.client import ProtobufClient
-    from flwr.supernode import start_client_internal
-
-    pull, inflate = inflatable_utils.pull_objects, inflatable_utils.inflate_object_from_contents
-    made = ProtobufClient.__init__
-
-    def pulled(object_ids: list[str], *given: Any, **named: Any) -> Any:
-        if len(object_ids) > limit.objects:
-            raise Malformed("size")
-        found = pull(object_ids, *given, **named)
-        if sum(map(len, found.values())) > limit.total:
-            raise Malformed("size")
-        return found
-
-    def inflated(object_id: str, contents: dict[str, bytes], **named: Any) -> Any:
-        if named.get("objects") is None:
-            limit.check(contents)
-        return inflate(object_id, contents, **named)
-
-    def answered(response: Any) -> None:
-        length = response.headers.get("content-length", "")
-        if "content-encoding" in response.headers or not length.isdigit() or int(length) > limit.total + ANSWER:
-            raise httpx.DecodingError("an answer longer than a message can be", request=response.request)
-
-    def limited(self: Any, *given: Any, **named: Any) -> None:
-        made(self, *given, **named)
-        self._client.event_hooks = {"response": [answered]}
-
-    inflatable_utils.pull_objects = start_client_internal.pull_objects = pulled
-    inflatable_utils.inflate_object_from_contents = inflated
-    ProtobufClient.__init__ = limited  # type: ignore[method-assign]
 
 
 def draw_apart() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,16 +14,19 @@ import torch
 import yaml
 
 import fedflat
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.records import settled
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.federation.bounds import Limits
-from fedflat.federation.certificates import write_authority_and_server, write_client_keys
-from fedflat.federation.lock import ADDRESSES_FILE, LOCK, write_lock
+from fedflat.federation.lock import ADDRESSES_FILE, LOCK, write_authority_and_server, write_client_keys, write_lock
 from fedflat.federation.store import write_examples
 from fedflat.federation.task import RECIPE, DataSpec, Roster, Task, check_deployable
+from fedflat.methods.noise import trust_of
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 
 PACKAGE = "fedflat_app"
@@ -64,9 +68,10 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     """
     if out.exists() and any(out.iterdir()):
         raise wrong("--out", f"{out}, which is not empty", "a new folder")
-    unnamed = "sampling" not in recipe.cohort.model_fields_set
-    recipe, note = _taking_turns(_for_nodes(recipe, nodes), unnamed)
-    job = _job(recipe)
+    recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
+    method = algorithm_of(recipe)
+    check_deployable(recipe, method, trust_of(recipe, method))
+    job = prepare(recipe, features=False)  # each client computes its own
     try:
         _write(recipe, job, out, port, host)
     except OSError as error:
@@ -97,25 +102,15 @@ def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
 
 
 def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
-    """Return the recipe with a schedule where it names no sampling and a schedule is proven, and what to say of it."""
-    from fedflat.assembly.plans import algorithm_of
-    from fedflat.methods.noise import trust_of
-
-    if not unnamed:
-        return recipe, ""
-    method = algorithm_of(recipe)
-    return scheduled(recipe, method, trust_of(recipe, method))
-
-
-def scheduled(recipe: Recipe, method: Algorithm, trust: str) -> tuple[Recipe, str]:
-    """The recipe to deploy, given one that names no sampling, and a sentence to say; none for a method without privacy.
+    """Return the recipe to deploy, and a sentence to say. unnamed: whether the recipe names no sampling.
 
     A schedule takes the place of secret coins where it is proven, and where σ follows from a target ε: a given σ is
     that of a round, which it would not be.
     """
-    if not method.private:
+    method = algorithm_of(recipe)
+    if not unnamed or not method.private:
         return recipe, ""
-    why = _unfit(recipe, method, trust)
+    why = _unfit(recipe, method, trust_of(recipe, method))
     if why:
         return recipe, KEPT.format(why=why)
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
@@ -144,34 +139,36 @@ def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
     return ""
 
 
-def _job(recipe: Recipe) -> Job:
-    from fedflat.assembly.jobs import prepare
-    from fedflat.assembly.plans import algorithm_of
-    from fedflat.methods.noise import trust_of
-
-    method = algorithm_of(recipe)
-    check_deployable(recipe, method, trust_of(recipe, method))
-    return prepare(recipe, features=False)  # each client computes its own
-
-
 def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     data, app = job.data, out / "app" / PACKAGE
     app.mkdir(parents=True)
     out.chmod(0o700)
-    hosts = list(dict.fromkeys([host, HERE, "localhost"]))
-    write_authority_and_server(out / "certificates", hosts)
+    write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
-    (app / RECIPE).write_text(_recipe_text(recipe, job), encoding="utf-8")
+    # With all that depends on data or calibration as numbers: every party has the same.
+    frozen = settled(recipe, job.parts, data.clients, job.problem.pristine)
+    (app / RECIPE).write_text(yaml.safe_dump(frozen, sort_keys=False, allow_unicode=True), encoding="utf-8")
     Task(recipe, DataSpec.of(data), Roster(tuple(keys)), Limits.of(job)).write(app)
-    test = None
-    (out / "server").mkdir(mode=0o700)
+    for folder in ("server", "flower"):
+        (out / folder).mkdir(mode=0o700)
+    test = ""
     if data.test_inputs is not None and data.test_targets is not None:
-        test = (out / "server" / "test.safetensors").absolute()
+        test = str((out / "server" / "test.safetensors").absolute())
         write_examples(test, data.test_inputs, data.test_targets)
-    _write_app(out, app, data.clients, test)
-    _write_addresses(out, f"{host}:{port}", f"{HERE}:{port + 1}")
+    control = f"{HERE}:{port + 1}"
+    write_lock(out / "server" / LOCK, out / "flower" / "credentials.yaml", control)
+    facts = {
+        "version": fedflat.__version__, "package": PACKAGE, "out": (out / "run").absolute(), "nodes": data.clients,
+        "test": test, "listen": f"{host}:{port}", "control": control, "ca": (out / CONTROL_CERTIFICATE).absolute(),
+    }  # fmt: skip
+    (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")
+    _fill(out / "app" / "pyproject.toml", "pyproject.txt", facts)
+    for side in ("server", "client"):
+        _fill(app / f"{side}_app.py", "app.txt", {"side": side, "title": side.capitalize()})
+    _fill(out / ADDRESSES_FILE, "superlink.toml", facts)
+    _fill(out / "flower" / "config.toml", "flower.toml", facts)
     pin = Task.read(app).pin
-    (out / "README.md").write_text(_readme(recipe, out, job, pin, host, port), encoding="utf-8")
+    _fill(out / "README.md", "README.md", _readme(recipe, out, job, _places(out, 0, host, port, pin, at="")))
 
 
 def client_folder(out: Path, client: int) -> Path:
@@ -189,34 +186,6 @@ def _write_client(folder: Path, data: FederatedData, client: int) -> str:
     return public
 
 
-def _recipe_text(recipe: Recipe, job: Job) -> str:
-    """Return the recipe with all that depends on data or calibration as numbers: every party has the same."""
-    from fedflat.assembly.records import settled
-
-    found = settled(recipe, job.parts, job.data.clients, job.problem.pristine)
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
-
-
-def _write_app(out: Path, app: Path, clients: int, test: Path | None) -> None:
-    """pyproject.toml and the two modules that Flower loads."""
-    facts = {"version": fedflat.__version__, "package": PACKAGE, "out": (out / "run").absolute(), "nodes": clients}
-    text = _text("pyproject.txt", **facts, test="" if test is None else test)
-    (out / "app" / "pyproject.toml").write_text(text, encoding="utf-8")
-    (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")
-    for side in ("server", "client"):
-        (app / f"{side}_app.py").write_text(_text("app.txt", side=side, title=side.capitalize()), encoding="utf-8")
-
-
-def _write_addresses(out: Path, listen: str, control: str) -> None:
-    """Write the SuperLink's two addresses, its lock, and where ``flwr`` finds it and the token (FLWR_HOME)."""
-    (out / "flower").mkdir(mode=0o700)
-    text = f'[superlink]\ndefault = "fedflat"\n\n[superlink.fedflat]\naddress = "{control}"\n'
-    text += f'root-certificates = "{(out / CONTROL_CERTIFICATE).absolute()}"\n'
-    (out / "flower" / "config.toml").write_text(text, encoding="utf-8")
-    (out / ADDRESSES_FILE).write_text(_text("superlink.toml", listen=listen, control=control), encoding="utf-8")
-    write_lock(out / "server" / LOCK, out / "flower" / "credentials.yaml", control)
-
-
 def environment(out: Path) -> dict[str, str]:
     """Return what Flower's programs are started with: this project's connection, no telemetry, no look for updates."""
     return {"FLWR_HOME": str((out / "flower").absolute()), **QUIET}
@@ -229,16 +198,35 @@ def superlink_command(out: Path) -> list[str]:
 
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """Return the command of one client's SuperNode: TLS to the SuperLink, its own key, data, state and app."""
-    held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
-    config = f'client={client} data="{own}/{DATA}" state="{own}/state" key="{own}/auth.key" pin="{pin}"'
-    if (own / HELD).exists():
-        config += f' held="{own}/{HELD}"'
-    return [
-        "python", "-m", "fedflat.federation.supernode", "--app", str((out / "app" / PACKAGE).absolute()),
-        "--superlink", f"{host}:{port}", "--root-certificates", f"{held}/ca.crt",
-        "--auth-supernode-private-key", f"{own}/auth.key", "--port", str(node_port(port, client)),
-        "--node-config", config,
-    ]  # fmt: skip
+    return _words("supernode.txt", _places(out, client, host, port, pin))
+
+
+def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
+    """Return what lets a killed SuperNode of one client back in at once."""
+    return _words("rejoin.txt", _places(out, client, host, port))
+
+
+def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
+    """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
+    at = f"{out.absolute()}/" if at is None else at
+    own = f"{at}{client_folder(Path(), client)}"
+    held = f' held="{own}/{HELD}"' if (client_folder(out, client) / HELD).exists() else ""
+    ports = {"host": host, "port": port, "node_port": node_port(port, client)}
+    return {"at": at, "own": own, "client": client, "pin": pin, "held": held, "package": PACKAGE, **ports}
+
+
+def _words(template: str, places: Mapping[str, Any]) -> list[str]:
+    """Return a command's words; split before the places are filled in, whose names may have blanks."""
+    return [" ".join(word.split()).format_map(places) for word in shlex.split(_template(template))]
+
+
+def _shown(template: str, places: Mapping[str, Any]) -> str:
+    """Return a command as one types it: an option to a line, but for the lines inside quotes."""
+    return _template(template).strip().replace("\n    --", " \\\n    --").replace("\n", "\n    ").format_map(places)
+
+
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def node_port(port: int, client: int) -> int:
@@ -246,45 +234,19 @@ def node_port(port: int, client: int) -> int:
     return port + 2 + client
 
 
-def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
-    """Return what lets a killed SuperNode of one client back in at once."""
-    held, own = (out / "certificates").absolute(), client_folder(out, client).absolute()
-    return [
-        "python", "-m", "fedflat.federation.rejoin", "--superlink", f"{host}:{port}",
-        "--root-certificates", f"{held}/ca.crt", "--auth-supernode-private-key", f"{own}/auth.key",
-        "--state", f"{own}/state",
-    ]  # fmt: skip
-
-
-def _shell(command: list[str], root: str) -> str:
-    """Return a command as one would type it in the project's folder, a flag to a line, less than 80 columns wide."""
-    shown, line = [], ""
-    for word in (word.replace(root + "/", "").replace(root, ".") for word in command):
-        text = f"'{word}'".replace('" ', '"\n        ') if " " in word else word
-        if word.startswith("--"):
-            shown.append(line)
-            line = "   "
-        line = f"{line} {text}".lstrip() if not shown else f"{line} {text}"
-    return " \\\n    ".join([*shown, line])
-
-
-def _readme(recipe: Recipe, out: Path, job: Job, pin: str, host: str, port: int) -> str:
-    root, clients, plan = str(out.absolute()), job.data.clients, job.parts.plan
-    exports = "\n    ".join(f"export {k}={v.replace(root, '$PWD')}" for k, v in environment(out).items())
-    show: Callable[[list[str]], str] = lambda command: _shell(command, root)  # noqa: E731
+def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict[str, Any]:
+    """Return what the project's README.md says of it."""
+    clients, plan = job.data.clients, job.parts.plan
+    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
     epsilon = plan.epsilon() if plan.private else float("inf")
-    facts: dict[str, Any] = {
-        "name": recipe.name, "clients": clients, "last": clients - 1, "pin": pin, "exports": exports,
+    return {
+        **places, "name": recipe.name, "clients": clients, "exports": "\n    ".join(exports), "trust": plan.trust,
         "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
-        "trust": plan.trust, "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds,
-        "method": job.parts.algorithm.name,
-        "superlink": show(superlink_command(out)), "node": show(supernode_command(out, 0, host, port, pin)),
-        "rejoin": show(rejoin_command(out, 0, host, port)), "package": PACKAGE,
+        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
+        "node": _shown("supernode.txt", places), "rejoin": _shown("rejoin.txt", places),
     }  # fmt: skip
-    return _text("README.md", **facts)
 
 
-def _text(name: str, /, **facts: Any) -> str:
-    """Return a file of the project, from its template."""
-    template = resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-    return template.format(**facts)
+def _fill(path: Path, template: str, facts: dict[str, Any]) -> None:
+    """Write a file of the project, from its template."""
+    path.write_text(_template(template).format_map(facts), encoding="utf-8")

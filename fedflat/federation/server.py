@@ -146,7 +146,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusa
         return Flower(*common, poll=settings.poll, culprits=culprits, tip=tip)
     mechanism = job.parts.mechanism.inner.mechanism
     return SecureFlower(
-        *common, poll=settings.poll, task=task, plan=job.parts.plan, mechanism=mechanism, culprits=culprits,
+        *common, poll=settings.poll, plan=job.parts.plan, mechanism=mechanism, culprits=culprits,
         left_open=(settings.out / LEDGER).exists(), tip=tip,
     )  # fmt: skip
 

@@ -24,8 +24,15 @@ from typing import Any
 
 from fedflat.federation import doors, processes
 from fedflat.federation.bounds import ReplyKeeper
-from fedflat.federation.certificates import write_authority_and_server
-from fedflat.federation.lock import ADDRESSES_FILE, LOCK, Addresses, OperatorOnly, address_text, read_lock
+from fedflat.federation.lock import (
+    ADDRESSES_FILE,
+    LOCK,
+    Addresses,
+    OperatorOnly,
+    address_text,
+    read_lock,
+    write_authority_and_server,
+)
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment
 from fedflat.federation.task import Roster, Task
 from fedflat.federation.worker import Runtime, server_work, start_worker
@@ -80,8 +87,8 @@ def serve(project: Path) -> int:
     # All clients come at once when the SuperLink was started again; the operator's door keeps its share of descriptors.
     strangers = min(max(doors.STRANGERS, 2 * task.roster.clients), descriptors // 4)
     network, control = doors.Gate("listen", *addresses.listen, strangers), doors.Gate("control", *addresses.control)
-    known = _register(state, task.roster)
-    outside = doors.fleet_only(app, known, task.limits.reply, network, keeper.blame)
+    _register(state, task.roster)
+    outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, keeper.blame)
     _run((doors.this_machine_only(app, allowed, control), control, own), (outside, network, project / "certificates"))
     return 0
 
@@ -124,20 +131,12 @@ def _application(addresses: Addresses, own: Path, plugin: OperatorOnly, secret: 
     return create_app(replace(config, authn_plugin=plugin, superexec_auth_secret=secret), SuperLinkLifespan)
 
 
-def _register(state: Any, roster: Roster) -> set[bytes]:
-    """What ``flwr supernode register`` does, for every key of the roster; nobody else gets in. The keys, as Flower
-    has them."""
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+def _register(state: Any, roster: Roster) -> None:
+    """Do what ``flwr supernode register`` does, for every key of the roster; nobody else gets in."""
     from flwr.common.constant import NOOP_FLWR_AID
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-    known = set()
-    for number, text in enumerate(roster.keys):
-        key: Any = load_ssh_public_key(text.encode())
-        found = public_key_to_bytes(key)
-        state.create_node(NOOP_FLWR_AID, "operator", found, heartbeat_interval=0, name=f"client-{number}")
-        known.add(found)
-    return known
+    for key, client in roster.numbers.items():
+        state.create_node(NOOP_FLWR_AID, "operator", key, heartbeat_interval=0, name=f"client-{client}")
 
 
 def _run(control: tuple[Any, doors.Gate, Path], network: tuple[Any, doors.Gate, Path]) -> None:

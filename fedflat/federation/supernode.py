@@ -21,8 +21,9 @@ from typing import Any
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation import processes
-from fedflat.federation.certificates import write_authority_and_server
+from fedflat.federation.bounds import limit_messages
 from fedflat.federation.doors import raise_descriptor_limit, this_machine_only, worker_or_task
+from fedflat.federation.lock import write_authority_and_server
 from fedflat.federation.project import HERE, QUIET
 from fedflat.federation.task import Task
 from fedflat.federation.worker import Runtime, client_work, start_worker
@@ -45,7 +46,7 @@ def serve(given: argparse.Namespace) -> int:
     processes.hang_up_is_an_end()
     raise_descriptor_limit()
     processes.uncoloured()
-    processes.limit_messages(task.limits.ask)
+    limit_messages(task.limits.ask)
     os.environ.update(QUIET)
     own = key.parent / "port"
     shutil.rmtree(own, ignore_errors=True)

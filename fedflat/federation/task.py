@@ -10,13 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
@@ -98,24 +103,25 @@ class Roster:
         """M, the number of clients in the roster."""
         return len(self.keys)
 
+    @cached_property
+    def loaded(self) -> dict[int, EllipticCurvePublicKey]:
+        """Client number -> its key, which authenticates its SuperNode, and signs; InputError if one is no key."""
+        return {client: load_key(key) for client, key in enumerate(self.keys)}
+
+    @cached_property
+    def numbers(self) -> dict[bytes, int]:
+        """A key as Flower has it (PEM) -> the number of its client."""
+        form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        return {key.public_bytes(*form): client for client, key in self.loaded.items()}
+
     def connected(self, nodes: Iterable[Any]) -> dict[int, int]:
         """Return client number -> Flower node id, for the nodes whose authenticated key is in the roster.
 
-        A node with an unknown key is left out. Of two nodes with one key (which Flower refuses to register) none
-        counts.
+        Of two nodes with one key (which Flower refuses to register) none counts.
         """
-        number = {canonical(key): client for client, key in enumerate(self.keys)}
-        found: dict[int, int] = {}
-        twice: set[int] = set()
-        for node in nodes:
-            key = _from_node(node)
-            client = None if key is None else number.get(key)
-            if client is None:
-                continue
-            if client in found:
-                twice.add(client)
-            found[client] = node.node_id
-        return {client: node for client, node in found.items() if client not in twice}
+        known = [(self.numbers[bytes(n.public_key)], n.node_id) for n in nodes if bytes(n.public_key) in self.numbers]
+        count = Counter(client for client, _ in known)
+        return {client: node for client, node in known if count[client] == 1}
 
     @classmethod
     def read(cls, path: Path) -> Roster:
@@ -129,44 +135,24 @@ class Roster:
             raise InputError(f"{path}: found no roster ({error}); allowed: {allowed}.") from error
         if numbers != list(range(len(keys))):
             raise wrong(str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
-        for key in keys:
-            canonical(key)
-        return cls(keys)
+        roster = cls(keys)
+        _ = roster.loaded  # checks them all
+        return roster
 
     def dump(self) -> Mapping[str, Any]:
         """Return the roster as values for JSON."""
         return {"clients": [{"client": i, "public_key": key} for i, key in enumerate(self.keys)]}
 
 
-def canonical(key: str) -> bytes:
-    """Return one byte form of a public key in OpenSSH form; InputError if it is no elliptic-curve key."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
+def load_key(text: str) -> EllipticCurvePublicKey:
+    """Return a public key in OpenSSH form; InputError if it is no elliptic-curve key."""
     try:
-        loaded = load_ssh_public_key(key.encode())
+        key = load_ssh_public_key(text.encode())
     except (ValueError, UnsupportedAlgorithm):
-        loaded = None
-    if not isinstance(loaded, EllipticCurvePublicKey):
-        raise wrong("roster.json: public_key", key[:24], "an elliptic-curve public key in OpenSSH form")
-    return _bytes(loaded)
-
-
-def _from_node(node: Any) -> bytes | None:
-    """Return the canonical form of the key that a node authenticated with (PEM, as Flower keeps it)."""
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    try:
-        return _bytes(load_pem_public_key(bytes(node.public_key)))
-    except ValueError:
-        return None
-
-
-def _bytes(key: Any) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+        key = None
+    if not isinstance(key, EllipticCurvePublicKey):
+        raise wrong("roster.json: public_key", text[:24], "an elliptic-curve public key in OpenSSH form")
+    return key
 
 
 @dataclass(frozen=True)
@@ -258,7 +244,7 @@ def replace_key(app: Path, client: str, key: Path) -> str:
     except (OSError, ValueError) as error:
         raise InputError(f"{key}: found no key ({error}); allowed: the client's auth.pub.") from error
     text = " ".join(words[:2])
-    canonical(text)
+    load_key(text)
     keys = list(task.roster.keys)
     keys[int(client)] = text
     replace(task, roster=Roster(tuple(keys))).write(app)

@@ -79,6 +79,7 @@ class Inbox:
 
     def pull_messages(self, asked: list[str]) -> list[Any]:
         """Return the replies to some questions, refused ones as errors."""
+        from flwr.common.serde import metadata_from_proto
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
@@ -89,7 +90,7 @@ class Inbox:
             try:
                 found.append(self._unpacked(client, known, self.limit.names(tree)))
             except Malformed as fault:
-                found.append(refusal(known, fault.reason))
+                found.append(refusal(metadata_from_proto(known), fault.reason))
             received = {"run_id": known.run_id, "message_object_id": known.message_id}
             client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=self.grid.node, **received))
         return found

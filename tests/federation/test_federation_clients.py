@@ -20,8 +20,8 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.federation import client as client_module
 from fedflat.federation import wire
-from fedflat.federation.certificates import write_client_keys
 from fedflat.federation.client import Client, Refused, client_of, reply_to
+from fedflat.federation.lock import write_client_keys
 from fedflat.federation.project import PACKAGE, client_folder, write_project
 from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.federation.task import Roster, Task

@@ -37,8 +37,8 @@ from test_federation_processes import PATIENCE, WINDOW, files_with, first_update
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation import doors, local, lock, superlink, supernode
 from fedflat.federation.bounds import Limit
-from fedflat.federation.certificates import write_authority_and_server
 from fedflat.federation.local import Federation
+from fedflat.federation.lock import write_authority_and_server
 from fedflat.federation.processes import must_be_free
 from fedflat.federation.project import PACKAGE, client_folder, node_port, supernode_command, write_project
 from fedflat.federation.task import Task

@@ -86,7 +86,7 @@ class Federation:
         refusals: list[Counter[str]] = []
         server = SecureFlower(
             grid, task.roster, task.pin, parts.layout.dimension, 0.2, lambda round, found: refusals.append(found),
-            poll=0.01, task=task, plan=parts.plan, mechanism=parts.mechanism.mechanism,  # type: ignore[attr-defined]
+            poll=0.01, plan=parts.plan, mechanism=parts.mechanism.mechanism,  # type: ignore[attr-defined]
             culprits=Culprits(folder / "run.excluded.jsonl", **limits),
         )  # fmt: skip
         return cls(folder, task, clients, grid, server, refusals)

@@ -256,7 +256,7 @@ def test_a_session_belongs_to_one_deployment(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", ddgauss())
     one, session = clients[0], b"s" * 16
     keys_of_one = dealing.read_keys(one.answer(question(one, dealing.KEYS, session))["facts"]["keys"])
-    known = secure_client.known_keys(one.task)
+    known = one.task.roster.loaded
     secagg.verify(keys_of_one, known, secure_client.context_of(one.task.pin, 0, session))
     for other in (("another", 0, session), (one.task.pin, 1, session), (one.task.pin, 0, b"t" * 16)):
         with pytest.raises(secagg.Aborted):

@@ -24,8 +24,8 @@ from stand_in import client_at, deployed, grid_of, settings, small
 from fedflat.core.checks import InputError
 from fedflat.federation import server, superlink, supernode
 from fedflat.federation import task as tasks
-from fedflat.federation.certificates import write_authority_and_server, write_client_keys
 from fedflat.federation.client import Client, client_of
+from fedflat.federation.lock import write_authority_and_server, write_client_keys
 from fedflat.federation.processes import check_flower
 from fedflat.federation.project import PACKAGE, client_folder, rejoin_command, superlink_command, supernode_command
 from fedflat.federation.task import Task

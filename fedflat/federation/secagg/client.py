@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.discrete import SecureBits
@@ -25,7 +25,6 @@ from fedflat.federation import wire
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares
-from fedflat.federation.task import Task
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
@@ -65,13 +64,6 @@ def context_of(pin: str, round: int, session: bytes) -> bytes:
     """
     told = pin.encode() + round.to_bytes(8, "big") + session  # only the pin's length is open
     return hashlib.sha256(b"fedflat secure aggregation: session" + told).digest()
-
-
-def known_keys(task: Task) -> dict[int, EllipticCurvePublicKey]:
-    """Return the roster's keys, which sign."""
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
-    return {i: load_ssh_public_key(key.encode()) for i, key in enumerate(task.roster.keys)}  # type: ignore[misc]
 
 
 def signing_key(path: Path) -> EllipticCurvePrivateKey:
@@ -180,7 +172,7 @@ def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
 
 def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     own, keys = _own(client, state), dealing.read_keys(content[wire.FACTS].get("keys"))
-    secagg.verify(keys, known_keys(client.task), own.context)
+    secagg.verify(keys, client.task.roster.loaded, own.context)
     if client.number not in keys or keys[client.number].halves != own.halves:
         raise Aborted("other keys of this client than it gave")
     threshold = threshold_of(client.job.parts.plan, len(keys))

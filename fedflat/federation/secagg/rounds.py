@@ -23,9 +23,8 @@ from fedflat.federation import wire
 from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
-from fedflat.federation.secagg.client import context_of, known_keys, threshold_of
+from fedflat.federation.secagg.client import context_of, threshold_of
 from fedflat.federation.secagg.protocol import Aborted, Collector
-from fedflat.federation.task import Task
 from fedflat.federation.transport import Flower, log
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.plan import Plan
@@ -38,7 +37,6 @@ class SecureFlower(Flower):
     left_open: an earlier server of this run may have left sessions open at its clients.
     """
 
-    task: Task
     plan: Plan
     mechanism: Any
     culprits: Culprits
@@ -146,7 +144,7 @@ class SecureFlower(Flower):
                 self._blame(client, reason)
 
     def _keys(self, asked: list[int]) -> None:
-        collector, known = self._collector, known_keys(self.task)
+        collector, known = self._collector, self.roster.loaded
 
         def add(client: int, answer: Any) -> None:
             found = dealing.read_keys(answer.facts.get("keys"))
