@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from fedflat.engine.job import Job
@@ -60,18 +62,18 @@ class Limit:
 
     def names(self, tree: Any) -> list[str]:
         """Return the ids of a message's objects, or raise ``Malformed`` for too many; a repeated one counts again."""
-        found: list[str] = []
-        for node in _nodes(tree):
-            found.append(node.object_id)
-            if len(found) > self.objects:
-                raise Malformed("size")
-        return list(dict.fromkeys(found))
+        names = list(islice(_nodes(tree), self.objects + 1))
+        if len(names) > self.objects:
+            raise Malformed("size")
+        return list(dict.fromkeys(names))
 
     def check(self, contents: Mapping[str, bytes]) -> None:
         """Raise ``Malformed`` if objects (id -> bytes) are too many or too long, or would unpack to too much."""
-        if len(contents) > self.objects or sum(map(len, contents.values())) > self.total:
-            raise Malformed("size")
-        if sum(_unpacked(content, contents, self) for content in contents.values()) > self.total:
+        if (
+            len(contents) > self.objects
+            or sum(map(len, contents.values())) > self.total
+            or sum(_unpacked(content, contents, self) for content in contents.values()) > self.total
+        ):
             raise Malformed("size")
 
 
@@ -85,16 +87,16 @@ class Limits:
     @classmethod
     def of(cls, job: Job) -> Limits:
         """Return the limits that a job's model, method, clients and rounds need."""
-        parts, clients = job.parts, job.data.clients
-        size, plan = parts.layout.dimension, parts.plan
+        parts, plan = job.parts, job.parts.plan
+        cohort = job.data.clients if plan.trust == "distributed" else 0
         reply = 4 * parts.message_length
-        cohort = clients if plan.trust == "distributed" else 0
         if isinstance(parts.mechanism, SharedDiscreteNoise):
             reply = 8 * parts.mechanism.mechanism.padded
-        arrays = size * (4 * (1 + len(parts.broadcast)) + 1) + FACTS  # and a mask; the rest for heads of arrays
-        facts = FACTS + 512 * cohort + 256 * plan.rounds  # keys and boxes of a cohort; the ledger's signed history
-        ask = Limit(arrays, facts + 80 * cohort**2)  # everybody's commitments to everybody
-        return cls(ask, Limit(reply + FACTS, FACTS + 512 * cohort))
+        arrays = parts.layout.dimension * (4 * (1 + len(parts.broadcast)) + 1)  # and a mask
+        facts = FACTS + 512 * cohort  # keys and boxes of a cohort
+        # The ledger's signed history, and everybody's commitments to everybody; FACTS more for heads of arrays.
+        ask = Limit(arrays + FACTS, facts + 256 * plan.rounds + 80 * cohort**2)
+        return cls(ask, Limit(reply + FACTS, facts))
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Limits:
@@ -109,10 +111,10 @@ class Limits:
         return {name: [limit.arrays, limit.facts] for name, limit in (("ask", self.ask), ("reply", self.reply))}
 
 
-def _nodes(tree: Any) -> Iterator[Any]:
+def _nodes(tree: Any) -> Iterator[str]:
     for child in tree.children:
         yield from _nodes(child)
-    yield tree
+    yield tree.object_id
 
 
 def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> int:
@@ -122,20 +124,18 @@ def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> in
     head, divider, _ = content[:200_000].partition(b"\0")
     if not head.startswith(b"Array "):
         return 0
+    if not divider or len(content) - len(head) > limit.facts:
+        raise Malformed("size")
     try:
         children = head.decode("ascii").split(" ")[1].split(",")
-        if not divider or len(content) - len(head) > limit.facts:
-            raise Malformed("size")
-        said = json.loads(content[len(head) + 1 :])
-        places, shape = said["arraychunk_ids"], said["shape"]
-        entries = 1
-        for length in shape:
-            entries *= max(int(length), 0)
-            if entries > limit.arrays:
-                raise Malformed("shape")
-        return sum(len(contents[children[place]]) for place in places)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise error if isinstance(error, Malformed) else Malformed("form") from error
+        about = json.loads(content[len(head) + 1 :])
+        size = math.prod(max(int(length), 0) for length in about["shape"])
+        unpacked = sum(len(contents[children[place]]) for place in about["arraychunk_ids"])
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+        raise Malformed("form") from error
+    if size > limit.arrays:
+        raise Malformed("shape")
+    return unpacked
 
 
 def limit_messages(limit: Limit) -> None:

@@ -56,10 +56,8 @@ class Federation:
     def __post_init__(self) -> None:
         if not (self.project / ADDRESSES_FILE).is_file():
             raise wrong("PROJECT", str(self.project), "a folder that fedflat deploy wrote")
-        addresses = Addresses.read(self.project)
-        self.addresses = (addresses.listen, addresses.control)
-        self.host, self.port = addresses.listen
-        self.control = address_text(addresses.control)
+        self.addresses = Addresses.read(self.project)
+        self.host, self.port = self.addresses.listen
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
 
@@ -73,7 +71,8 @@ class Federation:
     def start(self, clients: Sequence[int] | None = None) -> None:
         """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
-        for host, port in (*self.addresses, *((HERE, node_port(self.port, client)) for client in chosen)):
+        nodes = ((HERE, node_port(self.port, client)) for client in chosen)
+        for host, port in (self.addresses.listen, self.addresses.control, *nodes):
             must_be_free(str(self.project / ADDRESSES_FILE), host, port)
         self.start_superlink()
         for client in chosen:
@@ -108,12 +107,10 @@ class Federation:
         """``flwr run``: submit the app; returns Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
         found = self._flwr([*command, *(["--run-config", config] if config else [])])
-        try:
+        with suppress(ValueError, KeyError):
             answer = json.loads(found.stdout[found.stdout.index("{") :])
             if answer["success"]:
                 return int(answer["run-id"])
-        except (ValueError, KeyError):
-            pass
         raise RunError(f"flwr run failed: {(found.stdout + found.stderr).strip()[-500:]}")
 
     def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -153,8 +150,8 @@ class Federation:
         from flwr.cli.utils import init_http_client_from_connection
         from flwr.supercore.credential_store import FileCredentialStore
 
-        connection = SuperLinkConnection("fedflat", self.control, str((self.project / CONTROL_CERTIFICATE).absolute()))
-        sender = OidcCliPlugin(self.control)
+        address, certificate = address_text(self.addresses.control), (self.project / CONTROL_CERTIFICATE).absolute()
+        connection, sender = SuperLinkConnection("fedflat", address, str(certificate)), OidcCliPlugin(address)
         sender.store = FileCredentialStore(self.project / "flower" / "credentials.yaml")
         return init_http_client_from_connection(connection, sender)
 
@@ -176,15 +173,13 @@ class Federation:
         self.processes.clear()
 
     def _environment(self) -> dict[str, str]:
-        here = str(Path(__file__).resolve().parents[2])
-        paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        programs = str(Path(sys.executable).parent)
-        # Python of this process first: a SuperNode must not run another installation's fedflat.
+        # What this process runs comes first: a SuperNode must not run another installation's fedflat.
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         return {
             **os.environ,
             **environment(self.project),
-            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-            "PATH": programs + os.pathsep + os.environ.get("PATH", ""),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
             "OMP_NUM_THREADS": "1",
         }
 
@@ -209,21 +204,6 @@ def _program(name: str) -> str:
     return str(beside) if beside.exists() else name
 
 
-class Rounds:
-    """The released records of a project's run, as they come."""
-
-    def __init__(self, project: Path) -> None:
-        settings = tomllib.loads((project / "app" / "pyproject.toml").read_text(encoding="utf-8"))
-        self.path = Path(settings["tool"]["flwr"]["app"]["config"]["out"]).expanduser() / METRICS
-        self._seen = len(read_lines(self.path))
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return the records since the last call."""
-        rows = read_lines(self.path)
-        found, self._seen = rows[self._seen :], len(rows)
-        return found
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run a project on this machine; exit status 0 if the run completed."""
     private()
@@ -233,16 +213,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _whole_run(project: Path) -> int:
+    settings = tomllib.loads((project / "app" / "pyproject.toml").read_text(encoding="utf-8"))
+    records = Path(settings["tool"]["flwr"]["app"]["config"]["out"]).expanduser() / METRICS
     with Federation(project) as federation:
         federation.start()
+        seen = len(read_lines(records))
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
-        follow = Rounds(project)
         with Progress(federation.task.recipe, what="clients connect", stderr=True) as shown:
 
             def tell() -> None:
-                for row in follow.new():
+                nonlocal seen
+                rows = read_lines(records)
+                for row in rows[seen:]:
                     shown.round(row, {})
+                seen = len(rows)
 
             status = federation.wait(run, float("inf"), tell)
         print(status)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
+from typing import IO
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.imports import missing
@@ -50,6 +51,19 @@ def program(usage: str, arguments: Sequence[str], work: Callable[[], int]) -> in
         print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
         return 2
     return status_of(work)
+
+
+def lock_file(path: Path, *, wait: bool) -> IO[bytes]:
+    """Return the lock file, locked for this process until it is closed; BlockingIOError if it is locked elsewhere."""
+    import fcntl
+
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+")  # noqa: SIM115  # its holder closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def private() -> None:

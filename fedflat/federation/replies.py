@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,20 @@ def loggable(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: counts[name] for name in PROTOCOL_FAULTS if counts.get(name)}
 
 
+def read_journal(path: Path) -> list[Any]:
+    """Return the lines of a file of JSON lines that is only appended to.
+
+    A last line that a kill tore goes, on the disk too; a whole one without its end gets it.
+    """
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if last:
+        with suppress(ValueError):
+            json.loads(last)
+            lines.append(last)
+        durable.replace(path, b"".join(line + b"\n" for line in lines))
+    return [json.loads(line) for line in lines]
+
+
 @dataclass
 class Culprits:
     """Who broke the protocol in one run, by number, and when the server stops asking them, or stops altogether.
@@ -144,12 +158,9 @@ class Culprits:
     _in_vain: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        text = self.path.read_bytes() if self.path.exists() else b""
-        if last := text.rpartition(b"\n")[2]:  # a kill in ``note``: half a line goes, a whole one gets its end
-            text = text + b"\n" if last.endswith(b"}}") else text.removesuffix(last)
-            durable.replace(self.path, text)
         try:
-            self.strikes = Counter(int(client) for line in text.splitlines() for client in json.loads(line)["excluded"])
+            lines = read_journal(self.path)
+            self.strikes = Counter(int(client) for line in lines for client in line["excluded"])
         except (ValueError, KeyError, TypeError) as error:
             hint = "mend or delete the line, and start again"
             raise RunError(f"{self.path}: cannot be read ({error}); {hint}") from error
@@ -216,19 +227,14 @@ class CheckIns:
         return chosen
 
     def _asked(self) -> list[tuple[int, list[int]]]:
-        """Return the asks on disk; a last line that a crash tore asked nobody."""
+        """Return the asks on disk."""
         try:
-            data = self.path.read_bytes() if self.path.exists() else b""
-            *lines, torn = data.split(b"\n")
-            if torn:
-                os.truncate(self.path, len(data) - len(torn))
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be read ({error.strerror}), so nobody's last turn is known") from error
-        try:
-            found = [json.loads(line) for line in lines]
-            asked = [(int(one["round"]), [int(client) for client in one["clients"]]) for one in found]
+            lines = read_journal(self.path)
+            asked = [(int(line["round"]), [int(client) for client in line["clients"]]) for line in lines]
             if any(not 0 <= client < self.sampler.clients for _, clients in asked for client in clients):
                 raise ValueError
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read ({error.strerror}), so nobody's last turn is known") from error
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise RunError(f"{self.path}: not as it was written, so nobody's last turn is known") from error
         return asked

@@ -11,14 +11,13 @@ import functools
 import json
 import logging
 import math
-import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.core import durable
@@ -33,12 +32,13 @@ from fedflat.engine.resume import compare
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, serve_metrics
+from fedflat.federation.processes import lock_file
 from fedflat.federation.replies import CheckIns, Culprits
 from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import operator_key, restore_lines, tip_record
-from fedflat.federation.transport import POLL_SECONDS, ClientNoise, Flower, Inbox, Refusals, return_large_blocks
+from fedflat.federation.transport import ClientNoise, Flower, Inbox, Refusals, return_large_blocks
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
@@ -52,16 +52,14 @@ log = logging.getLogger("fedflat.server")
 ENDED = "ended.json"
 """In the folder of a run that ``fedflat.federation.close`` ended."""
 
-WAIT_SECONDS = 600.0
-"""How long a run that says nothing waits for its first nodes, and for answers in a round: ten minutes of training."""
-
 
 @dataclass(frozen=True)
 class Settings:
     """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
     wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
     exclusion_limit: a client that broke the protocol in so many rounds is asked no more. abort_limit: under secure
-    aggregation the run stops after so many charged rounds in a row without a result. metrics: where a page about the
+    aggregation the run stops after so many charged rounds in a row without a result. poll: seconds between looks for
+    answers, short beside local training, and few calls while it goes on. metrics: where a page about the
     server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
 
     out: Path
@@ -69,7 +67,7 @@ class Settings:
     answer_seconds: float = 600.0
     nodes: int = 1
     start_seconds: float = 600.0
-    poll: float = POLL_SECONDS
+    poll: float = 0.3
     abort_limit: int = 3
     exclusion_limit: int = 3
     metrics: str = ""
@@ -82,18 +80,12 @@ class Settings:
     @classmethod
     def of(cls, config: Any) -> Settings:
         """Read the settings from a Flower app's run config."""
-        test = str(config.get("test", ""))
-        return cls(
-            Path(str(config["out"])).expanduser(),
-            Path(test).expanduser() if test else None,
-            float(config.get("answer-seconds", WAIT_SECONDS)),
-            int(config.get("wait-for-nodes", 1)),
-            float(config.get("start-seconds", WAIT_SECONDS)),
-            abort_limit=config.get("abort-limit", 3),
-            exclusion_limit=config.get("exclusion-limit", 3),
-            metrics=str(config.get("metrics", "")),
-            beyond=config.get("metrics-beyond-this-machine", False) is True,
-        )
+        names = {"nodes": "wait-for-nodes", "beyond": "metrics-beyond-this-machine"}
+        keys = {name.name: names.get(name.name, name.name.replace("_", "-")) for name in fields(cls)}
+        given = {name: config[key] for name, key in keys.items() if key in config}
+        for name in ("out", "test"):
+            given[name] = Path(str(given[name])).expanduser() if given.get(name) else None
+        return cls(**given | {"beyond": given.get("beyond", False) is True})
 
 
 def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
@@ -114,10 +106,9 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         outcome = stored_outcome(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or compare(folder.run, outcome.entries)[0]:
-            counts = Refusals(_operator_file(folder.run))
-            excluded = counts.path.with_suffix(".excluded.jsonl")
+            excluded = _operator_file(folder.run, ".excluded")
             culprits = Culprits(excluded, settings.exclusion_limit, settings.abort_limit)
-            job.backend, job.round_zero_backend = _backend(grid, task, job, settings, counts, culprits), None
+            job.backend, job.round_zero_backend = _backend(grid, task, job, settings, culprits), None
             job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
             _tell_start(job, outcome)
             for note in drowned(task.recipe, job):
@@ -133,22 +124,20 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         return facts
 
 
-def _backend(grid: Any, task: Task, job: Job, settings: Settings, counts: Refusals, culprits: Culprits) -> Flower:
+def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culprits) -> Flower:
     """Return what asks the clients: one exchange a round, or the steps of secure aggregation."""
-    dimension, seconds = job.parts.message_length, settings.answer_seconds
-    if hasattr(grid, "_runtime_client"):  # Flower's own
-        grid = Inbox(grid, task.limits.reply)
-    common = (grid, task.roster, task.pin, dimension, seconds, counts.note)
-    tip = None
-    if job.folder is not None and job.operator is not None:
-        tip = functools.partial(tip_record, job.folder.path, job.folder.run, job.operator)
+    folder: RunFolder = job.folder  # type: ignore[assignment]
+    common: dict[str, Any] = {
+        "grid": Inbox(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own grid
+        "roster": task.roster, "pin": task.pin, "dimension": job.parts.message_length,
+        "answer_seconds": settings.answer_seconds, "poll": settings.poll, "culprits": culprits,
+        "refusals": Refusals(_operator_file(folder.run)).note,
+        "tip": functools.partial(tip_record, folder.path, folder.run, job.operator) if job.operator else None,
+    }  # fmt: skip
     if not isinstance(job.parts.mechanism, ClientShares):
-        return Flower(*common, poll=settings.poll, culprits=culprits, tip=tip)
-    mechanism = job.parts.mechanism.inner.mechanism
-    return SecureFlower(
-        *common, poll=settings.poll, plan=job.parts.plan, mechanism=mechanism, culprits=culprits,
-        left_open=(settings.out / LEDGER).exists(), tip=tip,
-    )  # fmt: skip
+        return Flower(**common)
+    plan, left_open = job.parts.plan, (folder.path / LEDGER).exists()
+    return SecureFlower(**common, plan=plan, mechanism=job.parts.mechanism.inner.mechanism, left_open=left_open)
 
 
 def _check_ins(
@@ -160,9 +149,9 @@ def _check_ins(
         return None
     lost, _ = compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
     charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
-    place = culprits.path.with_suffix("").with_suffix(".check-ins.jsonl")
+    asks = _operator_file(run, ".check-ins")
     return CheckIns(
-        sampler, lambda: task.roster.connected(grid.get_nodes()).keys() - culprits.off, place, charged
+        sampler, lambda: task.roster.connected(grid.get_nodes()).keys() - culprits.off, asks, charged
     ).cohort
 
 
@@ -203,26 +192,19 @@ def job_of(task: Task, settings: Settings) -> Job:
     return job
 
 
-@contextmanager
-def _only_server(out: Path, run: str = "") -> Iterator[None]:
-    """One server on a folder or, by its id, on a run, whose folder's copies share a key: the second is refused before
-    it touches key, ledger or network."""
-    import fcntl
+def _only_server(out: Path, run: str = "") -> IO[bytes]:
+    """Return the lock of a folder or, by its id, of a run, whose folder's copies share a key.
 
-    lock = keys.folder().parent / "servers" / f"{run}.lock" if run else out / "server.lock"
+    A second server is refused before it touches key, ledger or network.
+    """
+    path = keys.folder().parent / "servers" / f"{run}.lock" if run else out / "server.lock"
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return lock_file(path, wait=False)
+    except BlockingIOError as error:
+        raise RunError(f"{out}: another server is running this run, or a copy of its folder") from error
     except OSError as error:
-        raise wrong("out", f"{lock.parent} ({error.strerror})", "a folder you may write to") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"{out}: another server is running this run, or a copy of its folder") from error
-        yield
-    finally:
-        os.close(descriptor)
+        raise wrong("out", f"{path.parent} ({error.strerror})", "a folder you may write to") from error
 
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
@@ -282,14 +264,14 @@ def run_id(out: Path) -> str:
     return str(_versions(out).get("run", ""))
 
 
-def _operator_file(run: str) -> Path:
-    """Return where counts of missing and refused replies go: beside the noise keys, not in the run's folder."""
+def _operator_file(run: str, kind: str = "") -> Path:
+    """Return a file that is for the operator only: beside the noise keys, not in the run's folder."""
     place = keys.folder().parent / "operator"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{place}: cannot be made ({error.strerror})") from error
-    return place / f"{run}.jsonl"
+    return place / f"{run}{kind}.jsonl"
 
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:

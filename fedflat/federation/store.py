@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.federation.processes import lock_file
 
 HEAD, STATES, ROUNDS, ACCURACY = "head.safetensors", "states.safetensors", "rounds.jsonl", "personal.jsonl"
 SESSION, NODE, LOCK = "session.json", "node.json", "answer.lock"
@@ -55,17 +54,9 @@ class Store:
         except OSError as error:
             raise wrong("state", f"{self.folder} ({error.strerror})", "a folder you may write to") from error
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """One answer at a time, whatever processes share the folder: what it counts it counts before the next asks."""
-        import fcntl
-
-        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+    def alone(self) -> IO[bytes]:
+        """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""
+        return lock_file(self.folder / LOCK, wait=True)
 
     def head(self, first: Tensor, round: int) -> Tensor:
         """Return the personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.

@@ -10,12 +10,11 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core import durable
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.accumulate import Accumulator
@@ -35,13 +35,10 @@ from fedflat.federation.task import Roster
 from fedflat.federation.tips import RECORD
 from fedflat.federation.wire import Malformed
 from fedflat.pieces.clipping import whole_vector
-from fedflat.records.folder import plain
 
 log = logging.getLogger("fedflat.server")
 
 TRAIN = "train"
-POLL_SECONDS = 0.3
-"""Seconds between looks for answers: short beside local training, and few calls while it goes on."""
 AT_ONCE = 16
 """Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
 
@@ -131,7 +128,7 @@ class Flower:
     answer_seconds: float
     refusals: Callable[[int, Counter[str]], None]
     ttl: float = 3600.0
-    poll: float = POLL_SECONDS
+    poll: float = 0.3
     name: str = "flower"
     culprits: Culprits | None = None
     tip: Callable[[int], Any] | None = None
@@ -225,7 +222,7 @@ class ClientNoise(Mechanism):
         return torch.zeros_like(aggregate.total)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Refusals:
     """Counts of replies that were not added: per round in the operator's own file, and what may be said in the log.
 
@@ -234,14 +231,11 @@ class Refusals:
     """
 
     path: Path
-    total: Counter[str] = field(default_factory=Counter)
 
     def note(self, round: int, counts: Counter[str]) -> None:
         """Write a round's counts to the operator's file; log those that no honest client causes."""
-        self.total += counts
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with open(descriptor, "a", encoding="utf-8") as file:
-            file.write(json.dumps(plain({"round": round, **{k: v for k, v in counts.items() if v}})) + "\n")
+        line = {"round": round, **{kind: count for kind, count in counts.items() if count}}
+        durable.append(self.path, json.dumps(line).encode() + b"\n")
         shown = loggable(counts)
         if shown:
             words = ", ".join(f"{v} ({k})" for k, v in shown.items())

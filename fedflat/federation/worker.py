@@ -68,22 +68,33 @@ def start_worker(runtime: Runtime, kind: str, made: Callable[[], Work]) -> None:
 
     made: gives the work. It loads what tasks need, in the worker, while this program starts.
     """
-    parent = os.getpid()
+
     # A fork and not a thread: what an app does to its process (signals, memory, a crash) stays there.
+    def take_tasks() -> None:
+        end_with_an_exit()
+        _take_tasks(runtime, kind, made())
+
+    child = _forked(take_tasks)
+    threading.Thread(target=_end_after, args=(child,), daemon=True).start()
+
+
+def _forked(work: Callable[[], object]) -> int:
+    """Do some work in a forked process, which ends when this one does; return its number."""
+    parent = os.getpid()
     child = os.fork()
     if child:
-        threading.Thread(target=_end_after, args=(child,), daemon=True).start()
-        return
+        return child
+    status = 1
     try:
-        end_with_an_exit()
         dies_with(parent)
-        _take_tasks(runtime, kind, made())
-    except SystemExit:
-        os._exit(0)
+        work()
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
     except BaseException:
-        log.exception("the worker failed")
+        log.exception("a forked process failed")
     finally:
-        os._exit(1)
+        os._exit(status)
 
 
 def _end_after(child: int) -> None:
@@ -114,30 +125,21 @@ def _take_tasks(runtime: Runtime, kind: str, work: Work) -> None:
 
 
 def _fork(runtime: Runtime, task: Any, token: str, work: Work) -> int:
-    """Do a task in a process of its own, the leader of a group of its own; returns its number."""
-    parent = os.getpid()
-    child = os.fork()
-    if child:
-        with suppress(OSError):
-            os.setpgid(child, child)
-        return child
-    status = 1
-    try:
+    """Do a task in a process of its own, the leader of a group of its own; return its number."""
+
+    def do() -> None:
         with suppress(OSError):
             os.setpgid(0, 0)
         signal.signal(
             signal.SIGTERM, signal.SIG_DFL
         )  # a task has nothing to tidy up, and must not run the worker's end
-        dies_with(parent)
         named(str(task.type))
         work(runtime, task, token)
-        status = 0
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else 1
-    except BaseException:
-        log.exception("the task failed")
-    finally:
-        os._exit(status)
+
+    child = _forked(do)
+    with suppress(OSError):
+        os.setpgid(child, child)
+    return child
 
 
 def server_work(app: Path) -> Work:
