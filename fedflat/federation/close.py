@@ -18,7 +18,7 @@ from typing import Any
 
 from fedflat.assembly.stating import state_privacy
 from fedflat.core import durable
-from fedflat.core.checks import wrong
+from fedflat.core.checks import RunError, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.resume import compare
 from fedflat.federation.processes import program
@@ -46,16 +46,19 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     if not (out / RECIPE).is_file() or _versions(out).get("task") != task.identity:
         raise wrong("RUN", str(out), "the folder of a run of this app")
     job = job_of(task, Settings(out))
-    with _only_server(out), _only_server(out, run_id(out)):
+    run = run_id(out)
+    with _only_server(out), _only_server(out, run):
         gone = _deleted_before(out)
         _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
-        restore_lines(out, run_id(out))
-        _charge_lost(out)
-        outcome = _charge_open_round(job, out, stored_outcome(job, out))
-        job.folder, job.operator = RunFolder(out, deployment=True, run=run_id(out)), Operator.of_account()
+        restore_lines(out, run)
+        with Ledger.open(out / LEDGER) as ledger:
+            _charge_lost(ledger, run)
+            _charge_open_round(ledger, job, stored_outcome(job, out))
+        outcome = stored_outcome(job, out)
+        job.folder, job.operator = RunFolder(out, deployment=True, run=run), Operator.of_account()
         facts = state_privacy(task.recipe, job, outcome, deployment=True)
         write_ending(job, facts, outcome)
-        deleted = keys.forget(run_id(out))
+        deleted = keys.forget(run)
         if deleted:
             _mark(out, True)
     return facts, "deleted" if deleted else "gone" if gone else "missing"
@@ -73,27 +76,22 @@ def _deleted_before(out: Path) -> bool:
     return (out / STATEMENT).exists()
 
 
-def _charge_lost(out: Path) -> None:
-    """Events that only the mark beside the noise key has: the folder is a backup's."""
-    with Ledger.open(out / LEDGER) as ledger:
-        lost, why = compare(run_id(out), ledger.entries)
-        for entry in lost:
-            ledger.charge_lost(entry, f"{why}: its line was lost")
-        if lost:
-            keys.Mark(run_id(out)).replace(ledger.path.read_bytes())
+def _charge_lost(ledger: Ledger, run: str) -> None:
+    """Charge events that only the mark beside the noise key has: the folder is a backup's."""
+    lost, why = compare(run, ledger.entries)
+    for entry in lost:
+        ledger.charge_lost(entry, f"{why}: its line was lost")
+    if lost:
+        keys.Mark(run).replace(ledger.path.read_bytes())
 
 
-def _charge_open_round(job: Job, out: Path, outcome: Outcome) -> Outcome:
+def _charge_open_round(ledger: Ledger, job: Job, outcome: Outcome) -> None:
     """Charge one event more for a distrusted server's open round, unless the run is complete or it is charged."""
     plan, state = job.parts.plan, outcome.state
-    if outcome.complete or not plan.private or plan.trust == "central":
-        return outcome
-    if any(entry["round"] >= state.round for entry in outcome.entries):
-        return outcome
-    with Ledger.open(out / LEDGER) as ledger:
+    charged = any(entry["round"] >= state.round for entry in outcome.entries)
+    if not (outcome.complete or charged or not plan.private or plan.trust == "central"):
         for line in plan.records(state.round, job.parts.clip.bound(state.clip)):
             ledger.charge_open(line, OPEN)
-    return stored_outcome(job, out)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,23 +99,18 @@ def main(arguments: Sequence[str]) -> int:
 
     def work() -> int:
         app, out = map(Path, arguments)
-        return _print_outcome(out, *close(Task.read(app), out))
+        facts, key = close(Task.read(app), out)
+        epsilon = facts.get("epsilon")
+        cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
+        about = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
+        print(f"{out}: ended after {facts['rounds']} rounds, {facts['rounds_charged']} charged, {cost}; {about}")
+        if key == "missing":  # it may still lie somewhere
+            hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
+            place = f"no noise key {run_id(out)} in {keys.folder()}"
+            raise RunError(f"{place}; {hint}, or delete the file there by hand")
+        return 0
 
     return program("close APP RUN", arguments, work)
-
-
-def _print_outcome(out: Path, facts: dict[str, Any], key: str) -> int:
-    """Print what was done; return 1 if the noise key may still lie somewhere."""
-    epsilon = facts.get("epsilon")
-    cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
-    about = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
-    print(f"{out}: ended after {facts['rounds']} rounds, {facts['rounds_charged']} charged, {cost}; {about}")
-    if key != "missing":
-        return 0
-    hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
-    missing = f"error: no noise key {run_id(out)} in {keys.folder()}; {hint}, or delete the file there by hand"
-    print(missing, file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ from __future__ import annotations
 import base64
 import hmac
 import logging
-import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
 
 from fedflat.federation.bounds import FACTS, Limit
 
@@ -34,14 +36,6 @@ SILENCE = 60.0
 ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """Options of an accepted connection: one whose other end has vanished is closed after half a minute."""
 Door = Callable[[Any, Any, Any], Awaitable[None]]
-
-
-def raise_descriptor_limit() -> int:
-    """Let this process open as many files and connections as the system allows; return how many these are."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Guest(socket.socket):
@@ -133,7 +127,7 @@ def _shut(guest: Guest) -> None:
 
 
 def fleet_only(
-    app: Any, known: Collection[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
+    app: Any, known: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
 ) -> Door:
     """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
 
@@ -147,24 +141,23 @@ def fleet_only(
     async def door(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return  # websockets, and the lifespan, which the operator's door starts once for both
-        headers = dict(scope["headers"])
-        if not scope["path"].startswith(FLEET):
-            return await _refuse(send, 404)
-        key = _signed_by(headers, known)
-        if key is None:
-            return await _refuse(send, 401)
+        headers, path = Headers(scope=scope), scope["path"]
+        if not path.startswith(FLEET):
+            return await _refuse(404, scope, receive, send)
+        if (key := _signed_by(headers, known)) is None:
+            return await _refuse(401, scope, receive, send)
         gate.welcome(scope["client"], key)
-        length = _length(headers)
-        most = limit.object + FACTS if scope["path"] == FLEET + "push-object" else FACTS + 128 * limit.objects
-        if length is None:
-            return await _refuse(send, 411)
+        most = limit.object + FACTS if path == FLEET + "push-object" else FACTS + 128 * limit.objects
+        if (length := _length(headers)) is None:
+            return await _refuse(411, scope, receive, send)
         if length > most:
             gate.say("length", "a client's request was longer than a reply can be, and was not read")
             blame(key)
-            return await _refuse(send, 413)
+            return await _refuse(413, scope, receive, send)
         if held[key] + length > limit.total + ROOM:
             gate.say("sum", "a client's requests at one time were longer than a reply can be; one has to wait")
-            return await _refuse(send, 503)  # Flower's client sends it again; after a 429 it would give up
+            # Flower's client sends it again; after a 429 it would give up.
+            return await _refuse(503, scope, receive, send)
         held[key] += length
         try:
             await app(scope, receive, send)
@@ -180,16 +173,14 @@ def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool
 
     async def door(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            path = scope["path"]
-            if not path.startswith((CONTROL, RUNTIME)):
-                return await _refuse(send, 404)
-            if not allowed(path, {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}):
-                return await _refuse(send, 401)
+            if not scope["path"].startswith((CONTROL, RUNTIME)):
+                return await _refuse(404, scope, receive, send)
+            if not allowed(scope["path"], Headers(scope=scope)):
+                return await _refuse(401, scope, receive, send)
             if gate is not None:
                 gate.welcome(scope["client"], "operator")
-        elif scope["type"] != "lifespan":
-            return
-        await app(scope, receive, send)
+        if scope["type"] in ("http", "lifespan"):
+            await app(scope, receive, send)
 
     return door
 
@@ -207,11 +198,11 @@ def worker_or_task(secret: bytes, state: Callable[[], Any]) -> Callable[[str, Ma
         if token := headers.get(header.TASK_TOKEN_HEADER, ""):
             return state().get_task_by_token(token) is not None
         try:
+            names = (header.SUPEREXEC_AUTH_NONCE_HEADER, header.SUPEREXEC_AUTH_BODY_SHA256_HEADER)
+            nonce, body = (headers[name] for name in names)
             wanted = compute_superexec_signature(
-                auth_secret=own, method="/flwr.proto.Runtime/AcquireTask",
+                auth_secret=own, method="/flwr.proto.Runtime/AcquireTask", nonce=nonce, body_sha256=body,
                 timestamp=int(headers[header.SUPEREXEC_AUTH_TIMESTAMP_HEADER]),
-                nonce=headers[header.SUPEREXEC_AUTH_NONCE_HEADER],
-                body_sha256=headers[header.SUPEREXEC_AUTH_BODY_SHA256_HEADER],
             )  # fmt: skip
             # Compared in constant time: how long a wrong one takes tells nothing of the right one.
             return hmac.compare_digest(wanted.encode(), headers[header.SUPEREXEC_AUTH_SIGNATURE_HEADER].encode())
@@ -221,36 +212,30 @@ def worker_or_task(secret: bytes, state: Callable[[], Any]) -> Callable[[str, Ma
     return is_shown
 
 
-async def _refuse(send: Any, status: int) -> None:
-    headers = [(b"content-length", b"0"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
+async def _refuse(status: int, *connection: Any) -> None:
+    await Response(status_code=status, headers={"connection": "close"})(*connection)
 
 
-def _length(headers: Mapping[bytes, bytes]) -> int | None:
+def _length(headers: Headers) -> int | None:
     """Return the length that a request says its body has; None without one."""
     # Both headers together are how a request is smuggled past a proxy: that length is not believed.
-    said = headers.get(b"content-length", b"")
-    return int(said) if said.isdigit() and len(said) < 16 and b"transfer-encoding" not in headers else None
+    said = headers.get("content-length", "")
+    return int(said) if said.isdecimal() and len(said) < 16 and "transfer-encoding" not in headers else None
 
 
-def _signed_by(headers: Mapping[bytes, bytes], known: Collection[bytes]) -> bytes | None:
+def _signed_by(headers: Headers, known: Container[bytes]) -> bytes | None:
     """Return the known key that signed the request's time, if that is now. Flower asks whose node the request is of."""
     from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
     from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 
-    def given(name: str) -> bytes:
-        return headers.get(name.lower().encode(), b"")
-
     try:
         names = (FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
-        key, signature = (base64.b64decode(given(name), validate=True) for name in names)
-        signed = datetime.fromisoformat(given(TIMESTAMP_HEADER).decode("ascii"))
-        age = (datetime.now(UTC) - signed).total_seconds()
-    except (ValueError, TypeError):  # TypeError: a time without a zone
+        key, signature = (base64.b64decode(headers[name], validate=True) for name in names)
+        time_said = headers[TIMESTAMP_HEADER]
+        age = (datetime.now(UTC) - datetime.fromisoformat(time_said)).total_seconds()
+        recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+        fits = recent and key in known and verify_signature(bytes_to_public_key(key), time_said.encode(), signature)
+    except (KeyError, ValueError, TypeError):  # TypeError: a time without a zone
         return None
-    if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
-        return None
-    fits = key in known and verify_signature(bytes_to_public_key(key), given(TIMESTAMP_HEADER), signature)
     return key if fits else None

@@ -18,8 +18,8 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -27,6 +27,7 @@ from typing import Any
 
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.imports import missing
+from fedflat.federation.lock import address_of
 from fedflat.records.folder import plain
 
 FORMATS = ("text", "json")
@@ -75,9 +76,6 @@ def log_to_stderr(form: str) -> None:
     logger.setLevel(logging.INFO)
 
 
-TEXT = "text/plain; charset=utf-8"
-
-
 class Monitor(logging.Handler):
     """Turns the server's events into metrics. ready: clients enough are connected, and rounds are being run."""
 
@@ -124,16 +122,6 @@ class Monitor(logging.Handler):
         if event in ("ready", "complete"):
             self.ready = event == "ready"
 
-    def page(self, path: str) -> tuple[int, str, bytes]:
-        """Return status, content type and content of one path."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-        if path == "/metrics":
-            return 200, CONTENT_TYPE_LATEST, generate_latest(self.registry)
-        if path == "/ready":
-            return (200, TEXT, b"ready\n") if self.ready else (503, TEXT, b"waiting for clients, or ended\n")
-        return (200, TEXT, b"alive\n") if path == "/live" else (404, TEXT, b"/metrics, /ready or /live\n")
-
 
 @contextmanager
 def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> Iterator[None]:
@@ -149,20 +137,27 @@ def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> I
     if not address:
         yield
         return
-    host, port = _place(address, beyond)
-    monitor, logger = _monitor(), logging.getLogger(name)
+    host, port = address_of("metrics", address)
+    with suppress(ValueError):
+        host = "127.0.0.1" if host == "localhost" else str(ip_address(host))
+        beyond = beyond or ip_address(host).is_loopback
+    if not beyond:
+        raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
     try:
-        server = ThreadingHTTPServer((host, port), _handler(monitor.page))
+        monitor, logger = Monitor(), logging.getLogger(name)
+    except ImportError as error:
+        raise missing("metrics", "prometheus-client", "federation") from error
+    try:
+        server = ThreadingHTTPServer((host, port), page_of(monitor))
     except OSError as error:
         logger.warning("metrics: %s cannot be served (%s); the run goes on without", address, error.strerror)
         yield
         return
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     before = logger.level
     logger.addHandler(monitor)
     logger.setLevel(logging.DEBUG)
-    thread.start()
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield
     finally:
@@ -172,39 +167,24 @@ def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> I
         server.server_close()
 
 
-def _monitor() -> Monitor:
-    try:
-        return Monitor()
-    except ImportError as error:
-        raise missing("metrics", "prometheus-client", "federation") from error
+def page_of(monitor: Monitor) -> type[BaseHTTPRequestHandler]:
+    """Return what answers for ``/metrics``, ``/ready`` and ``/live``."""
+    from prometheus_client import MetricsHandler
 
-
-def _place(address: str, beyond: bool) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    try:
-        number, local = int(port), host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        raise wrong("metrics", address, "ADDRESS:PORT, for example 127.0.0.1:9464") from None
-    if not 0 < number < 65536:
-        raise wrong("metrics", address, "a port from 1 to 65535")
-    if not local and not beyond:
-        raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
-    return host, number
-
-
-def _handler(page: Callable[[str], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class Page(MetricsHandler):  # type: ignore[misc]
+        registry = monitor.registry
         timeout = 10.0  # a client that says nothing holds no thread for longer
 
         def do_GET(self) -> None:
-            status, kind, content = page(self.path.partition("?")[0])
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                return super().do_GET()
+            ready = (200, "ready") if monitor.ready else (503, "waiting for clients, or ended")
+            known = {"/ready": ready, "/live": (200, "alive")}
+            status, text = known.get(path, (404, "/metrics, /ready or /live"))
             self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(len(text) + 1))
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(f"{text}\n".encode())
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: who asks for metrics is no event of the run."""
-
-    return Handler
+    return Page

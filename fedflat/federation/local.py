@@ -21,9 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation.doors import raise_descriptor_limit
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses, address_text
-from fedflat.federation.processes import dies_with, end, end_with_an_exit, must_be_free, private, program
+from fedflat.federation.processes import (
+    dies_with,
+    end,
+    end_with_an_exit,
+    must_be_free,
+    private,
+    program,
+    raise_descriptor_limit,
+)
 from fedflat.federation.project import (
     CONTROL_CERTIFICATE,
     HERE,

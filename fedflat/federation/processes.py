@@ -5,6 +5,7 @@ Flower's own parts are used here, and they change from one minor version to the 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import errno
 import os
@@ -53,6 +54,15 @@ def program(usage: str, arguments: Sequence[str], work: Callable[[], int]) -> in
     return status_of(work)
 
 
+def node_options(name: str, about: str) -> argparse.ArgumentParser:
+    """Return the parser of a client's program, with what all of them take."""
+    parser = argparse.ArgumentParser(prog=f"python -m fedflat.federation.{name}", description=about.split("\n")[0])
+    parser.add_argument("--superlink", required=True, help="host:port")
+    parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
+    parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
+    return parser
+
+
 def lock_file(path: Path, *, wait: bool) -> IO[bytes]:
     """Return the lock file, locked for this process until it is closed; BlockingIOError if it is locked elsewhere."""
     import fcntl
@@ -93,9 +103,26 @@ def check_private(key: Path, option: str = "") -> None:
         raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
 
 
-def hang_up_is_an_end() -> None:
-    """Let a closed terminal (SIGHUP) end this program as SIGTERM does; Flower handles only the latter."""
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files and connections as the system allows; return how many these are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def begin() -> int:
+    """Prepare a program of Flower's, and return how many files it may open.
+
+    Its files are private, a closed terminal (SIGHUP) ends it as SIGTERM does, which is all that Flower handles, and
+    its lines have no colour codes unless a terminal shows them.
+    """
+    from flwr.supercore.logger import update_console_handler
+
+    private()
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    update_console_handler(colored=sys.stderr.isatty())
+    return raise_descriptor_limit()
 
 
 def end_with_an_exit() -> None:
@@ -166,13 +193,6 @@ def check_flower() -> None:
         raise missing("deploy", f"flwr {minor}.*", "federation") from None
     if ".".join(found.split(".")[:2]) != minor:
         raise wrong("flwr", found, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
-
-
-def uncoloured() -> None:
-    """Keep colour codes out of Flower's lines, unless a terminal shows them."""
-    from flwr.supercore.logger import update_console_handler
-
-    update_console_handler(colored=sys.stderr.isatty())
 
 
 def draw_apart() -> None:

@@ -8,13 +8,12 @@ does nothing harmful if there is nothing to sign off.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation.processes import status_of
+from fedflat.federation.processes import node_options, status_of
 from fedflat.federation.store import Store
 
 
@@ -54,10 +53,7 @@ def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Sign off the node whose number is in the client's state folder; exit status 0 unless the SuperLink is away."""
-    parser = argparse.ArgumentParser(prog="python -m fedflat.federation.rejoin", description=__doc__.split("\n")[0])
-    parser.add_argument("--superlink", required=True, help="host:port")
-    parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
-    parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
+    parser = node_options("rejoin", __doc__)
     parser.add_argument("--state", required=True, type=Path, help="the client's state folder, which knows its number")
     given = parser.parse_args(arguments)
 

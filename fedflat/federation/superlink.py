@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -29,9 +27,7 @@ from fedflat.federation.lock import (
     LOCK,
     Addresses,
     OperatorOnly,
-    address_text,
     read_lock,
-    write_authority_and_server,
 )
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment
 from fedflat.federation.task import Roster, Task
@@ -57,18 +53,12 @@ def serve(project: Path) -> int:
     processes.check_private(project / "certificates" / "server.key")
     for door, address in (("listen", addresses.listen), ("control", addresses.control)):
         processes.must_be_free(f"{project / ADDRESSES_FILE}: {door}", *address)
-    processes.private()
-    processes.hang_up_is_an_end()
-    descriptors = doors.raise_descriptor_limit()
-    processes.uncoloured()
+    descriptors = processes.begin()
     os.environ.update(environment(project))
     for former in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):
         os.environ.pop(former, None)  # each would open a door of Flower's former protocol beside ours
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
-    # The control door's certificate is made anew: the one on disk may be known to whoever had this folder before.
-    shutil.rmtree(own, ignore_errors=True)
-    write_authority_and_server(own, [addresses.control[0]], keep=False)  # new at each start, for this process
-    runtime = Runtime(address_text(addresses.control), own / "ca.crt", secrets.token_bytes(32))
+    runtime = Runtime.fresh(addresses.control, own)
     # Forked before uvicorn starts threads: a fork of a process with threads may inherit a lock that nobody frees.
     start_worker(runtime, "flwr-serverapp", partial(server_work, (project / "app").absolute()))
     plain_log()

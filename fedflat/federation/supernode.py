@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import RunError, wrong
 from fedflat.federation import processes
 from fedflat.federation.bounds import limit_messages
-from fedflat.federation.doors import raise_descriptor_limit, this_machine_only, worker_or_task
-from fedflat.federation.lock import write_authority_and_server
+from fedflat.federation.doors import this_machine_only, worker_or_task
 from fedflat.federation.project import HERE, QUIET
 from fedflat.federation.task import Task
 from fedflat.federation.worker import Runtime, client_work, start_worker
@@ -42,19 +39,11 @@ def serve(given: argparse.Namespace) -> int:
         raise wrong("--root-certificates", str(authority), "the authority's certificate (ca.crt)")
     processes.check_private(key, "--auth-supernode-private-key ")
     processes.must_be_free("--port", HERE, given.port)
-    processes.private()
-    processes.hang_up_is_an_end()
-    raise_descriptor_limit()
-    processes.uncoloured()
+    processes.begin()
     limit_messages(task.limits.ask)
     os.environ.update(QUIET)
     own = key.parent / "port"
-    shutil.rmtree(own, ignore_errors=True)
-    try:
-        write_authority_and_server(own, [HERE], keep=False)
-    except OSError as error:
-        raise InputError(f"{own}: found {error.strerror}; allowed: a folder you may write to.") from error
-    runtime = Runtime(f"{HERE}:{given.port}", own / "ca.crt", secrets.token_bytes(32))
+    runtime = Runtime.fresh((HERE, given.port), own)
     start_worker(runtime, "flwr-clientapp", partial(client_work, app))
     _be_the_supernode(given, key, own, runtime.secret)
     with suppress(SystemExit):
@@ -89,11 +78,8 @@ def _be_the_supernode(given: argparse.Namespace, key: Path, own: Path, secret: b
 
 def main(arguments: Sequence[str]) -> int:
     """Run a SuperNode; exit status 2 with one line for what is missing."""
-    parser = argparse.ArgumentParser(prog="python -m fedflat.federation.supernode", description=__doc__.split("\n")[0])
+    parser = processes.node_options("supernode", __doc__)
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
-    parser.add_argument("--superlink", required=True, help="host:port")
-    parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
-    parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
     parser.add_argument("--port", type=int, default=9094, help="a free port of this machine, on 127.0.0.1 alone")
     given = parser.parse_args(arguments)

@@ -12,6 +12,8 @@ import hashlib
 import io
 import logging
 import os
+import secrets
+import shutil
 import signal
 import threading
 import time
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
+from fedflat.federation.lock import address_text, write_authority_and_server
 from fedflat.federation.processes import dies_with, end, end_with_an_exit, gone, named
 
 log = logging.getLogger("fedflat.worker")
@@ -40,6 +43,16 @@ class Runtime:
     address: str
     certificate: Path
     secret: bytes
+
+    @classmethod
+    def fresh(cls, address: tuple[str, int], folder: Path) -> Runtime:
+        """Return one at an address, with a new certificate in ``folder``: an old one may be known to others."""
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            write_authority_and_server(folder, [address[0]], keep=False)
+        except OSError as error:
+            raise InputError(f"{folder}: found {error.strerror}; allowed: a folder you may write to.") from error
+        return cls(address_text(address), folder / "ca.crt", secrets.token_bytes(32))
 
     def client(self, interceptor: Any, *, tries: int | None = None) -> Any:
         """Return Flower's client of it. tries: calls made where nobody listens; None: until somebody does."""

@@ -460,12 +460,12 @@ def test_a_connection_that_was_cut_makes_no_culprit() -> None:
 SERVER_OF_TWO = """
 import resource, sys
 from pathlib import Path
-from fedflat.federation import doors, superlink
+from fedflat.federation import doors, processes, superlink
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))
-assert doors.raise_descriptor_limit() == 1024
+assert processes.raise_descriptor_limit() == 1024
 async def app(scope, receive, send):
     if scope["type"] == "http":
-        await doors._refuse(send, 204)
+        await doors._refuse(204, scope, receive, send)
 own, gates = Path(sys.argv[1]), [doors.Gate(name, "127.0.0.1", int(sys.argv[2]) + i) for i, name in enumerate("cl")]
 superlink._run(*((doors.this_machine_only(app, lambda *_: True, gate), gate, own) for gate in gates))
 """
@@ -473,7 +473,7 @@ superlink._run(*((doors.this_machine_only(app, lambda *_: True, gate), gate, own
 
 def test_idle_connections_leave_the_operators_door_open(tmp_path: Path) -> None:
     """1,100 connections that say nothing, against a limit of 1,024 descriptors."""
-    doors.raise_descriptor_limit()
+    processes.raise_descriptor_limit()
     write_authority_and_server(tmp_path / "own", ["127.0.0.1"])
     port, until = free_port(), time.monotonic() + PATIENCE
     server = subprocess.Popen([sys.executable, "-c", SERVER_OF_TWO, str(tmp_path / "own"), str(port)])

@@ -16,6 +16,7 @@ pytest.importorskip("flwr")
 pytest.importorskip("prometheus_client")
 
 from ports import free_port
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import Grid, deployed, grid_of, honest, settings, small
 
@@ -107,7 +108,7 @@ def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: py
         Refusals(tmp_path / "operator.jsonl").note(0, counts)
     finally:
         logger.removeHandler(monitor)
-    text = monitor.page("/metrics")[2].decode()
+    text = generate_latest(monitor.registry).decode()
     kinds = {k.removeprefix("fedflat_refused_replies_total") for k in samples(text) if "replies_total" in k}
     assert kinds == set(PROTOCOL_FAULTS)
 
