@@ -187,14 +187,14 @@ def client_of(task: Task, config: Any) -> Client:
     """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, held, operator."""
     for name in ("client", "data", "state"):
         if name not in config:
-            raise wrong(
-                "node config", "nothing", f'{name}=…, for example --node-config \'client=0 data="…" state="…"\''
-            )
+            example = '--node-config \'client=0 data="…" state="…"\''
+            raise wrong("node config", "nothing", f"{name}=…, for example {example}")
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", config["client"], "the client's number in the roster")
-    data, state = (Path(str(config[name])) for name in ("data", "state"))
-    key, held, operator = (Path(str(config[n])) if config.get(n) else None for n in ("key", "held", "operator"))
-    return Client(task, config["client"], data, Store(state), str(config.get("pin", "")), key, held, operator)
+    names = ("data", "state", "key", "held", "operator")
+    paths = {name: Path(str(config[name])) for name in names if config.get(name)}
+    store = Store(paths.pop("state"))
+    return Client(task, config["client"], store=store, pin=str(config.get("pin", "")), **paths)
 
 
 def reply_to(message: Any, config: Any, app_folder: Path) -> Any:

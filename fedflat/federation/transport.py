@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from fedflat.pieces.clipping import whole_vector
 log = logging.getLogger("fedflat.server")
 
 TRAIN = "train"
+TTL = 3600.0
+"""Seconds that a message may be under way."""
 AT_ONCE = 16
 """Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
 
@@ -127,7 +129,6 @@ class Flower:
     dimension: int
     answer_seconds: float
     refusals: Callable[[int, Counter[str]], None]
-    ttl: float = 3600.0
     poll: float = 0.3
     name: str = "flower"
     culprits: Culprits | None = None
@@ -152,10 +153,15 @@ class Flower:
         for _, answer in self.exchange(tracker, asked, content):
             yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
         self.refusals(broadcast.round, tracker.refused)
-        blamed = {client: why for client, why in tracker.blamed.items() if why != "duplicate"}  # its first one counts
+        # Of two answers the first one counts.
+        self._name(broadcast.round, {client: why for client, why in tracker.blamed.items() if why != "duplicate"})
+
+    def _name(self, round: int, blamed: Mapping[int, str]) -> None:
+        """Name those who broke the protocol in the operator's file; the log, which others may read, says how many."""
         if self.culprits is not None and blamed:
-            more = "; from now on, one or more are asked no more" if self.culprits.note(broadcast.round, blamed) else ""
-            log.warning("round %d: %s names who broke the protocol%s", broadcast.round, self.culprits.path, more)
+            more = "; one or more are asked no more in this run" if self.culprits.note(round, blamed) else ""
+            counted = f"{len(blamed)} client{'s' if len(blamed) > 1 else ''}"
+            log.warning("round %d: %s broke the protocol, named in %s%s", round, counted, self.culprits.path, more)
 
     def exchange(
         self, tracker: ReplyTracker, clients: Iterable[int], content: Callable[[PendingReply], Any]
@@ -197,7 +203,7 @@ class Flower:
             if self._tip[0] != round:
                 self._tip = (round, self.tip(round))
             content = RecordDict({**content, RECORD: self._tip[1]})
-        return Message(content, node, TRAIN, ttl=self.ttl, group_id=str(round))
+        return Message(content, node, TRAIN, ttl=TTL, group_id=str(round))
 
     def _collect(self, tracker: ReplyTracker) -> Iterator[tuple[int, Any] | None]:
         """Pull what is there, a few at a time, in the order asked; None for a reply that is refused."""

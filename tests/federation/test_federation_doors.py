@@ -35,7 +35,7 @@ from stand_in import deployed, small
 from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, logs
 
 from fedflat.core.checks import InputError, RunError
-from fedflat.federation import doors, local, lock, superlink, supernode
+from fedflat.federation import doors, local, lock, processes, superlink, supernode
 from fedflat.federation.bounds import Limit
 from fedflat.federation.local import Federation
 from fedflat.federation.lock import write_authority_and_server

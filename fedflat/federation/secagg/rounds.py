@@ -76,7 +76,9 @@ class SecureFlower(Flower):
             fault = f"{error} (step {self._stage})"
             log.warning("round %d: secure aggregation aborted: %s", broadcast.round, fault)
         finally:
-            self._name_culprits()
+            for client in collector.false:
+                self._blame(client, "false share")
+            self._name(broadcast.round, self._excluded)
             done = {holder for given in collector.seeds.values() for holder in given}  # they have forgotten already
             self._end(
                 broadcast.round, set(asked) - done
@@ -84,15 +86,6 @@ class SecureFlower(Flower):
         if len(cohort) >= threshold_of(self.plan, len(cohort)):
             self.culprits.came_to(broadcast.round, fault and f"{fault}, {len(self._excluded)} excluded")
         self.refusals(broadcast.round, self._refused)
-
-    def _name_culprits(self) -> None:
-        """Name those who were excluded in the operator's file; the log, which others may read, has their number."""
-        for client in self._collector.false:
-            self._blame(client, "false share")
-        if self._excluded:
-            log.warning("round %d: secure aggregation excluded %d clients", self._broadcast.round, len(self._excluded))
-        if off := self.culprits.note(self._broadcast.round, self._excluded):
-            log.warning("%d clients are asked no more in this run", len(off))
 
     def _blame(self, client: int, why: str) -> None:
         self._excluded.setdefault(client, why)
