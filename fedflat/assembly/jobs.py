@@ -43,9 +43,9 @@ from fedflat.engine.job import Evaluation, Job
 from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts
-from fedflat.methods import assembly as published
-from fedflat.methods import assembly as voting
 from fedflat.methods import noise as noising
+from fedflat.methods import shares, votes
+from fedflat.methods.published import Published
 from fedflat.models.registry import is_sized
 from fedflat.pieces.gradients import check_bias
 
@@ -149,7 +149,7 @@ def _ingredients(
     data = suited(data, recipe.task)
     queries = public = None
     if method.kind == "votes":
-        data, queries = voting.split(recipe, method, data, given)
+        data, queries = votes.split(recipe, method, data, given)
     if method.kind == "update" and method.options.get("public"):
         name = None if given else recipe.data.dataset
         data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
@@ -219,7 +219,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     )
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))
-    return job if made.queries is None else voting.with_votes(job, recipe, made.queries)
+    return job if made.queries is None else votes.with_votes(job, made.queries)
 
 
 def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
 def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[RoundParts, float]:
     """Return what the server and the clients agree on, and the first threshold."""
     plan = plan_of(recipe, method, data.clients, layout.dimension)
-    as_published = published.applies(recipe, method)
-    clip, threshold = published.clip_of(recipe, plan, layout) if as_published else clip_of(recipe, method, layout)
+    paper = plan.mechanism if isinstance(plan.mechanism, Published) else None
+    clip, threshold = clip_of(recipe, method, layout) if paper is None else shares.clip_of(recipe, paper, layout)
     parts = RoundParts(
         algorithm=method,
         plan=plan,
@@ -253,7 +253,7 @@ def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layou
         weighted=weighted(recipe, method),
         average=average_of(recipe, method),
     )
-    return published.parts_of(parts) if as_published else plans.with_start(recipe, parts), threshold
+    return plans.with_start(recipe, parts) if paper is None else shares.parts_of(parts, paper), threshold
 
 
 def _resident(

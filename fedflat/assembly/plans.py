@@ -13,7 +13,7 @@ from fedflat.algorithms import ALGORITHMS, Factory, class_statistics
 from fedflat.assembly import going_on
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ServerSection
+from fedflat.config.sections import PrivacySection, ServerSection
 from fedflat.core.checks import nearest, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
@@ -21,9 +21,8 @@ from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanVi
 from fedflat.data.clients import FederatedData
 from fedflat.data.preparation import DATASETS
 from fedflat.engine.round import RoundParts
-from fedflat.methods import assembly as published
-from fedflat.methods import assembly as voting
 from fedflat.methods import noise as noising
+from fedflat.methods import shares, votes
 from fedflat.pieces import clipping
 from fedflat.pieces.clipping import whole_vector
 from fedflat.pieces.server import MovingAverage, TailAverage, optimizer
@@ -86,29 +85,30 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     if recipe.after is not None and recipe.privacy.epsilon is not None:
         return going_on.calibrated(recipe, lambda alone: plan_of(alone, method, clients, dimension))
     noising.check(recipe, method)
-    if published.applies(recipe, method):
-        return published.plan_of(recipe, method, clients)
+    if shares.applies(recipe, method):
+        return shares.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
-    votes = voting.votes_plan(recipe, method) if method.kind == "votes" else None
+    trust = noising.trust_of(recipe, method)
+    ballot = votes.account_of(recipe, method) if method.kind == "votes" else None
     plan = build_plan(
         clients=clients,
         cohort=cohort.size,
         sampling=cohort.sampling,
         max_cohort=cohort.max,
-        min_cohort=cohort.min if votes is None else voting.min_cohort(recipe, method, clients),
+        min_cohort=cohort.min if ballot is None else votes.min_cohort(recipe, trust, clients, ballot.total),
         max_participations=cohort.max_participations,
         rounds=recipe.rounds,
         noise_multiplier=privacy.noise_multiplier,
         epsilon=privacy.epsilon,
         delta=privacy.delta,
-        trust=noising.trust_of(recipe, method),
+        trust=trust,
         colluders=cohort.colluders,
         accountant=privacy.accountant,
         noise_cohort=privacy.noise_cohort,
-        count_noise=privacy.clipping.count_noise if votes is None else None,
-        adaptive=privacy.clipping.kind == "adaptive" and votes is None,
+        count_noise=privacy.clipping.count_noise if ballot is None else None,
+        adaptive=privacy.clipping.kind == "adaptive" and ballot is None,
         private=method.private,
-        mechanism=votes or noising.account_of(recipe, method, dimension),
+        mechanism=ballot or noising.account_of(recipe, method, dimension),
         separation=cohort.separation,
         noise=privacy.noise.kind,
         bands=privacy.noise.bands,
@@ -118,8 +118,10 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         evaluation=evaluation_of(recipe, method),
     )
     plan = noising.with_fixed_numbers(plan)
-    if votes is not None:
-        plan = voting.with_draws(plan, votes, recipe)
+    if ballot is not None:  # the draws are those of the non-private twin too
+        unused = recipe.privacy.clip != PrivacySection().clip
+        warned = (*plan.warnings, *([votes.UNUSED_CLIP] if unused else []))
+        plan = replace(plan, mechanism=ballot, warnings=warned)
     if privacy.budget is not None:
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
     if plan.budget is not None and plan.noise_cohort is not None:  # said of a settled recipe too, which has no epsilon
@@ -177,7 +179,7 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
             raise wrong("local.optimizer", local.optimizer, f"sgd for {method.name}", hint=reason)
         if local.momentum is not None:
             raise wrong("local.momentum", local.momentum, f"no value with local.optimizer {local.optimizer}")
-    epochs = local.epochs if published.applies(recipe, method) else None
+    epochs = local.epochs if shares.applies(recipe, method) else None
     settled = {"steps": steps_of(recipe, method, data), "momentum": momentum, "epochs": epochs}
     return Local(**{**local.model_dump(), **settled, "rounds": recipe.rounds})
 
@@ -197,7 +199,7 @@ def steps_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> int:
         return local.steps
     public = public_examples(recipe, data)
     # Without a guarantee, or in a published procedure, the mean size may be looked at.
-    if public is None and (not method.private or published.applies(recipe, method)):
+    if public is None and (not method.private or shares.applies(recipe, method)):
         public = data.examples_per_client
     if public is None and local.epochs is None:
         return STEPS
@@ -263,7 +265,7 @@ def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
         return server.filled()
     if method.kind != "update":
         raise wrong("algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
-    if published.applies(recipe, method):
+    if shares.applies(recipe, method):
         hint = "Its server optimizer reckons with the noise of the sound round."
         raise wrong("privacy.protocol", "published", f"sound for {method.name}", hint=hint)
     for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
@@ -292,7 +294,7 @@ def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
         raise wrong("evaluation.keep", found, "last")
     if server.average == "none":
         return None
-    if published.applies(recipe, method):
+    if shares.applies(recipe, method):
         raise wrong("server.average", f"{server.average} with privacy.protocol: published", "none")
     return TailAverage(recipe.rounds) if server.average == "tail" else MovingAverage(server.decay)
 

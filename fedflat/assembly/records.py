@@ -25,7 +25,7 @@ from fedflat.engine.job import Job
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts
-from fedflat.methods import assembly as published
+from fedflat.methods.published import Published
 from fedflat.models.representation import FILE, Representation, write_body
 from fedflat.records.opening import Identity, software, versions
 
@@ -96,8 +96,8 @@ def settled(recipe: Recipe, parts: RoundParts, clients: int, module: nn.Module |
             "epsilon": None,
             "budget": plan.budget,
         }
-    if plan.protocol == "published":
-        for section, values in published.settled(plan, local.epochs).items():
+    if isinstance(plan.mechanism, Published):
+        for section, values in plan.mechanism.settled(local.epochs).items():
             dump[section] |= values
     return dump
 

@@ -23,11 +23,10 @@ from fedflat.core.types import Algorithm, ClientState, Phase
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.public import HELD_OUT
 from fedflat.engine.job import SEEN, Job, Outcome, interrupted
-from fedflat.methods import assembly as published
-from fedflat.methods import assembly as voting
 from fedflat.methods import noise as noising
+from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
-from fedflat.methods.published import with_tensors
+from fedflat.methods.published import Published
 from fedflat.privacy.accounting.steps import Step, steps_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
@@ -195,8 +194,7 @@ def restated(
     # A stand-in for the user's own method: reading a folder must never run its code.
     method = terms.method(recipe)
     plan = plan_of(recipe, method, recipe.data.clients or 0, terms.dimension)
-    if published.applies(recipe, method):
-        plan = with_tensors(plan, terms.tensors)
+    plan = published.with_tensors(plan, terms.tensors)
     own = plan.mechanism
     if isinstance(own, ScheduledPlan) and entries and entries[0].get("factor", own.factor.digest) != own.factor.digest:
         raise RunError("the noise's factorisation comes out otherwise on this machine, and with it the sentences on it")
@@ -226,16 +224,13 @@ def stated(
     # Both would tell who reads the statement more than the guarantee allows for.
     for name in ("engine", "seed"):  # where it ran changes nothing; whoever knows a simulation's seed knows its noise
         facts.pop(name, None)
-    facts |= noising.facts(recipe, plan) | voting.votes_facts(plan)
+    facts |= noising.facts(recipe, plan)
     charged = rounds_charged(rounds, entries)
-    asked: dict[str, Any] = {}
     said: list[str] = []
     if terms.deployment:
         more, said = _of_deployment(plan, rounds, entries)
         facts |= more
-    if plan.protocol == "published":
-        asked = published.stated(plan, charged)
-        facts |= published.published_facts(plan)
+    asked = plan.mechanism.stated(plan, charged) if isinstance(plan.mechanism, Published) else {}
     found = statement(
         plan,
         rounds_run=rounds,

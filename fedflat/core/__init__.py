@@ -2,7 +2,8 @@
 
 Example::
 
-    >>> from fedflat.core import in_range, stream
+    >>> from fedflat.core.checks import in_range
+    >>> from fedflat.core.rng import stream
     >>> in_range("privacy.clip", 0.5, 0, open_low=True)  # or: privacy.clip: found -1; allowed: a number > 0.
     0.5
     >>> stream(7, "batches", 3, 12).integers(10) == stream(7, "batches", 3, 12).integers(10)  # round 3, client 12
@@ -13,21 +14,3 @@ the kinds of clip, cohort law and noise. ``params`` lays a module out as one vec
 bounds what that may cost, ``discrete`` draws whole-number noise exactly, ``factors`` has the matrices of correlated
 noise. ``held`` and ``identity`` look into objects of a user's own: has one changed, and which one is it.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from fedflat.core.imports import opened
-
-_PLACES = {
-    "Algorithm": "types", "Phase": "types", "ClientView": "types", "ClientState": "types", "Broadcast": "types",
-    "RoundState": "types", "Local": "types", "InputError": "checks", "RunError": "checks", "wrong": "checks",
-    "in_range": "checks", "one_of": "checks", "whole": "checks", "stream": "rng", "Layout": "params",
-    "layout_of": "params", "PersonalState": "params", "make_sampler": "cohorts", "identity_of": "identity",
-    "StateWatch": "held",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return opened(__name__, _PLACES, name)

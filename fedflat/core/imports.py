@@ -11,7 +11,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +25,6 @@ DIGEST = "@"
 """In such a name, before the digest of the file's path and text: two files may have one stem."""
 _read: dict[str, tuple[str, str]] = {}
 """Of each module that was read from a user's file: the path and the text."""
-
-
-def opened(room: str, places: Mapping[str, str], name: str) -> Any:
-    """Return what other rooms use of a package, loaded when it is asked for. places: name -> the module that has it."""
-    if name not in places:
-        raise AttributeError(f"module {room!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{room}.{places[name]}"), name)
 
 
 def imported(where: str, path: str) -> Callable[..., Any]:

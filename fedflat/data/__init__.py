@@ -9,18 +9,3 @@ Example::
 public rules alone, ``tables`` and ``own`` put both together for recipes and for Python, and ``partition`` splits the
 rows among clients. ``preparation`` is what travels with a released model, so that it can be used on new rows.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from fedflat.core.imports import opened
-
-_PLACES = {
-    "FederatedData": "clients", "from_pairs": "clients", "load": "sources", "load_validation": "sources",
-    "Preparation": "preparation", "DATASETS": "preparation",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return opened(__name__, _PLACES, name)

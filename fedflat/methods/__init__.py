@@ -9,18 +9,3 @@ Example, the noise that a recipe's rounds get, with the law that its plan accoun
 numbers, ``votes`` trains AE-DPFL's voters and student, ``published`` and ``shares`` are papers' own procedures with the
 ε that they claim; ``plans`` are the accounts of the first two, and ``assembly`` makes jobs of their recipes.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from fedflat.core.imports import opened
-
-_PLACES = {
-    "mechanism_of": "noise", "trust_of": "noise", "DistributedDiscreteGaussian": "ddgauss",
-    "SharedDiscreteNoise": "ddgauss", "DDGaussPlan": "plans", "VotesPlan": "plans", "published_plan": "published",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    return opened(__name__, _PLACES, name)

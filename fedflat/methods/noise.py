@@ -24,7 +24,8 @@ from fedflat.core.factors import PLACES, Factor, identity
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, Broadcast, Mechanism
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
-from fedflat.methods.plans import DDGaussPlan
+from fedflat.methods.plans import DDGaussPlan, VotesPlan
+from fedflat.methods.published import Published
 from fedflat.pieces.mechanisms import GaussianNoise, GridGaussian, GridNoise
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
@@ -105,9 +106,6 @@ class CorrelatedGridNoise(GridNoise):
         return found.copy()
 
 
-DISCRETE = (
-    "Distributed discrete Gaussian: clipped, rotated, rounded updates with integer noise shares, added modulo 2^bits."
-)
 SECURE_ROWS = " Its rows are exact samples on a grid of whole numbers."
 GRID = "Exact rounded Gaussian noise on the whole-number sum of clipped updates, divided by a public constant."
 
@@ -236,11 +234,11 @@ def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscret
     return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
 
 
-def facts(recipe: Recipe, plan: Plan) -> dict[str, str]:
+def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Return what the privacy statement says of a mechanism that is not float Gaussian noise."""
-    if isinstance(plan.mechanism, DDGaussPlan):
-        return {"mechanism": DISCRETE}
-    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
-        return {"mechanism": plan.mechanism.sentence + (SECURE_ROWS if recipe.privacy.secure_rng else "")}
-    plain = plan.mechanism is None or isinstance(plan.mechanism, ScheduledPlan)
-    return {"mechanism": GRID} if recipe.privacy.secure_rng and plain else {}
+    own = plan.mechanism
+    if isinstance(own, VotesPlan | DDGaussPlan | Published):
+        return own.facts
+    if isinstance(own, ScheduledPlan) and own.kind != "independent":
+        return {"mechanism": own.sentence + (SECURE_ROWS if recipe.privacy.secure_rng else "")}
+    return {"mechanism": GRID} if recipe.privacy.secure_rng else {}

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from fedflat.privacy.plan import Plan
 
 
+VOTES = "Gaussian noise on the sum of one-hot votes for the labels of public examples, one event per cohort draw."
+DISCRETE = (
+    "Distributed discrete Gaussian: clipped, rotated, rounded updates with integer noise shares, added modulo 2^bits."
+)
+
+
 @dataclass(frozen=True)
 class VotesPlan(Accounted):
     """The account of one-hot votes of Q labels per cohort draw.
@@ -33,6 +39,16 @@ class VotesPlan(Accounted):
     relation: str = "add-remove"
     name: str = "votes"
     several = True
+
+    @property
+    def queries(self) -> int:
+        """Labels bought in all."""
+        return self.labels * self.total
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the privacy statement says of the mechanism."""
+        return {"mechanism": VOTES, "clip": f"of one vote 1, of a draw's votes {math.sqrt(self.labels):.4g}"}
 
     def draws(self, plan: Plan, round: int) -> range:
         """Return the cohort draws of a round, numbered through the run."""
@@ -108,6 +124,7 @@ class DDGaussPlan(Accounted):
     name: str = "ddgauss"
     relation: str = "add-remove"
     rounding = 0.0  # whole numbers
+    facts = {"mechanism": DISCRETE}  # noqa: RUF012  (what the privacy statement says of it)
 
     def settled(self, plan: Plan) -> DDGaussPlan:
         """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
@@ -23,21 +26,12 @@ from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsil
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.trust import Accounted, Guarantee, accountable
 
-PAPERS: dict[str, tuple[int, ...]] = {
-    "000": (1, 4, 5, 6, 7, 9, 10),
-    "002": (1, 2, 5, 6, 7, 9, 10),
-    "003": (1, 3, 4, 5, 6, 7, 9, 10),
-    "004": (7, 9, 10),
-}
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+PAPERS: dict[str, tuple[int, ...]] = {paper: tuple(items) for paper, items in _DATA["papers"].items()}
 """Which items of ``privacy/statement.yaml`` a paper's procedure has; 6 and 9 only where the recipe has them too."""
-
-PAPER_OF: dict[str, str] = {
-    "dp-fedsam": "000", "dp-fedsam-ft": "000", "dp-fedsam-blur": "000", "fed-smp-randk": "000", "fed-smp-topk": "000",
-    "dp-fedsam-topk": "003", "dp-fedpgn": "002", "dp-fedpgn-ls": "002", "dp-fedavg-ls": "002",
-    "dp-fedavg": "004", "dp-fedavg-ft": "004", "dp-fedavg-blur": "004", "dp-fedavg-lus": "004",
-    "dp-fedavg-blurs": "004",
-}  # fmt: skip
+PAPER_OF: dict[str, str] = _DATA["methods"]
 """The paper whose procedure a method follows when the recipe names none."""
+REASONS: dict[int, str] = _DATA["reasons"]
 
 
 @dataclass(frozen=True)
@@ -139,6 +133,34 @@ class Published(Accounted):
             )
         return [*found, self._proof(plan, rounds)]
 
+    def stated(self, plan: Plan, rounds: int) -> dict[str, Any]:
+        """Return what the statement needs: the claimed and the proven ε after ``rounds`` rounds, and the reasons."""
+        claimed, reasons = self.claimed(plan, rounds), self.reasons(plan, rounds)
+        return {"claimed": claimed, "proven": plan.epsilon(rounds), "reasons": reasons}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts for the statement: which items apply, and the procedure in a sentence."""
+        own = "its own median tensor norm" if 2 in self.items else "C"
+        mean = "weights n_i/Σn_j" if 4 in self.items else "a constant denominator"
+        masked = ", then masks it," if 3 in self.items else ""
+        text = (
+            f"Each client clips every tensor to {own}, adds its share N(0, σ²C²/m) of the noise{masked} and sends "
+            f"that; the mean takes {mean}."
+        )
+        if self.paper == "004":
+            noised = "Each client adds N(0, σ²C²/|P_t|) to its clipped update"
+            text = f"{noised}; the mean divides by the realised cohort |P_t|."
+        source = f"The procedure released by {CITED[self.paper]}."
+        return {"paper_items": list(self.items), "mechanism": f"{source} {text}"}
+
+    def settled(self, epochs: int | None) -> dict[str, dict[str, Any]]:
+        """Return what a settled recipe says differently: the paper, its cohorts, and epochs that clients count
+        themselves."""
+        local: dict[str, Any] = {} if epochs is None else {"steps": None, "epochs": epochs}
+        cohort = {"sampling": "poisson" if self.paper == "004" else "fixed"}
+        return {"privacy": {"published": self.paper}, "cohort": cohort, "local": local}
+
     def _because(self, item: int, plan: Plan, rounds: int) -> list[str]:
         if item == 1 and 2 not in self.items:
             alone = formula(plan.sampler, plan.noise_multiplier / math.sqrt(self.tensors), plan.delta, rounds, "pld")
@@ -174,16 +196,6 @@ class Published(Accounted):
             f"(m = {self.shares(plan):g}, L = {self.tensors}): ε = {_shown(two)} under replace-one (2C√L), "
             f"{_shown(one)} if the client's slot is zeroed{sizes}."
         )
-
-
-REASONS: dict[int, str] = {
-    2: "each client clips at the median of its own tensor norms; nothing bounds the sensitivity.",
-    3: "each client masks after adding its noise share, so the sum has noise only where masks were 1.",
-    4: "weights n_i/Σn_j make the sensitivity depend on the data sizes of the cohort.",
-    6: "local epochs: steps, and with them the direction that is added back, follow each client's own data size.",
-    9: "δ is not below 1/M; publishing one random client's data would meet it.",
-    10: "thresholds and rates were searched on the same clients; that search is not counted.",
-}
 
 
 def _shown(value: float) -> str:

@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import wrong
+from fedflat.core.papers import CITED
+from fedflat.core.params import Layout
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, ClientView, Clip, Local, Mechanism, Transform
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
 from fedflat.engine.accumulate import Accumulator, PlainSum
+from fedflat.engine.round import RoundParts
+from fedflat.methods.published import Published, paper_of, published_plan, with_tensors
+from fedflat.pieces import clipping
+from fedflat.pieces.transforms import AddBackDirection, TopK
+from fedflat.privacy.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -146,3 +155,81 @@ class RealisedMean(Mechanism):
     def noise(self, *arguments: Any) -> Tensor:
         """Return all shares at once, in law."""
         return self.real.noise(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------------- from a recipe
+
+
+def applies(recipe: Recipe, method: Algorithm) -> bool:
+    """Return whether a published procedure is asked for; a method without privacy has no other protocol than its
+    own."""
+    return recipe.privacy.protocol == "published" and method.private
+
+
+def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
+    """Return the plan of the paper's procedure; refuses what no paper's released procedure has."""
+    privacy, cohort = recipe.privacy, recipe.cohort
+    paper = paper_of(recipe.algorithm.name, privacy.published)
+    if method.kind != "update":
+        raise wrong("privacy.protocol", f"published for {method.name}", "sound")
+    for where, found in (
+        ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
+        ("privacy.secure_rng", privacy.secure_rng or None),
+        ("privacy.noise_cohort", privacy.noise_cohort),
+        ("privacy.selection", None if privacy.selection is None else "a selection"),
+        ("cohort.max", cohort.max),
+        ("cohort.min", cohort.min),
+        ("cohort.max_participations", cohort.max_participations),
+        ("cohort.separation", cohort.separation),
+        ("privacy.noise.kind", None if privacy.noise.kind == "independent" else privacy.noise.kind),
+    ):
+        if found is not None:
+            raise wrong(where, found, "its default with privacy.protocol: published")
+    if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
+        allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
+        raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in the procedure of {CITED[paper]}")
+    plan = published_plan(
+        paper,
+        clients=clients,
+        cohort=cohort.size,
+        rounds=recipe.rounds,
+        noise_multiplier=privacy.noise_multiplier,
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        clip=None if paper == "002" else threshold_of(recipe),
+        epochs=recipe.local.epochs is not None,
+    )
+    return plan if privacy.budget is None else replace(plan, budget=privacy.budget)
+
+
+def threshold_of(recipe: Recipe) -> float:
+    """Return the constant clip C of the paper's procedure; InputError for a clip of another kind."""
+    given = recipe.privacy.clipping
+    if given.value is not None:
+        return given.value
+    hint = "Median clipping is that of Liu et al. 2025." if given.kind == "median" else ""
+    raise wrong("privacy.clip", given.kind, "a number > 0 in this published procedure", hint=hint)
+
+
+def clip_of(recipe: Recipe, account: Published, layout: Layout) -> tuple[Clip, float]:
+    """Return the paper's clip and its threshold C (infinite where each client takes its own)."""
+    if account.paper == "002":
+        return clipping.PublishedMedian(), math.inf
+    threshold = threshold_of(recipe)
+    if account.paper == "004":
+        return clipping.whole_vector(threshold), threshold
+    return clipping.PublishedPerTensor(layout.shared), threshold
+
+
+def parts_of(parts: RoundParts, account: Published) -> RoundParts:
+    """Return the same parts with the paper's own order of clip, noise and mask, its weights and its denominator."""
+    plan = with_tensors(parts.plan, parts.layout.shared)
+    if account.paper == "004":
+        return replace(parts, plan=plan, mechanism=RealisedMean(parts.mechanism))
+    method, mask = parts.algorithm, None
+    if 3 in account.items:
+        mask = next((t for t in method.transforms if isinstance(t, TopK)), None)
+        method = replace(method, transforms=tuple(t for t in method.transforms if t is not mask))
+    beta = next((t.beta for t in method.transforms if isinstance(t, AddBackDirection)), None)
+    shares = NoiseShares(plan.std, plan.divisor, 4 in account.items, mask, parts.local, beta)
+    return replace(parts, plan=plan, algorithm=method, mechanism=shares)

@@ -6,6 +6,7 @@ Q·V one-hot votes (Q labels of one cohort draw, V classes), and a round may hol
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +18,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedflat.core.checks import RunError
+from fedflat.config.recipe import Recipe
+from fedflat.config.sections import ServerSection
+from fedflat.core.checks import RunError, wrong
+from fedflat.core.cohorts import make_sampler
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
 from fedflat.data.clients import FederatedData
+from fedflat.data.public import HELD_OUT, TEST, public_examples
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
+from fedflat.engine.job import Job
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Clipped, Trained
+from fedflat.methods.noise import trust_of
+from fedflat.methods.plans import VotesPlan
+from fedflat.pieces.mechanisms import GaussianNoise, gaussian
+from fedflat.privacy.accounting.epsilon import default_delta
+from fedflat.privacy.trust import default_min_cohort
 
 NO_LABEL = -1
 CACHE_BYTES = 256 * 2**20
@@ -247,3 +258,75 @@ def labelled(inputs: Tensor, targets: Tensor, classes: int) -> FederatedData:
 def take(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the server optimiser of ae-dpfl: what its step returns is the new model."""
     return mean, {}
+
+
+# ---------------------------------------------------------------------------------------------------- from a recipe
+
+UNUSED_CLIP = "privacy.clip is not used by votes: a message of one-hot votes has the fixed norm √labels_per_draw."
+
+
+def account_of(recipe: Recipe, method: Algorithm) -> VotesPlan:
+    """Return the account of the votes a recipe asks for: ``queries`` labels in all (default: one draw a round), spread
+    over its rounds.
+
+    Raises:
+        InputError: ``queries`` is no multiple of Q, or too few for one draw a round; or settings that mean nothing for
+            votes.
+    """
+    labels = int(method.options["labels_per_draw"])
+    least = recipe.rounds * labels
+    queries = int(method.options["queries"] or least)
+    if queries < least or queries % labels:
+        allowed = f"a multiple of labels_per_draw = {labels}, at least {least} (a cohort draw in each round)"
+        raise wrong("algorithm.queries", queries, allowed)
+    if recipe.server.filled() != ServerSection().filled():
+        raise wrong("server", "settings", "none for ae-dpfl", hint="Its server step is the fit of a student.")
+    if recipe.privacy.secure_rng:
+        raise wrong("privacy.secure_rng", True, "false for ae-dpfl")
+    # Under local trust a ballot is always there, so a neighbour changes it.
+    replaced = recipe.cohort.sampling == "fixed" or trust_of(recipe, method) == "local"
+    return VotesPlan(labels, queries // labels, "replace-one" if replaced else "add-remove")
+
+
+def min_cohort(recipe: Recipe, trust: str, clients: int, draws: int) -> int | None:
+    """Return the minimum cohort of trust distributed; by default the largest whose aborts, over all draws, cost ≤
+    δ/100.
+    """
+    cohort, privacy = recipe.cohort, recipe.privacy
+    if trust != "distributed" or cohort.min is not None:
+        return cohort.min
+    sampler = make_sampler(cohort.sampling, clients, cohort.size, cohort.max)
+    delta = default_delta(clients) if privacy.delta is None else privacy.delta
+    return default_min_cohort(sampler, draws, delta, cohort.colluders)
+
+
+def split(recipe: Recipe, method: Algorithm, data: FederatedData, given: bool) -> tuple[FederatedData, Tensor]:
+    """Return the federation without the queries, and the queries ``(N, …)``.
+
+    given: the clients were given in Python, so that their examples may not be made public; ``public`` then is ``test``
+    by default.
+    """
+    if data.targets.dim() > 1:
+        raise wrong("data.dataset", data.name, "examples with one label each for ae-dpfl")
+    source = method.options["public"] or (TEST if given else HELD_OUT)
+    queries = account_of(recipe, method).queries
+    return public_examples(data, str(source), queries, recipe.seed, None if given else recipe.data.dataset)
+
+
+def with_votes(job: Job, queries: Tensor) -> Job:
+    """Return the same job with the parts that votes need: clip, noise, back end, server step."""
+    parts, data, plan, account = job.parts, job.data, job.parts.plan, job.parts.plan.account
+    if not isinstance(account, VotesPlan):
+        raise TypeError("not the plan of votes")
+    classes, labels, threshold = data.classes, account.labels, math.sqrt(account.labels)
+    # Every client and the student begin at w^0, so votes depend on data and seed only.
+    first, queries = job.initial_weights[: parts.layout.dimension], queries.to(job.problem.device)
+    epochs = int(parts.algorithm.options["student_epochs"])
+    student = Student(job.problem, parts.local, queries, first, classes, epochs, job.seed)
+    added = GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor))
+    std = functools.partial(added.total_std, threshold)
+    noise = VoteNoise(plan.draws, labels * classes, std, plan.releases, gaussian)
+    method, clip = replace(parts.algorithm, server=(student,)), VoteClip(labels)
+    voting = replace(parts, algorithm=method, clip=clip, mechanism=noise, optimizer=lambda view: take)
+    voters = Voters(job.problem, parts.local, data, job.seed, first, queries, labels, classes)
+    return replace(job, parts=voting, backend=voters, threshold=threshold)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import numpy as np
@@ -231,14 +230,3 @@ def test_many_streams_are_each_bit_for_bit_the_stream_of_that_name() -> None:
     for name, found in zip(names, drawn, strict=True):
         assert np.array_equal(found, rng.stream(3, "batches", 7, *name).integers(0, 2**63, 4))
     assert list(rng.Streams(3, "batches").each([])) == []
-
-
-# ---------------------------------------------------------------- doors
-
-
-@pytest.mark.parametrize("room", ["config", "core", "data", "methods"])
-def test_a_room_gives_what_its_door_names_and_nothing_else(room: str) -> None:
-    door = importlib.import_module(f"fedflat.{room}")
-    assert all(getattr(door, name) is not None for name in door._PLACES)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        door.nothing  # noqa: B018

@@ -275,7 +275,9 @@ def test_epsilon_against_one_quantity() -> None:
 
 
 def test_rounds_with_more_noise_than_planned_do_not_loosen_a_mechanism_with_its_own_account() -> None:
-    plan = plan_of(rounds=5, noise_multiplier=4.0, mechanism=VotesPlan(labels=1, total=10))
+    votes = VotesPlan(labels=1, total=10)
+    assert votes.queries == 10 and votes.facts["clip"].endswith("of a draw's votes 1")
+    plan = plan_of(rounds=5, noise_multiplier=4.0, mechanism=votes)
     own = plan.event_multiplier
     assert plan.guarantees_of({own: 3, 2 * own: 2}) == plan.guarantees(5)
 

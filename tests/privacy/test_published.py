@@ -122,6 +122,16 @@ def test_every_reason_names_its_item() -> None:
     assert "1,46" in " ".join(mechanism(plan()).reasons(plan(), 300))
 
 
+def test_the_statement_says_what_each_procedure_does() -> None:
+    for paper in PAPERS:
+        made = mechanism(plan(paper))
+        assert made.facts["paper_items"] == list(made.items)
+        assert ("then masks it" in made.facts["mechanism"]) == (3 in made.items)
+        assert ("realised cohort" in made.facts["mechanism"]) == (paper == "004")
+        assert made.settled(None)["local"] == {} and made.settled(5)["local"] == {"steps": None, "epochs": 5}
+        assert made.stated(plan(paper), 3)["claimed"] == made.claimed(plan(paper), 3)
+
+
 def test_items_six_and_nine_apply_only_where_the_recipe_has_them() -> None:
     assert mechanism(plan(epochs=False, delta=1e-5)).items == (1, 4, 5, 7, 10)
     assert mechanism(plan(delta=None)).items == PAPERS["000"] and plan(delta=None).delta == 1 / 500
