@@ -290,7 +290,7 @@ def test_an_output_without_greek_letters_gets_them_spelled() -> None:
         capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, check=True,
     )  # fmt: skip
     said = done.stdout.decode("ascii")
-    assert "sigma = 2, delta = 0.005" in said and " eps " in said and "?" not in said
+    assert "sigma = 2, delta = 0.005" in said and " eps" in said and "?" not in said
     assert "".join(map(cli._ascii, "ε·√Σx² …")) == "eps*sqrtsumx2 ..."
 
 

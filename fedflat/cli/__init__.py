@@ -1,33 +1,88 @@
 """The command line: one function for each command, whose parameters are the command's arguments and options.
 
 Example: ``fedflat run quick-start -o privacy.epsilon=4`` calls ``training.run``. ``main`` collects the commands, and
-turns errors into one line and an exit status. This file has what several commands share: options, and how they print.
+turns errors into one line and an exit status. This file has what several commands share: how a function becomes a
+command, options, and how they print.
+
+A parameter is an argument, one behind the ``*`` an option. What ``--help`` says of it stands in the docstring's Args; a
+parameter whose type is a dataclass stands for all of its fields.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import json
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from typer import Argument, Option
+from typer.models import ParameterInfo
+
+from fedflat.core.checks import wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
 
 WIDTH = 80
+ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
+"""A parameter and what a docstring's Args section says of it."""
 OVERRIDE = "Change one key of the recipe, for example -o privacy.epsilon=4."
 Overrides = Annotated[list[str] | None, Option("-o", "--override", metavar="KEY=VALUE", help=OVERRIDE)]
-RecipeName = Annotated[
-    str | None, Argument(help="A packaged recipe, a YAML file or a data set's name. Default: the quick start.")
-]
+NAMED = "A packaged recipe, a YAML file or a data set's name. Default: the quick start."
+RecipeName = Annotated[str | None, Argument(help=NAMED)]
 RunFolder = Annotated[Path, Argument(help="The folder of a run, or an exported one.")]
 Processes = Annotated[int | None, Option(min=1, help="Runs at a time. Default: the number of cores.")]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Plates = Annotated[Path | None, Option(metavar="DIR", help="Each figure as SVG, PNG and PDF in this folder too.")]
+Folder = Annotated[Path | None, Option(metavar="DIR")]
+File = Annotated[Path | None, Option(metavar="FILE")]
+Count = Annotated[int | None, Option(min=1)]
+
+
+def as_command(function: Callable[..., None]) -> tuple[Callable[..., None], str]:
+    """Return the function as typer reads a command, and what the command's help says of it."""
+    groups: dict[str, Any] = {name: kind for name, kind in get_type_hints(function).items() if is_dataclass(kind)}
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        function(**values)
+
+    # typer reads a command's parameters off its signature.
+    command.__signature__ = inspect.Signature([*_parameters(function)])  # type: ignore[attr-defined]
+    about = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
+    # Line breaks inside a paragraph would break again, raggedly, in a narrower terminal.
+    return command, re.sub(r"(?<!\n)\n(?!\n)", " ", about)
+
+
+def _parameters(source: Any) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a function or a dataclass, each with what typer is to know of it."""
+    written = (inspect.getdoc(source) or "").partition("Args:\n")[2]
+    helps = {name: " ".join(text.split()) for name, text in ARGUMENT.findall(written)}
+    hints = get_type_hints(source, include_extras=True)
+    for parameter in inspect.signature(source).parameters.values():
+        kind: Any = hints[parameter.name]
+        if is_dataclass(kind):
+            yield from _parameters(kind)
+            continue
+        given = [info for info in get_args(kind) if isinstance(info, ParameterInfo)]
+        optional = parameter.kind is parameter.KEYWORD_ONLY
+        info = copy.copy(given[0]) if given else Option() if optional else Argument()
+        info.help = info.help or helps.get(parameter.name)
+        kind = get_args(kind)[0] if given else kind
+        if kind is bool and info.default is ...:
+            # A flag is off by default: nobody needs its --no- form.
+            info.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+        yield parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
 
 
 def recipe_of(name: str | Path | None, override: list[str] | None) -> Recipe:
@@ -38,18 +93,25 @@ def recipe_of(name: str | Path | None, override: list[str] | None) -> Recipe:
     if name is not None and name not in names() and not Path(name).exists():
         from fedflat.papers.board import recipe_for
 
-        if found := recipe_for(str(name)):
-            name, said = found
-            print(said, file=sys.stderr)
+        if best := recipe_for(str(name)):
+            name, sentence = best
+            print(sentence, file=sys.stderr)
     return Recipe.load(name or QUICK_START, override or [])
 
 
-def wrapped(text: str, first: str = "", later: str = "  ") -> list[str]:
-    """Return the text in lines of at most 80 columns, which start with ``first`` and then with ``later``."""
-    # Long words are paths and commands: broken, they could not be copied.
+def wrapped(text: str, first: str = "", later: str = "  ", *, fold: bool = False) -> list[str]:
+    """Return the text in lines of at most 80 columns, which start with ``first`` and then with ``later``.
+
+    fold: whether to break long words, which are paths and commands: broken, they cannot be copied.
+    """
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=fold, break_on_hyphens=False
     )
+
+
+def labelled(label: str, text: str, width: int, *, fold: bool = False) -> list[str]:
+    """Return the text in lines of at most 80 columns, behind a label of that width. fold: as in ``wrapped``."""
+    return wrapped(text, f"{label:{width}}", " " * width, fold=fold)
 
 
 def say(text: str, later: str = "  ") -> None:
@@ -59,22 +121,55 @@ def say(text: str, later: str = "  ") -> None:
 
 def print_json(values: Any) -> None:
     """Print values as indented JSON."""
-    print(json.dumps(values, ensure_ascii=False, indent=2))
+    print(json.dumps(values, ensure_ascii=False, indent=2, default=str))
 
 
-def print_columns(rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of texts as columns, without wrapping any; on a terminal the first column is cut at its beginning
-    where a row would be too long."""
+def columns(rows: Iterable[Sequence[str]], left: int = 1, gap: str = "  ", most: int | None = None) -> list[str]:
+    """Return rows of texts as lines, without wrapping any.
+
+    left: columns aligned to the left; the others end at the same place. most: width of the first column at most; longer
+    texts lose their beginning.
+    """
     from rich.cells import cell_len
 
     listed = list(rows)
     widths = [max(map(cell_len, column)) for column in zip(*listed)]
-    if sys.stdout.isatty():
-        rest = sum(widths[1:]) + 2 * len(widths[1:])
-        widths[0] = min(widths[0], max(12, shutil.get_terminal_size().columns - rest))
+    if most is not None:
+        widths[0] = min(widths[0], most)
+    lines = []
     for first, *others in listed:
-        cut = first
-        while cell_len(cut) > widths[0]:
-            cut = "…" + cut.removeprefix("…")[1:]
-        texts = [(cut, widths[0]), *zip(others, widths[1:])]
-        print("  ".join(text + " " * (width - cell_len(text)) for text, width in texts).rstrip())
+        while cell_len(first) > widths[0]:
+            first = "…" + first.removeprefix("…")[1:]
+        texts = [(text, " " * (width - cell_len(text))) for text, width in zip((first, *others), widths)]
+        cells = [text + space if place < left else space + text for place, (text, space) in enumerate(texts)]
+        lines.append(gap.join(cells).rstrip())
+    return lines
+
+
+def print_columns(rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of texts as columns; on a terminal the first one is cut at its beginning where a row is too long."""
+    listed = list(rows)
+    most = None
+    if sys.stdout.isatty():
+        rest = columns([("", *others) for _, *others in listed], len(listed[0]))
+        most = max(12, shutil.get_terminal_size().columns - max(map(len, rest)))
+    print("\n".join(columns(listed, len(listed[0]), most=most)))
+
+
+def print_plates(figures: Any, folder: Path, landscapes: Any = (), quiet: bool = False) -> None:
+    """Write each figure as SVG, PNG and PDF, and say where they are."""
+    from fedflat.report.plates import KINDS, write_plates
+
+    count = len(write_plates(figures, folder, landscapes)) // len(KINDS)
+    if not quiet:
+        print(f"{count} figure{'s' if count != 1 else ''} as SVG, PNG and PDF: {folder}")
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts by name into a folder that may be new. Raises InputError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise wrong("--out", f"{folder}, which cannot be written ({error.strerror})", "a folder to write") from error

@@ -7,21 +7,29 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from fedflat.cli import WIDTH, Json, print_columns, print_json, say
+from fedflat.cli import (
+    WIDTH,
+    Json,
+    Plates,
+    labelled,
+    print_columns,
+    print_json,
+    print_plates,
+    say,
+    wrapped,
+)
 from fedflat.core import process
 from fedflat.core.checks import one_of, wrong
 
 if TYPE_CHECKING:
     from fedflat.config.reference import Key
-    from fedflat.report.figures import Figure
 
 KINDS = ("algorithms", "datasets", "models", "recipes", "accountants")
 ABOUT_ACCOUNTANTS = {
@@ -32,13 +40,13 @@ ABOUT_ACCOUNTANTS = {
 }
 
 
-def list_names(
-    kind: Annotated[str, Argument(help="algorithms, datasets, models, recipes or accountants. Default: all.")] = "",
-    as_json: Json = False,
-) -> None:
+def list_names(kind: str = "", *, as_json: Json = False) -> None:
     """What there is, one line each.
 
     Example: fedflat list algorithms
+
+    Args:
+        kind: algorithms, datasets, models, recipes or accountants. Default: all.
     """
     kinds = [str(one_of("list", kind, KINDS))] if kind else list(KINDS)
     found = {name: catalogue(name) for name in kinds}
@@ -48,23 +56,12 @@ def list_names(
     for name, rows in found.items():
         if not kind:
             print(("" if name == KINDS[0] else "\n") + name)
-        _print(rows)
-
-
-def _print(rows: dict[str, str]) -> None:
-    """Print two columns in a terminal; one line each, unwrapped, in a pipe."""
-    if not sys.stdout.isatty():
-        print_columns(rows.items())
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for name, about in rows.items():
-        table.add_row(name, about)
-    Console().print(table)
+        if sys.stdout.isatty():
+            width = max(map(len, rows)) + 2
+            print("\n".join(line for each in rows.items() for line in labelled(*each, width)))
+        else:
+            # In a pipe one line each, unwrapped.
+            print_columns(rows.items())
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -103,19 +100,17 @@ def _first_comment(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def report(
-    runs: Annotated[list[Path], Argument(help="Run folders.")],
-    out: Annotated[
-        Path | None, Option(help="The page to write. Default: report.html in the (first) run's folder.")
-    ] = None,
-    verify: Annotated[bool, Option("--verify", help="Recompute ε from the ledger with a second accountant.")] = False,
-    plates: Plates = None,
-) -> None:
+def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, plates: Plates = None) -> None:
     """(Re)build the report page of one run, or one page over several.
 
     Example: fedflat report runs/quick-start --verify
 
     Example: fedflat report runs/a runs/b --out both.html --plates figures
+
+    Args:
+        runs: Run folders.
+        out: The page to write. Default: report.html in the (first) run's folder.
+        verify: Recompute ε from the ledger with a second accountant.
     """
     from fedflat.records.folder import LOCKED, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
@@ -153,13 +148,13 @@ def _verified(run: Path) -> bool:
     return found.ok
 
 
-def explain(
-    key: Annotated[str, Argument(help="A recipe key, or a section. Default: all keys, one line each.")] = "",
-    as_json: Json = False,
-) -> None:
+def explain(key: str = "", *, as_json: Json = False) -> None:
     """A recipe key: type, default, meaning, when to change it.
 
     Example: fedflat explain privacy.clip
+
+    Args:
+        key: A recipe key, or a section. Default: all keys, one line each.
     """
     from fedflat.config import reference
 
@@ -174,40 +169,27 @@ def explain(
 
 
 def _paragraph(key: Key) -> str:
-    lines = [f"{key.path}: {key.kind}; {key.default if key.default == 'required' else f'default {key.default}'}"]
-    lines += textwrap.wrap(key.meaning, WIDTH - 2)
-    if key.example:
-        lines.append(f"-o {key.path}={key.example}" if " " not in key.example else f"-o '{key.path}={key.example}'")
-    return "\n  ".join(line for piece in lines for line in textwrap.wrap(piece, WIDTH - 2, break_on_hyphens=False))
-
-
-Plates = Annotated[
-    Path | None, Option("--plates", metavar="DIR", help="Each figure as SVG, PNG and PDF in this folder too.")
-]
-
-
-def print_plates(
-    figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = (), quiet: bool = False
-) -> None:
-    """Write the files and say where they are."""
-    from fedflat.report.plates import KINDS, write_plates
-
-    written = write_plates(figures, folder, landscapes)
-    if not quiet:
-        count = len(written) // len(KINDS)
-        print(f"{count} figure{'s' if count != 1 else ''} as SVG, PNG and PDF: {folder}")
+    default = key.default if key.default == "required" else f"default {key.default}"
+    change = f"{key.path}={key.example}"
+    lines = [f"{key.path}: {key.kind}; {default}", key.meaning]
+    lines += [f"-o '{change}'" if " " in change else f"-o {change}"] if key.example else []
+    return "\n".join(line for place, text in enumerate(lines) for line in wrapped(text, "  " if place else ""))
 
 
 def watch(
-    folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a run, an experiment or a federation.")],
-    port: Annotated[int, Option(min=0, max=65535, help="Port on 127.0.0.1. Default: a free one.")] = 0,
-    private: Annotated[
-        bool, Option("--private", help="Show what is private to the simulation too, marked so.")
-    ] = False,
+    folder: Annotated[Path, Argument(metavar="RUN")],
+    *,
+    port: Annotated[int, Option(min=0, max=65535)] = 0,
+    private: bool = False,
 ) -> None:
     """Follow runs on a live page on this machine, until Ctrl-C. Only who has the address with its token sees it.
 
     Example: fedflat watch runs/quick-start
+
+    Args:
+        folder: Folder of a run, an experiment or a federation.
+        port: Port on 127.0.0.1. Default: a free one.
+        private: Show what is private to the simulation too, marked so.
     """
     from fedflat.records import keys
     from fedflat.report.live import Live, Server
@@ -223,13 +205,13 @@ def watch(
             time.sleep(0.2)
 
 
-def runs(
-    folder: Annotated[Path, Argument(help="Where to look, at any depth.")] = Path("runs"),
-    as_json: Json = False,
-) -> None:
+def runs(folder: Path = Path("runs"), *, as_json: Json = False) -> None:
     """List the runs in a folder: method, data, accuracy, ε, state and age, the newest first.
 
     Example: fedflat runs
+
+    Args:
+        folder: Where to look, at any depth.
     """
     from fedflat.report import epsilon_text
     from fedflat.report.live import age_text, listed

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Argument, Option
-
-from fedflat.cli import Json
+from fedflat.cli import Json, print_json
 from fedflat.core.checks import nearest, wrong
 
 if TYPE_CHECKING:
@@ -25,11 +22,12 @@ READ_OFF = (
 
 
 def data(
-    file: Annotated[Path, Argument(help="A table, a saved data set, or a folder of images by user.")],
-    by: Annotated[str | None, Option(help="Column that names the client of each row.")] = None,
-    target: Annotated[str | None, Option(help="Column to predict.")] = None,
-    separator: Annotated[str | None, Option(help="What stands between two values of a CSV file.")] = None,
-    encoding: Annotated[str | None, Option(help="Encoding of a CSV file, for example latin-1.")] = None,
+    file: Path,
+    *,
+    by: str | None = None,
+    target: str | None = None,
+    separator: str | None = None,
+    encoding: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Look at a table before anything runs: its columns, users and faults, and a recipe to start from.
@@ -37,6 +35,13 @@ def data(
     What it prints are private facts, for the owner of the data alone.
 
     Example: fedflat data visits.csv --by user --target bought
+
+    Args:
+        file: A table, a saved data set, or a folder of images by user.
+        by: Column that names the client of each row.
+        target: Column to predict.
+        separator: What stands between two values of a CSV file.
+        encoding: Encoding of a CSV file, for example latin-1.
     """
     import yaml
 
@@ -56,7 +61,7 @@ def data(
     written = {"separator": separator, "encoding": encoding}
     recipe = _recipe(file, found, {key: value for key, value in written.items() if value is not None})
     if as_json:
-        print(json.dumps({**found, "recipe": recipe, "note": PRIVATE}, default=str))
+        print_json({**found, "recipe": recipe, "note": PRIVATE})
         return
     about = [PRIVATE, f"{file}: {found['rows']} rows, {found['users'] or 'no'} users" + _spread(found)]
     for name, one in looked.items():

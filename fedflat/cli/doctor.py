@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from typer import Option
 
-from fedflat.cli import print_json
+from fedflat.cli import Json, labelled, print_json
 from fedflat.core.checks import one_line
 from fedflat.core.imports import install
 from fedflat.core.process import GIB, free_memory
@@ -40,7 +38,7 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(*, as_json: Json = False) -> None:
     """Check this machine and this installation: versions, folders, disk, clock, extras, and whether torch computes.
 
     Exit status 1 if something that every run needs is broken. Nothing is changed, and no network is used.
@@ -52,7 +50,11 @@ def doctor(as_json: Annotated[bool, Option("--json", help="Print the findings as
     if as_json:
         print_json({"ok": not broken, "findings": [asdict(one) for one in found]})
     else:
-        _print(found)
+        width = max(len(one.what) for one in found) + 2
+        for one in found:
+            lines = labelled(f"{one.what:{width}}{one.state}", one.found, width + 8, fold=True)
+            lines += labelled("", f"→ {one.remedy}", width + 8, fold=True) if one.remedy else []
+            print("\n".join(lines))
         print(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
     if broken:
         raise typer.Exit(1)
@@ -64,21 +66,6 @@ def _made(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except ImportError as error:
         yield Finding(check.__name__.strip("_"), "note", f"not checked ({error})", "mend what is broken above first")
-
-
-def _print(found: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for style in ("bold", "", ""):
-        table.add_column(style=style, overflow="fold")
-    for one in found:
-        table.add_row(Text(one.what), one.state, Text(one.found))
-        if one.remedy:
-            table.add_row("", "", Text(f"→ {one.remedy}"))
-    Console(width=min(80, shutil.get_terminal_size((80, 24)).columns), highlight=False).print(table)
 
 
 def _python() -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import codecs
 import errno
-import inspect
 import io
 import os
 import re
@@ -19,6 +18,7 @@ import typer
 from typer import Option
 
 from fedflat import __version__
+from fedflat.cli import as_command
 from fedflat.core import process
 from fedflat.core.checks import InputError, RunError, wrong
 
@@ -84,12 +84,8 @@ def _assemble() -> None:
         "keys": finished.keys, "watch": catalogue.watch, "runs": catalogue.runs, "doctor": doctor.doctor,
     }  # fmt: skip
     for name, command in commands.items():
-        app.command(name, help=_flowing(inspect.getdoc(command) or ""))(command)
-
-
-def _flowing(text: str) -> str:
-    """Return paragraphs without their own line breaks, which would break again, raggedly, in a narrower terminal."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+        function, about = as_command(command)
+        app.command(name, help=about)(function)
 
 
 def main() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import math
 import sys
-import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from fedflat import __version__
-from fedflat.cli import WIDTH, Json, Overrides, print_columns, print_json, recipe_of, wrapped
+from fedflat.cli import Count, Folder, Json, Overrides, print_columns, print_json, recipe_of, wrapped, write_files
 from fedflat.core.checks import one_of, wrong
 
 if TYPE_CHECKING:
@@ -24,20 +23,16 @@ if TYPE_CHECKING:
 
 
 def bounds(
-    recipe: Annotated[str | None, Argument(help="A packaged recipe's name or a YAML file.")] = None,
+    recipe: str | None = None,
+    *,
     override: Overrides = None,
-    run: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="A finished run: its recipe, its ᾱ and α̃, its first recorded test loss."),
-    ] = None,
-    smoothness: Annotated[float, Option(help="L of the gradients.")] = 1.0,
-    gap: Annotated[float | None, Option(help="f(w¹) − f*. Default: a run's first recorded test loss, or 1.")] = None,
-    local_std: Annotated[float, Option(help="σ_l, standard deviation of a minibatch gradient.")] = 1.0,
-    global_std: Annotated[float, Option(help="σ_g, how far clients' gradients are from the mean's.")] = 1.0,
-    steps: Annotated[int | None, Option(min=1, help="K. Default: the recipe's.")] = None,
-    dimension: Annotated[
-        int | None, Option(min=1, help="d, shared parameters. Default: the recipe's model on its data.")
-    ] = None,
+    run: Folder = None,
+    smoothness: float = 1.0,
+    gap: float | None = None,
+    local_std: float = 1.0,
+    global_std: float = 1.0,
+    steps: Count = None,
+    dimension: Count = None,
     as_json: Json = False,
 ) -> None:
     """What the papers prove and state, evaluated: sensitivity, noise, generalisation, convergence.
@@ -48,6 +43,16 @@ def bounds(
     Example: fedflat bounds cifar10-dp-fedsam --dimension 11173962 --smoothness 10
 
     Example: fedflat bounds --run runs/quick-start
+
+    Args:
+        recipe: A packaged recipe's name or a YAML file.
+        run: A finished run: its recipe, its ᾱ and α̃, its first recorded test loss.
+        smoothness: L of the gradients.
+        gap: f(w¹) − f*. Default: a run's first recorded test loss, or 1.
+        local_std: σ_l, standard deviation of a minibatch gradient.
+        global_std: σ_g, how far clients' gradients are from the mean's.
+        steps: K. Default: the recipe's.
+        dimension: d, shared parameters. Default: the recipe's model on its data.
     """
     from fedflat.landscape.statements import statements
 
@@ -59,37 +64,35 @@ def bounds(
         raise wrong("--run", str(run), "the folder of a run that fedflat run wrote")
     parsed = recipe_of(run or recipe, override)
     measured = {} if run is None else _measured(run)
+    turn, loss = measured.pop("gap", (None, 1.0))
     given = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
-    first = measured.pop("gap", None)
-    given["gap"] = gap if gap is not None else 1.0 if first is None else first[1]
+    given["gap"] = loss if gap is None else gap
     setting = _setting(parsed, steps, dimension, {**measured, **given})
     found = statements(setting)
     if as_json:
-        from fedflat.report.metrics import plain
+        from fedflat.report import plain
 
-        print(json.dumps(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]})))
+        print_json(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]}))
     else:
-        after = first[0] if first is not None and gap is None else None
-        print("\n".join(lines(setting, found, measured, after)))
+        print("\n".join(lines(setting, found, measured, turn if gap is None else None)))
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """Return ᾱ, α̃ of every round and, as ``gap``, the first test loss with its round, where the run has them.
+    """Return ᾱ, α̃ of every round and, as ``gap``, the round and value of the first test loss, where the run has them.
 
     A loss is recorded after a round: it stands for f(w¹) − f* and bounds it from neither side.
     """
     from fedflat.report import metrics
 
     run = metrics.read_run(folder)
-    found: dict[str, Any] = {}
-    for key in ("alpha_mean", "alpha_spread"):
-        values = [value for _, value in metrics.column(run.private, key)]
-        found |= {key: tuple(values)} if values else {}
+    values = {key: metrics.column(run.private, key) for key in ("alpha_mean", "alpha_spread")}
+    found: dict[str, Any] = {key: tuple(value for _, value in points) for key, points in values.items() if points}
     losses = metrics.column(run.metrics, "test_loss")
     return found | ({"gap": losses[0]} if losses else {})
 
 
 def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
+    from fedflat.algorithms import ALGORITHMS
     from fedflat.assembly.jobs import prepare
     from fedflat.assembly.plans import algorithm_of, plan_of, server_of
     from fedflat.landscape.bounds import Facts
@@ -121,30 +124,22 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     )  # fmt: skip
     # Without a number of examples each client is taken to have one batch.
     batches = math.ceil((samples or local.batch_size * clients) / clients / local.batch_size)
-    options = recipe.algorithm.options
-    numbers = {key: options.get(key, _default(recipe.algorithm.name, key)) for key in ("rho", "lam", "beta", "keep")}
+    factory = ALGORITHMS.get(recipe.algorithm.name)
+    known = {} if factory is None else inspect.signature(factory).parameters
+    defaults = {key: known[key].default for key in ("rho", "lam", "beta", "keep") if key in known}
+    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "lam", "beta", "keep")}
     return Setting(
         facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
         cost=cost_of(method, size, count, batches), **numbers,
     )  # fmt: skip
 
 
-def _default(name: str, key: str) -> Any:
-    """Return a named method's default for one of its keys; None where it has no such key."""
-    import inspect
-
-    from fedflat.algorithms import ALGORITHMS
-
-    found = inspect.signature(ALGORITHMS[name]).parameters.get(key) if name in ALGORITHMS else None
-    return None if found is None else found.default
-
-
 def _clip(recipe: Recipe) -> float:
     clip = recipe.privacy.clipping
-    found = clip.value or clip.initial
-    if found is None:
+    number = clip.value or clip.initial
+    if number is None:
         raise wrong("privacy.clip", clip.kind, "one number C")
-    return found
+    return number
 
 
 def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
@@ -163,39 +158,30 @@ def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], af
     of = "measured" if "alpha_mean" in measured else "nothing clipped"
     given = (
         f"Constants: L = {facts.smoothness:g}, f(w¹) − f* = {facts.gap:.4g}{loss}, σ_l = {facts.local_std:g}, "
-        f"σ_g = {facts.global_std:g}; ᾱ = {_mean(facts.alpha_mean):.3g}, α̃ = {_mean(facts.alpha_spread):.3g} ({of})."
+        f"σ_g = {facts.global_std:g}; ᾱ = {fmean(facts.alpha_mean):.3g}, α̃ = {fmean(facts.alpha_spread):.3g} ({of})."
     )
     shown = [*wrapped(known), *wrapped(given)]
-    section = reference = ""
+    before = None
     for each in found:
-        if each.section != section:
-            section = each.section
-            shown += ["", section]
-        if each.reference != reference:
-            reference = each.reference
-            shown.append(f"  {reference}")
+        if before is None or each.section != before.section:
+            shown += ["", each.section]
+        if before is None or each.reference != before.reference:
+            shown.append(f"  {each.reference}")
+        before = each
         value = "–" if each.value is None else f"{each.value:,}" if isinstance(each.value, int) else f"{each.value:.4g}"
         shown.append(f"    {each.what:<58} {value:>13}".rstrip())
-        shown += [f"      {text}" for text in textwrap.wrap(each.said, WIDTH - 6)]
+        shown += wrapped(each.said, "      ", "      ")
     return [*shown, "", "None of this enters a privacy statement; equations: docs/bounds.md."]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def leaderboard(
-    own: Annotated[
-        str | None,
-        Option("--with", metavar="FILE.py:METHOD", help="Measure this method too, by the same rule and budget."),
-    ] = None,
-    data: Annotated[str, Option(help="Where --with is measured: a data set of the table.")] = "fashion-mnist",
-    alpha: Annotated[float | None, Option(help="Dirichlet concentration of --with, where there are two.")] = None,
-    epsilon: Annotated[float, Option(help="ε of --with.")] = 8.0,
-    encoder: Annotated[
-        str | None, Option(metavar="FOLDER", help="The text encoder that sst2 and mrpc need (save_pretrained).")
-    ] = None,
-    out: Annotated[Path | None, Option(metavar="DIR", help="Write md, .html and images/ there.")] = None,
+    *,
+    own: Annotated[str | None, Option("--with", metavar="FILE.py:METHOD")] = None,
+    data: str = "fashion-mnist",
+    alpha: float | None = None,
+    epsilon: float = 8.0,
+    encoder: Annotated[str | None, Option(metavar="FOLDER")] = None,
+    out: Folder = None,
     as_json: Annotated[bool, Option("--json", help="Print a list of all rows as JSON.")] = False,
 ) -> None:
     """Accuracies under a proven ε, as measured for this release: mean ± sd, ceiling, the command of each row.
@@ -207,22 +193,29 @@ def leaderboard(
     Example: fedflat leaderboard --out docs
 
     Example: fedflat leaderboard --with my_method.py:my_method --out mine
+
+    Args:
+        own: Measure this method too, by the same rule and budget.
+        data: Where --with is measured: a data set of the table.
+        alpha: Dirichlet concentration of --with, where there are two.
+        epsilon: ε of --with.
+        encoder: The text encoder that sst2 and mrpc need (save_pretrained).
+        out: Write md, .html and images/ there.
     """
     from fedflat.papers import board
 
-    asked = {"--data": (data, "fashion-mnist"), "--epsilon": (epsilon, 8.0), "--alpha": (alpha, None)}
-    asked |= {"--encoder": (encoder, None)}
-    for option, (given, default) in asked.items():
+    defaults = {"--data": (data, "fashion-mnist"), "--epsilon": (epsilon, 8.0), "--alpha": (alpha, None)}
+    for option, (given, default) in (defaults | {"--encoder": (encoder, None)}).items():
         if own is None and given != default:
             raise wrong(option, given, "only with --with, whose method is measured there")
     found = board.load()
     if out is not None:
-        # Written once before measuring, so that a folder that cannot be written is reported early.
-        _written(found, out)
+        # Written before measuring too, so that a folder that cannot be written is reported early.
+        _write(found, out)
     if own is not None:
         found["rows"].append(_row_of(own, _task(data, alpha, encoder), epsilon, encoder))
         if out is not None:
-            _written(found, out)
+            _write(found, out)
     if as_json:
         print_json([board.record(row) for row in found["rows"]])
         return
@@ -271,13 +264,9 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _written(found: dict[str, Any], out: Path) -> None:
+def _write(found: dict[str, Any], out: Path) -> None:
     from fedflat.papers import board
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "leaderboard.md").write_text(board.markdown(found), encoding="utf-8")
-        (out / "leaderboard.html").write_text(board.html(found, f"fedflat {__version__}"), encoding="utf-8")
-        board.picture(found, out / "images" / "leaderboard.svg")
-    except OSError as error:
-        raise wrong("--out", f"{out}, which cannot be written ({error.strerror})", "a folder to write") from error
+    page = board.html(found, f"fedflat {__version__}")
+    write_files(out, {"leaderboard.md": board.markdown(found), "leaderboard.html": page})
+    board.picture(found, out / "images" / "leaderboard.svg")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from fedflat import report
-from fedflat.cli import WIDTH, Json, Overrides, Processes, RecipeName, print_json, recipe_of, say
+from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, print_json, recipe_of, say, wrapped
 from fedflat.core.checks import RunError, one_of, wrong
 
 
 def plan(
-    recipe: RecipeName = None,
-    override: Overrides = None,
-    no_trial: Annotated[bool, Option("--no-trial", help="Do not time local training on made-up data.")] = False,
-    as_json: Json = False,
+    recipe: RecipeName = None, *, override: Overrides = None, no_trial: bool = False, as_json: Json = False
 ) -> None:
     """Before a minute is spent: noise, ε by round, signal-to-noise at best, time, memory, and what would help.
 
@@ -27,6 +24,9 @@ def plan(
     takes for public is used, and it is said what.
 
     Example: fedflat plan quick-start -o privacy.epsilon=2
+
+    Args:
+        no_trial: Do not time local training on made-up data.
     """
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation import forecast
@@ -40,48 +40,51 @@ def plan(
 
 def text(found: Any) -> list[str]:
     """Return the forecast in at most 80 columns."""
-    facts, plan_, bound = found.as_dict(), found.plan, found.attacker
+    facts = found.as_dict()
     head = f"{found.recipe}: {found.algorithm}, {found.dimension:,} shared parameters, {facts['rounds']} rounds"
     law = f"about {facts['cohort']:g} of {facts['clients']} clients a round ({facts['sampling']})"
-    rows = [("", f"{head}, {law}")]
+    lines = wrapped(f"{head}, {law}", later="")
+    for label, sentence in [*_rows(found, facts), *(("note", note) for note in found.says)]:
+        lines += wrapped(sentence, f"{label:9}", " " * 9)
+    if found.alternatives:
+        lines += ["", "At the same ε and δ:"]
+        lines += [line for other in found.alternatives for line in wrapped(_alternative(other), "  ", "    ")]
+    return lines
+
+
+def _rows(found: Any, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is said of each side of a forecast, behind its label."""
+    plan_, bound = found.plan, found.attacker
     if plan_.private:
         begun = "" if plan_.first == 1 else f" (round 0: {plan_.at_round(0).noise_multiplier:.4g})"
-        rows.append(
-            ("noise", f"σ = {plan_.noise_multiplier:.4g}{begun} times the clip on the sum; trust {plan_.trust}")
-        )
+        yield "noise", f"σ = {plan_.noise_multiplier:.4g}{begun} times the clip on the sum; trust {plan_.trust}"
     if found.epsilons and not found.why_not:
         listed = ", ".join(f"{_short(value)} after {turn}" for turn, value in found.epsilons)
-        rows.append(("ε", f"{listed} (δ = {facts['delta']:g})"))
+        yield "ε", f"{listed} (δ = {facts['delta']:g})"
     if found.stops < plan_.rounds:
-        rows.append(("budget", f"the run stops after {found.stops} rounds"))
+        yield "budget", f"the run stops after {found.stops} rounds"
     if bound is not None:
         mu = "" if bound.mu is None else f"; Gaussian DP μ = {bound.mu:.3g}"
         mu += f" but for {bound.slack:g}" if bound.slack else ""
         share = f"{100 * bound.true_positives:.3g} % true positives at {100 * bound.false_positives:g} % false ones"
-        rows.append(("attacker", f"at most {share}{mu}"))
+        yield "attacker", f"at most {share}{mu}"
     if found.best is not None:
         ratio = f"{found.best.round:.3g} in a round, {found.best.run:.3g} over the run"
-        rows.append(("signal", f"to noise at best {ratio}; the mean's noise is {found.noise_over_clip:.3g} clips long"))
-    if found.seconds_a_round is not None:
-        whole = found.seconds_a_round * found.stops
-        rows.append(("time", f"{_time(found.seconds_a_round)} a round, {_time(whole)} in all ({found.trial})"))
-    else:
-        rows.append(("time", found.trial))
-    rows.append(("memory", ", ".join(f"{what} {_bytes(size)}" for what, size in found.memory.items() if size)))
-    rows.append(("traffic", ", ".join(f"{what} {_bytes(size)}" for what, size in found.traffic.items())))
-    rows.append(("read", f"{facts['read']['data']}: {_read(facts['read'])}; no example was trained on"))
-    lines = [line for label, said in rows for line in _row(label, said)]
-    lines += [line for said in found.says for line in _row("note", said)]
-    if found.alternatives:
-        lines += ["", "At the same ε and δ:"]
-        lines += [line for other in found.alternatives for line in _row("  ", _alternative(other))]
-    return lines
-
-
-def _row(label: str, said: str) -> list[str]:
-    lead = f"{label:9}" if label.strip() else "  " if label else ""
-    after = " " * 9 if label.strip() else "    " if label else ""
-    return textwrap.wrap(said, WIDTH, initial_indent=lead, subsequent_indent=after, break_on_hyphens=False)
+        yield "signal", f"to noise at best {ratio}; the mean's noise is {found.noise_over_clip:.3g} clips long"
+    each = found.seconds_a_round
+    seconds = "" if each is None else f"{_time(each)} a round, {_time(each * found.stops)} in all "
+    yield "time", f"{seconds}({found.trial})" if seconds else found.trial
+    yield "memory", ", ".join(f"{name} {_bytes(size)}" for name, size in found.memory.items() if size)
+    yield "traffic", ", ".join(f"{name} {_bytes(size)}" for name, size in found.traffic.items())
+    read = facts["read"]
+    shape = "×".join(map(str, read["input_shape"])) or "1"
+    yield (
+        "read",
+        (
+            f"{read['data']}: shape {shape}, {read['classes']} classes, {read['clients']} clients, "
+            f"{read['examples_per_client']} examples each on average; no example was trained on"
+        ),
+    )
 
 
 def _alternative(other: Any) -> str:
@@ -89,14 +92,6 @@ def _alternative(other: Any) -> str:
         return f"{other.what}: {other.note}"
     ratio = f"signal to noise at best {other.best.round:.3g} in a round, {other.best.run:.3g} over the run"
     return f"{other.what}: σ = {other.noise_multiplier:.4g}, {ratio}" + (f" ({other.note})" if other.note else "")
-
-
-def _read(facts: dict[str, Any]) -> str:
-    shape = "×".join(map(str, facts["input_shape"])) or "1"
-    return (
-        f"shape {shape}, {facts['classes']} classes, {facts['clients']} clients, "
-        f"{facts['examples_per_client']} examples each on average"
-    )
 
 
 def _short(value: float) -> str:
@@ -117,27 +112,14 @@ def _bytes(size: float) -> str:
 
 def tune(
     recipe: RecipeName = None,
-    vary: Annotated[
-        list[str] | None,
-        Option(
-            "--vary",
-            metavar="KEY=VALUES",
-            help="A key to choose, once for each: a,b,c, or log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH.",
-        ),
-    ] = None,
+    *,
+    vary: Annotated[list[str] | None, Option(metavar="KEY=VALUES")] = None,
     override: Overrides = None,
-    on: Annotated[
-        str, Option("--on", help="clients: private selection. proxy: a random process, which costs no privacy.")
-    ] = "clients",
-    trials: Annotated[
-        float, Option(help="Mean number of trials; their number is secret. On a proxy: the number.")
-    ] = 10,
-    law: Annotated[
-        str | None,
-        Option(help="Of the number of trials: geometric (default), logarithmic, poisson, or η from -0.9 to 10."),
-    ] = None,
-    cost: Annotated[bool, Option("--cost", help="Only say what it would cost, and what a grid would.")] = False,
-    out: Annotated[Path | None, Option(help="Folder of the search. Default: runs/tune-NAME.")] = None,
+    on: str = "clients",
+    trials: float = 10,
+    law: str | None = None,
+    cost: bool = False,
+    out: Path | None = None,
     processes: Processes = None,
     as_json: Json = False,
 ) -> None:
@@ -150,26 +132,28 @@ def tune(
     picture, and a recipe that fedflat run takes.
 
     Example: fedflat tune quick-start --vary local.lr=log:0.05:1 --vary privacy.clip=0.1,0.3,1 --cost
-    """
 
+    Args:
+        vary: A key to choose, once for each: a,b,c, or log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH.
+        on: clients: private selection. proxy: a random process, which costs no privacy.
+        trials: Mean number of trials; their number is secret. On a proxy: the number.
+        law: Of the number of trials: geometric (default), logarithmic, poisson, or η from -0.9 to 10.
+        cost: Only say what it would cost, and what a grid would.
+        out: Folder of the search. Default: runs/tune-NAME.
+    """
     one_of("--on", on, ("clients", "proxy"))
     parsed = recipe_of(recipe, override)
-    name = f"tune-{parsed.name}" + ("-proxy" if on == "proxy" else "")
-    folder = out or Path("runs") / name
+    folder = out or Path("runs") / (f"tune-{parsed.name}" + ("-proxy" if on == "proxy" else ""))
+    if (cost or on == "proxy") and (not 1 <= trials <= 10_000 or trials != int(trials)):
+        raise wrong("--trials", trials, "a whole number from 1 to 10000 here")
     if cost:
-        _cost(parsed, vary or [], _count(trials), as_json)
+        _cost(parsed, vary or [], int(trials), as_json)
     elif on == "proxy":
         if law is not None:
             raise wrong("--law", law, "nothing with --on proxy, whose number of trials is no secret")
-        _proxy(parsed, vary or [], _count(trials), folder, processes, as_json)
+        _proxy(parsed, vary or [], int(trials), folder, processes, as_json)
     else:
         _private(parsed, vary or [], trials, law or "geometric", folder, processes, as_json)
-
-
-def _count(trials: float) -> int:
-    if trials < 1 or trials != int(trials) or trials > 10_000:
-        raise wrong("--trials", trials, "a whole number from 1 to 10000 here")
-    return int(trials)
 
 
 def _clients(recipe: Any) -> int:
@@ -180,8 +164,6 @@ def _clients(recipe: Any) -> int:
 
 
 def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
-    from dataclasses import asdict
-
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation.tuning_settings import costs_of
 
@@ -192,13 +174,12 @@ def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
         print_json(plain_json("costs", [asdict(one) for one in found]))
         return
     print(f"{recipe.name}: what trying {count} settings costs (δ as in one run)\n")
-    print(f"{'':50}{'ε at':>9}{'σ for':>11}{'only one':>10}")
-    print(f"{'':50}{'σ of one':>9}{'ε of one':>11}{'trial':>10}")
+    rows = [("", "ε at", "σ for", "only one"), ("", "σ of one", "ε of one", "trial")]
     for one in found:
         needed = "none" if one.needed is None else f"{one.needed:.3f}"
         chance = "" if one.chance_of_one is None else f"{100 * one.chance_of_one:.0f} %"
-        epsilon = report.epsilon_text(one.epsilon if one.epsilon < 1e9 else math.inf)
-        print(f"{one.what:50}{epsilon:>9}{needed:>11}{chance:>10}")
+        rows.append((one.what, report.epsilon_text(one.epsilon if one.epsilon < 1e9 else math.inf), needed, chance))
+    print("\n".join(columns(rows)))
     say(
         "A grid shows every run's result to whoever chooses, so all its runs are charged. A private selection shows "
         "one, and hides how many there were. On a random process (--on proxy) settings cost nothing."
@@ -225,19 +206,19 @@ def _private(
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune(asked, folder, processes, progress.update)
     if found.failed or found.left:
-        _unfinished(found.failed, found.left)
+        raise _unfinished(found)
     if as_json:
-        facts: dict[str, Any] = {"folder": str(folder), "winner": str(found.winner) if found.winner else None}
-        facts |= {"settings": found.settings, "score": found.score}
-        print(json.dumps({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}))
+        facts = {"folder": folder, "winner": found.winner, "settings": found.settings, "score": found.score}
+        print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
     elif found.winner is not None:
         settings = ", ".join(f"{key} = {value}" for key, value in found.settings.items())
         say(f"Chosen: {settings} (score {found.score:.4g})")
         say(f"Released: {found.winner}; proven ε = {asked.plan.epsilon():.4g} for the whole selection.")
         say(f"Next: fedflat card {found.winner}, fedflat verify {folder}, fedflat export {found.winner} OUT")
     if found.winner is None:
-        why = "no trial was drawn, as a Poisson number may be 0"
-        raise RunError(f"{folder}: {why}; its ε is spent, and a new folder spends more")
+        raise RunError(
+            f"{folder}: no trial was drawn, as a Poisson number may be 0; its ε is spent, and a new folder spends more"
+        )
 
 
 def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:
@@ -246,21 +227,19 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
     if found.chosen is None:
-        _unfinished(found.failed, found.left)
+        raise _unfinished(found)
     if as_json:
         rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in found.rows]
-        print(json.dumps({"folder": str(folder), "dataset": found.dataset, "chosen": str(found.chosen), "rows": rows}))
+        print_json({"folder": folder, "dataset": found.dataset, "chosen": found.chosen, "rows": rows})
         return
-    keys = list(found.rows[0][0])
-    print("".join(f"{key:>18}" for key in [*keys, "accuracy"]))
-    for settings, accuracy in found.rows:
-        print("".join(f"{settings[key]:>18}" for key in keys) + f"{accuracy:>18.4f}")
-    picture = folder / PICTURE
-    say(f"On {found.dataset}, which holds nobody's data: no ε is spent. All runs: {folder}/report.html"
-         + (f"; picture: {picture}" if picture.is_file() else "; no picture, for want of matplotlib"))  # fmt: skip
+    heads = [*found.rows[0][0], "accuracy"]
+    print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in found.rows)], left=0)))
+    picture = f"picture: {folder / PICTURE}" if (folder / PICTURE).is_file() else "no picture, for want of matplotlib"
+    say(f"On {found.dataset}, which holds nobody's data: no ε is spent. All runs: {folder}/report.html; {picture}")
     say(f"Next: fedflat run {found.chosen}")
 
 
-def _unfinished(failed: Any, left: int) -> None:
-    why = next(iter(failed.values()), "stopped as asked")
-    raise RunError(f"{len(failed)} trials failed, {left} are left ({why}); the same command goes on")
+def _unfinished(found: Any) -> RunError:
+    """Return the error of a search whose trials are not all done."""
+    why = next(iter(found.failed.values()), "stopped as asked")
+    return RunError(f"{len(found.failed)} trials failed, {found.left} are left ({why}); the same command goes on")

@@ -2,87 +2,108 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from fedflat import report
-from fedflat.cli import Json, Overrides, print_json
+from fedflat.cli import File, Json, Overrides, columns, print_json
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 
 if TYPE_CHECKING:
+    from fedflat.config.recipe import Recipe
     from fedflat.privacy.plan import Plan
 
-
 Row = dict[str, Any]
-Named = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What both commands take; a recipe's numbers, changed by the options."""
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """M, m, T, σ (std / clip), δ and the limits of the cohort laws and trust models; None where not given."""
 
-    recipe: Annotated[str | None, Argument(help="A recipe to take the numbers from; options change them.")] = None
+    clients: Annotated[int | None, Option(metavar="M")] = None
+    cohort: Annotated[float | None, Option(metavar="m")] = None
+    rounds: Annotated[int | None, Option(metavar="T")] = None
+    noise_multiplier: Annotated[float | None, Option(metavar="σ")] = None
+    delta: Annotated[float | None, Option(metavar="δ")] = None
+    max_cohort: int | None = None
+    min_cohort: int | None = None
+    max_participations: int | None = None
+    noise_cohort: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Numbers):
+    """What both commands take: a recipe's numbers, changed by the options.
+
+    Args:
+        recipe: A recipe to take the numbers from; options change them.
+        clients: Number of clients.
+        cohort: Expected cohort.
+        rounds: Rounds.
+        noise_multiplier: Noise multiplier: noise std / clip.
+        delta: Default: 0.1/M.
+        max_cohort: Largest cohort (truncated).
+        min_cohort: Minimum cohort: fewer shares abort a round (distributed).
+        max_participations: Rounds a client takes part in at most (local).
+        noise_cohort: Simulate the noise of a larger system with this cohort.
+        sampling: Only poisson, truncated or fixed cohorts.
+        trust: Only central, distributed or local.
+        accountant: Only pld, rdp or fft (budget: also gdp, an approximation).
+        plot: Draw ε: .html, .svg or .png.
+    """
+
+    recipe: Annotated[str | None, Argument()] = None
     override: Overrides = None
-    clients: Annotated[int | None, Option(metavar="M", help="Number of clients.")] = None
-    cohort: Annotated[float | None, Option(metavar="m", help="Expected cohort.")] = None
-    rounds: Annotated[int | None, Option(metavar="T", help="Rounds.")] = None
-    noise_multiplier: Annotated[float | None, Option(metavar="σ", help="Noise multiplier: noise std / clip.")] = None
-    delta: Annotated[float | None, Option(metavar="δ", help="Default: 0.1/M.")] = None
-    sampling: Annotated[str | None, Option(help="Only poisson, truncated or fixed cohorts.")] = None
-    trust: Annotated[str | None, Option(help="Only central, distributed or local.")] = None
-    accountant: Annotated[str | None, Option(help="Only pld, rdp or fft (budget: also gdp, an approximation).")] = None
-    max_cohort: Annotated[int | None, Option(help="Largest cohort (truncated).")] = None
-    min_cohort: Annotated[int | None, Option(help="Minimum cohort: fewer shares abort a round (distributed).")] = None
-    max_participations: Annotated[int | None, Option(help="Rounds a client takes part in at most (local).")] = None
-    noise_cohort: Annotated[float | None, Option(help="Simulate the noise of a larger system with this cohort.")] = None
-    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw ε: .html, .svg or .png.")] = None
+    sampling: str | None = None
+    trust: str | None = None
+    accountant: str | None = None
+    plot: File = None
     as_json: Json = False
 
-    def setting(self, only: dict[str, str], target: float | None = None) -> Setting:
-        """Return the numbers, of options and recipe; the plot's file is tried before any work."""
-        if self.plot is not None:
-            from fedflat.report.plates import check_plot
+    def only(self) -> dict[str, str]:
+        """Return the names that the rows are limited to, checked."""
+        from fedflat.core.cohorts import NAMES as SAMPLINGS
+        from fedflat.privacy.accounting.curves import ACCOUNTANTS
+        from fedflat.privacy.trust import TRUSTS
 
-            check_plot(self.plot)
-        return setting_of(self.recipe, self.override or [], self._given, only, target)
+        allowed = {"trust": TRUSTS, "sampling": SAMPLINGS, "accountant": ACCOUNTANTS}
+        given = {name: value for name in allowed if (value := getattr(self, name)) is not None}
+        return {name: str(one_of(f"--{name}", value, allowed[name])) for name, value in given.items()}
 
-    def scheduled(self, only: dict[str, str], target: float | None = None) -> Any:
-        """Return the plan of a recipe whose account is one of the whole run, or None."""
-        return scheduled_plan_of(self.recipe, self.override or [], self._given, only, target)
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers given as options."""
+        return {field.name: getattr(self, field.name) for field in fields(Numbers)}
 
-    @property
-    def _given(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in KEYS if name not in ("trust", "sampling", "accountant")}
+    def load(self, only: Mapping[str, str], target: float | None) -> Recipe:
+        """Return the recipe with the options, and a target ε, in the place of its own numbers."""
+        from fedflat.config.recipe import Recipe
 
-
-def taking_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command as typer reads it: every field of its first argument, :class:`Options`, is an option of its
-    own.
-    """
-    own = [found for found in inspect.signature(command).parameters.values() if found.name != "options"]
-    every = [*own, *inspect.signature(Options).parameters.values()]
-    hints = get_type_hints(command, include_extras=True) | get_type_hints(Options, include_extras=True)
-
-    @functools.wraps(command)
-    def taken(**values: Any) -> None:
-        options = Options(**{field.name: values.pop(field.name) for field in fields(Options)})
-        command(options, **values)
-
-    # typer reads a command's options off its signature.
-    read = [found.replace(kind=found.KEYWORD_ONLY, annotation=hints[found.name]) for found in every]
-    taken.__signature__ = inspect.Signature(read)  # type: ignore[attr-defined]
-    return taken
+        # An approximation is shown but proves nothing, so no recipe may name it.
+        names = {name: value for name, value in only.items() if value != "gdp"}
+        changes = {**self.numbers(), **names}
+        texts = [f"{KEYS[name]}={value}" for name, value in changes.items() if value is not None]
+        if self.noise_multiplier is not None:
+            texts.append("privacy.epsilon=null")
+        elif target is not None:
+            texts += ["privacy.noise_multiplier=null", f"privacy.epsilon={target!r}"]
+        return Recipe.load(self.recipe or "", [*(self.override or []), *texts])
 
 
-@taking_options
+KEYS = {
+    "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
+    "noise_multiplier": "privacy.noise_multiplier", "delta": "privacy.delta", "max_cohort": "cohort.max",
+    "min_cohort": "cohort.min", "max_participations": "cohort.max_participations",
+    "noise_cohort": "privacy.noise_cohort", "trust": "privacy.trust", "sampling": "cohort.sampling",
+    "accountant": "privacy.accountant",
+}  # fmt: skip
+
+
 def budget(options: Options) -> None:
     """ε for given noise, by every applicable trust model, cohort law and accountant.
 
@@ -90,68 +111,67 @@ def budget(options: Options) -> None:
 
     Example: fedflat budget quick-start --rounds 100 --plot budget.html
     """
-    only = _only(options, options.accountant)
-    scheduled = options.scheduled(only)
-    if scheduled is not None:
-        _show_scheduled(scheduled, only, None, options)
+    only = options.only()
+    plan = scheduled_plan(options, only)
+    if plan is not None:
+        _show_scheduled(plan, only, None, options)
         return
-    needed = options.setting(only).needs("clients", "cohort", "rounds", "noise_multiplier")
-    run, larger = needed.of_this_run(), needed.deployed()
+    setting = setting_of(options, only).needs("clients", "cohort", "rounds", "noise_multiplier")
+    run, larger = setting.of_this_run(), setting.deployed()
     found: Row = {"setting": run.as_dict(), "rows": _answered(_budget_rows(run, only), only)}
     if larger is not None:
         found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(_budget_rows(larger, only), only)}
-    _draw(needed, only, options.plot)
+    _draw(setting, only, options.plot)
     if options.as_json:
         _print_json(found)
         return
-    _heading(run, "" if larger is None else "ε of this run: what is proven for the clients that take part in it")
-    _print_rows(found["rows"], EPSILON)
-    if larger is None:
-        return
-    _heading(larger, f"ε if deployed at population P = {larger.clients:,}: a projection, proven of no run")
-    _print_rows(found["deployed"]["rows"], EPSILON)
+    _print_rows(
+        run, found["rows"], EPSILON,
+        "" if larger is None else "ε of this run: what is proven for the clients that take part in it",
+    )  # fmt: skip
+    if larger is not None:
+        title = f"ε if deployed at population P = {larger.clients:,}: a projection, proven of no run"
+        _print_rows(larger, found["deployed"]["rows"], EPSILON, title)
 
 
-@taking_options
-def calibrate(
-    options: Options,
-    epsilon: Annotated[float, Option(metavar="ε", help="The target.")],
-    find: Annotated[
-        str | None, Option(help="noise-multiplier, rounds, cohort or clients. Default: what is left out, or σ.")
-    ] = None,
-) -> None:
+def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε")], find: str | None = None) -> None:
     """What a target ε needs: the noise multiplier; with σ given, the most rounds, largest cohort or fewest clients.
 
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --rounds 300
 
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --noise-multiplier 0.95
+
+    Args:
+        epsilon: The target.
+        find: noise-multiplier, rounds, cohort or clients. Default: what is left out, or σ.
     """
     from fedflat.privacy.accounting.curves import proving
 
     # A larger ε promises nothing.
     in_range("--epsilon", epsilon, 0, 1000, open_low=True)
-    only = _only(options, None if options.accountant is None else proving(options.accountant))
-    scheduled = options.scheduled(only, epsilon)
-    if scheduled is not None:
+    only = options.only()
+    if "accountant" in only:
+        proving(only["accountant"])
+    plan = scheduled_plan(options, only, epsilon)
+    if plan is not None:
         if find not in (None, "noise-multiplier") or options.noise_multiplier is not None:
             raise wrong("--find", find or "what σ buys", "noise-multiplier for a recipe whose rounds are not alike")
-        _show_scheduled(scheduled, only, epsilon, options)
+        _show_scheduled(plan, only, epsilon, options)
         return
-    setting = options.setting(only, target=epsilon)
+    setting = setting_of(options, only, epsilon)
     wanted = _wanted(find, setting)
-    others = [n for n in ("clients", "cohort", "rounds", "noise_multiplier") if n != wanted]
-    needed = setting.needs(*(others[:3] if wanted == "noise_multiplier" else others))
-    larger = needed.deployed() or needed
-    rows = _answered(_needed_rows(needed, larger, wanted, epsilon, only), only)
+    setting = setting.needs(*(name for name in WANTED if name != wanted))
+    larger = setting.deployed() or setting
+    rows = _answered(_needed_rows(setting, larger, wanted, epsilon, only), only)
     best = next((row for row in rows if row[wanted] and row["epsilon"] is not None), None)
     if best is not None:
-        _draw(replace(needed, **{wanted: best[wanted]}), only, options.plot)
+        _draw(replace(setting, **{wanted: best[wanted]}), only, options.plot)
     if options.as_json:
-        _print_json({"epsilon": epsilon, "find": wanted, "setting": needed.as_dict(wanted), "rows": rows})
+        _print_json({"epsilon": epsilon, "find": wanted, "setting": setting.as_dict(wanted), "rows": rows})
         return
-    _heading(needed, f"{WANTED[wanted]} for ε ≤ {epsilon:g}", leave=wanted)
-    _print_rows(rows, (wanted, *EPSILON, *(("run_epsilon",) if needed.noise_cohort else ())))
-    if needed.noise_cohort:
+    shown = (wanted, *EPSILON, *(("run_epsilon",) if setting.noise_cohort else ()))
+    _print_rows(setting, rows, shown, f"{WANTED[wanted]} for ε ≤ {epsilon:g}", leave=wanted)
+    if setting.noise_cohort:
         print(f"ε: if deployed at population P = {larger.clients:,}, a projection. ε here: proven of this run.")
 
 
@@ -165,33 +185,17 @@ def _needed_rows(setting: Setting, larger: Setting, wanted: str, target: float, 
         return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows] if setting.noise_cohort else rows
     if setting.noise_cohort is not None:
         raise wrong("--noise-cohort", setting.noise_cohort, "nothing when --find is not noise-multiplier")
-    known = _arguments(setting, only) | {"accountant": only.get("accountant")}
-    del known[wanted]
-    return needed_table(find=wanted, target=target, **known)
+    return needed_table(find=wanted, target=target, **_arguments(setting, only), accountant=only.get("accountant"))
 
 
 EPSILON = ("epsilon",)
 WANTED = {
-    "noise_multiplier": "Least noise multiplier σ", "rounds": "Most rounds T", "cohort": "Largest cohort m",
-    "clients": "Fewest clients M",
+    "clients": "Fewest clients M", "cohort": "Largest cohort m", "rounds": "Most rounds T",
+    "noise_multiplier": "Least noise multiplier σ",
 }  # fmt: skip
 TITLES = {
     "epsilon": "ε", "run_epsilon": "ε here", "noise_multiplier": "σ", "rounds": "T", "cohort": "m", "clients": "M",
 }  # fmt: skip
-
-
-def _only(options: Options, accountant: str | None) -> dict[str, str]:
-    """Return the names that the rows are limited to, checked."""
-    from fedflat.core.cohorts import NAMES as SAMPLINGS
-    from fedflat.privacy.accounting.curves import ACCOUNTANTS
-    from fedflat.privacy.trust import TRUSTS
-
-    found = {}
-    asked = {"trust": (options.trust, TRUSTS), "sampling": (options.sampling, SAMPLINGS)}
-    for where, (value, names) in {**asked, "accountant": (accountant, ACCOUNTANTS)}.items():
-        if value is not None:
-            found[where] = str(one_of(f"--{where}", value, names))
-    return found
 
 
 def _wanted(find: str | None, setting: Setting) -> str:
@@ -227,9 +231,7 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
              "relation": worst.relation, "epsilon": worst.epsilon, "delta": one.delta, "proven": True, "reason": "",
              "noise_multiplier": one.noise_multiplier}
         )  # fmt: skip
-    setting = Setting(
-        plan.sampler.clients, plan.sampler.size, plan.rounds, None if target else plan.noise_multiplier, plan.delta
-    )
+    setting = Setting.of(plan, noise_open=target is not None)
     record: Row = {"first": plan.first}
     said = f"Round 0 has {plan.first:.4g} times the σ of the others."
     if plan.mechanism:
@@ -239,8 +241,8 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
     if options.as_json:
         _print_json(about if target is None else {"epsilon": target, "find": "noise_multiplier", **about})
         return
-    _heading(setting, said, leave="noise_multiplier")
-    _print_rows(rows, EPSILON if target is None else ("noise_multiplier", *EPSILON))
+    shown = EPSILON if target is None else ("noise_multiplier", *EPSILON)
+    _print_rows(setting, rows, shown, said, leave="noise_multiplier")
 
 
 def _run_epsilon(setting: Setting, row: Row) -> float | None:
@@ -276,32 +278,19 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
     return rows
 
 
-def _heading(setting: Setting, title: str = "", leave: str = "") -> None:
-    print(f"{title}\n" * bool(title) + setting.text(leave) + "\n")
-
-
-def _print_rows(rows: list[Row], columns: tuple[str, ...]) -> None:
-    """Print one table of at most 80 columns; what does not apply is left out of it (``--json`` has the reasons)."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("trust", "cohorts", "accountant"):
-        table.add_column(name, no_wrap=True)
-    for name in columns:
-        table.add_column(TITLES[name], justify="right", no_wrap=True)
-    described = any(row.get("relation") for row in rows)
-    for name in ("neighbours", "towards") if described else ():
-        table.add_column(name, no_wrap=True)
+def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str = "", leave: str = "") -> None:
+    """Print a setting and a table of at most 80 columns; what does not apply is left out of it (``--json`` has the
+    reasons)."""
+    described = ("relation", "adversary") if any(row.get("relation") for row in rows) else ()
+    heads = ["trust", "cohorts", "accountant", *("neighbours", "towards")[: len(described)]]
     notes: dict[str, None] = {}
+    table = [[*heads, *(TITLES[name] for name in numbers)]]
     for row in rows:
-        if row["epsilon"] is None:
-            continue
-        cells = [_cell(row, name) for name in columns]
-        cells += [row["relation"] or "", row["adversary"] or ""] if described else []
-        table.add_row(row["trust"], row["sampling"], _accountant(row, notes), *cells)
-    Console(width=80).print(table)
-    print("".join(f"{note}\n" for note in notes))
+        if row["epsilon"] is not None:
+            words = [row["trust"], row["sampling"], _accountant(row, notes), *(row[name] or "" for name in described)]
+            table.append([*words, *(_cell(row, name) for name in numbers)])
+    said = [*([title] if title else []), setting.text(leave), ""]
+    print("\n".join([*said, *columns(table, left=len(heads)), *notes]))
 
 
 def _accountant(row: Row, notes: dict[str, None]) -> str:
@@ -343,30 +332,20 @@ def _print_json(found: Row) -> None:
     print_json(plain_json("budget", found))
 
 
-KEYS = {
-    "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
-    "noise_multiplier": "privacy.noise_multiplier", "delta": "privacy.delta",
-    "max_cohort": "cohort.max", "min_cohort": "cohort.min",
-    "max_participations": "cohort.max_participations", "noise_cohort": "privacy.noise_cohort",
-    "trust": "privacy.trust", "sampling": "cohort.sampling", "accountant": "privacy.accountant",
-}  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Setting(Numbers):
+    """Numbers of a run or of a larger system, and what a recipe adds to them."""
 
-
-@dataclass(frozen=True)
-class Setting:
-    """M, m, T, σ (std / clip), δ and the limits of the cohort laws and trust models; None where not given."""
-
-    clients: int | None = None
-    cohort: float | None = None
-    rounds: int | None = None
-    noise_multiplier: float | None = None
-    delta: float | None = None
-    max_cohort: int | None = None
-    min_cohort: int | None = None
-    max_participations: int | None = None
-    noise_cohort: float | None = None
     colluders: int = 0
     source: str = ""
+
+    @staticmethod
+    def of(plan: Plan, noise_open: bool) -> Setting:
+        """Return a plan's numbers, without its noise where that is to be found."""
+        return Setting(
+            clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
+            noise_multiplier=None if noise_open else plan.noise_multiplier,
+        )  # fmt: skip
 
     def needs(self, *names: str) -> Setting:
         """Return this setting, if it has all of ``names``; δ gets its default.
@@ -376,8 +355,7 @@ class Setting:
         """
         for name in names:
             if getattr(self, name) is None:
-                option = "--" + name.replace("_", "-")
-                raise wrong(option, "nothing", "a number, or a recipe that has it")
+                raise wrong(f"--{name.replace('_', '-')}", "nothing", "a number, or a recipe that has it")
         if self.rounds is not None:
             whole("--rounds", self.rounds)
         if self.clients is not None:
@@ -430,9 +408,7 @@ class Setting:
         return ", ".join(value for name, value in shown.items() if value and name != leave) + self.source
 
 
-def setting_of(
-    recipe: str | None, overrides: list[str], given: Named, only: Mapping[str, str], target: float | None = None
-) -> Setting:
+def setting_of(options: Options, only: Mapping[str, str], target: float | None = None) -> Setting:
     """Return the numbers given as options, or a recipe's with the options in their place.
 
     target: an ε that takes the place of the recipe's own noise.
@@ -440,58 +416,20 @@ def setting_of(
     Raises:
         InputError: ``-o`` without a recipe, whatever is wrong in the recipe, a method without a Gaussian account.
     """
-    if recipe is None:
-        if overrides:
-            raise wrong("-o", overrides[0], "only with a recipe", hint="Use --clients, --cohort, --rounds and so on.")
-        return Setting(**given)
-    texts = _texts(overrides, given, only, target)
-    return _of_recipe(recipe, texts, target is not None and given.get("noise_multiplier") is None)
+    from fedflat.report.plates import check_plot
 
-
-def scheduled_plan_of(
-    recipe: str | None, overrides: list[str], given: Named, only: Mapping[str, str], target: float | None = None
-) -> Plan | None:
-    """Return the plan of a recipe whose rounds are not alike: by a schedule, correlated noise or ``start``; else None.
-
-    Raises:
-        InputError: whatever is wrong in the recipe.
-    """
-    from fedflat.assembly import plans
+    if options.plot is not None:
+        # Tried before any work.
+        check_plot(options.plot)
+    name = options.recipe
+    if name is None:
+        if options.override:
+            hint = "Use --clients, --cohort, --rounds and so on."
+            raise wrong("-o", options.override[0], "only with a recipe", hint=hint)
+        return Setting(**options.numbers())
     from fedflat.assembly.plans import algorithm_of, plan_of
-    from fedflat.config.recipe import Recipe
-    from fedflat.privacy.correlated import ScheduledPlan
 
-    if recipe is None:
-        return None
-    loaded = Recipe.load(recipe, _texts(overrides, given, only, target))
-    known = loaded.start is not None or loaded.cohort.sampling in ("full", "min-separation", "cyclic-poisson")
-    if loaded.data.clients is None or not known:
-        return None
-    method = algorithm_of(loaded)
-    plans.check(loaded, method)
-    plan = plan_of(loaded, method, loaded.data.clients)
-    return plan if isinstance(plan.mechanism, ScheduledPlan) or plan.first != 1 else None
-
-
-def _texts(overrides: list[str], given: Mapping[str, Any], only: Mapping[str, str], target: float | None) -> list[str]:
-    """Return what changes a recipe, as ``key=value``: overrides, then options, then the target."""
-    changes = {**given, **only}
-    texts = [f"{KEYS[name]}={value}" for name, value in changes.items() if value is not None and name in KEYS]
-    # The approximation is shown but proves nothing, so no recipe may name it.
-    if only.get("accountant") == "gdp":
-        texts = [text for text in texts if not text.startswith("privacy.accountant=")]
-    if given.get("noise_multiplier") is not None:
-        texts.append("privacy.epsilon=null")
-    elif target is not None:
-        texts += ["privacy.noise_multiplier=null", f"privacy.epsilon={target!r}"]
-    return [*overrides, *texts]
-
-
-def _of_recipe(name: str, overrides: list[str], noise_open: bool) -> Setting:
-    from fedflat.assembly.plans import algorithm_of, plan_of
-    from fedflat.config.recipe import Recipe
-
-    recipe = Recipe.load(name, overrides)
+    recipe = options.load(only, target)
     method = algorithm_of(recipe)
     if not method.private:
         raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
@@ -503,12 +441,35 @@ def _of_recipe(name: str, overrides: list[str], noise_open: bool) -> Setting:
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
     plan: Any = plan_of(recipe, method, recipe.data.clients)
-    found = Setting(
-        plan.sampler.clients, plan.sampler.size, plan.rounds, None if noise_open else plan.noise_multiplier, plan.delta,
-        recipe.cohort.max, recipe.cohort.min, recipe.cohort.max_participations, plan.noise_cohort, plan.colluders,
+    cohort = recipe.cohort
+    found = replace(
+        Setting.of(plan, noise_open=target is not None and options.noise_multiplier is None), max_cohort=cohort.max,
+        min_cohort=cohort.min, max_participations=cohort.max_participations, noise_cohort=plan.noise_cohort,
+        colluders=plan.colluders,
     )  # fmt: skip
     if method.kind != "votes":
         return found
     # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
     sigma = None if found.noise_multiplier is None else found.noise_multiplier / math.sqrt(plan.mechanism.labels)
     return replace(found, rounds=plan.mechanism.total, noise_multiplier=sigma, source=" (T: cohort draws, σ: per draw)")
+
+
+def scheduled_plan(options: Options, only: Mapping[str, str], target: float | None = None) -> Plan | None:
+    """Return the plan of a recipe whose rounds are not alike: by a schedule, correlated noise or ``start``; else None.
+
+    Raises:
+        InputError: whatever is wrong in the recipe.
+    """
+    from fedflat.assembly.plans import algorithm_of, check, plan_of
+    from fedflat.privacy.correlated import ScheduledPlan
+
+    if options.recipe is None:
+        return None
+    recipe = options.load(only, target)
+    known = recipe.start is not None or recipe.cohort.sampling in ("full", "min-separation", "cyclic-poisson")
+    if recipe.data.clients is None or not known:
+        return None
+    method = algorithm_of(recipe)
+    check(recipe, method)
+    plan = plan_of(recipe, method, recipe.data.clients)
+    return plan if isinstance(plan.mechanism, ScheduledPlan) or plan.first != 1 else None

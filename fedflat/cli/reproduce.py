@@ -2,68 +2,114 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from fedflat import papers, report
-from fedflat.cli import WIDTH, Json, Overrides, Processes, print_json, say, wrapped
+from fedflat.cli import (
+    WIDTH,
+    Count,
+    File,
+    Json,
+    Overrides,
+    Processes,
+    columns,
+    labelled,
+    print_json,
+    print_plates,
+    say,
+    wrapped,
+    write_files,
+)
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.papers import CITED
 
-PROTOCOLS = ("sound", "published")
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """How a table or a figure is to be reproduced.
+
+    Args:
+        scale: smoke (seconds a method), small (minutes), full (the paper's size: days without a GPU). Default: small;
+            full with --dry-run.
+        column: Only the column of this name, or those whose name contains it (numbers whole); of a figure, only the
+            panels whose title contains it. May be repeated.
+        method: Only this method, as printed; may be repeated.
+        protocol: sound: the guarantee holds. published: the procedure that the paper released.
+        tuned: Each method at the strength (printed, a fifth, a 25th) that is best on clients held back.
+        seeds: Runs of each cell. Default: the scale's; at full scale the paper's.
+        out: Folder of a table's runs; of a figure, the one that its tables' are in.
+        dry_run: Published values, claimed and proven ε; nothing is trained.
+        measured: Show what was measured here before, kept with fedflat; nothing runs.
+        keep: Add what was measured to this JSON file, with command and machine.
+    """
+
+    scale: str | None = None
+    column: list[str] | None = None
+    method: list[str] | None = None
+    protocol: str = "sound"
+    tuned: bool = False
+    override: Overrides = None
+    seeds: Count = None
+    out: Path | None = None
+    processes: Processes = None
+    dry_run: bool = False
+    measured: bool = False
+    keep: File = None
+    as_json: Json = False
+
+    def check(self, drawing: bool) -> None:
+        """Raise InputError for options that have no meaning beside each other, before anything runs."""
+        one_of("--protocol", self.protocol, ("sound", "published"))
+        one_of("--scale", self.size, papers.SCALES)
+        published = self.protocol != "sound"
+        training: dict[str, Any] = {"--keep": self.keep, "--tuned": self.tuned}
+        if self.measured:
+            settings = {
+                "--dry-run": self.dry_run, "--scale": self.scale, "--protocol": published, "-o": self.override,
+                "--seeds": self.seeds, "--processes": self.processes, "--out": self.out and not drawing,
+            }  # fmt: skip
+            _refuse("--measured", training | settings, "{} where something runs")
+        if self.dry_run:
+            _refuse("--dry-run", training, "{} where something runs")
+        if drawing:
+            only_tables = {"--method": self.method, "--protocol": published, "--tuned": self.tuned}
+            _refuse("a figure", only_tables | {"--json": self.as_json}, "a table")
+        if self.keep is not None:
+            papers.check_keep(self.keep)
+
+    @property
+    def size(self) -> str:
+        """The scale, or its default."""
+        return self.scale or ("full" if self.dry_run else "small")
+
+    def store(self, found: papers.Outcome | papers.Drawn, seconds: float) -> None:
+        """Add what was measured to the file of ``--keep``, or say why not."""
+        reason = papers.keep(self.keep, _command(), found, self.override or (), seconds) if self.keep else ""
+        if reason:
+            print("\n".join(wrapped(reason)), file=sys.stderr)
 
 
-Scale = Annotated[
-    str | None,
-    Option(
-        help="smoke (seconds a method), small (minutes), full (the paper's size: days without a GPU). "
-        "Default: small; full with --dry-run."
-    ),
-]
-Columns = Annotated[
-    list[str] | None,
-    Option(
-        help="Only the column of this name, or those whose name contains it (numbers whole); of a figure, only the "
-        "panels whose title contains it. May be repeated."
-    ),
-]
-Methods = Annotated[list[str] | None, Option(help="Only this method, as printed; may be repeated.")]
-Protocol = Annotated[str, Option(help="sound: the guarantee holds. published: the procedure that the paper released.")]
-TUNED = "Each method at the strength (printed, a fifth, a 25th) that is best on clients held back."
-Seeds = Annotated[int | None, Option(min=1, help="Runs of each cell. Default: the scale's; at full scale the paper's.")]
-Out = Annotated[Path | None, Option(help="Folder of a table's runs; of a figure, the one that its tables' are in.")]
-DRY_RUN = "Published values, claimed and proven ε; nothing is trained."
-MEASURED = "Show what was measured here before, kept with fedflat; nothing runs."
-KEEP = "Add what was measured to this JSON file, with command and machine."
+def _refuse(beside: str, options: Mapping[str, Any], allowed: str) -> None:
+    """Raise InputError for the first option that is given and has no meaning ``beside`` another."""
+    for option in (option for option, given in options.items() if given):
+        raise wrong(option, beside, allowed.format(option))
 
 
 def reproduce(
-    paper: Annotated[str | None, Argument(help="The paper: 000 to 004, or cited as by --list.")] = None,
-    table: Annotated[str | None, Argument(help="Its table or figure: table-1, 1, II; figure-4.")] = None,
-    scale: Scale = None,
-    column: Columns = None,
-    method: Methods = None,
-    protocol: Protocol = "sound",
-    tuned: Annotated[bool, Option("--tuned", help=TUNED)] = False,
-    override: Overrides = None,
-    seeds: Seeds = None,
-    out: Out = None,
-    processes: Processes = None,
-    dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
-    measured: Annotated[bool, Option("--measured", help=MEASURED)] = False,
-    keep: Annotated[Path | None, Option(metavar="FILE", help=KEEP)] = None,
-    list_all: Annotated[bool, Option("--list", help="What can be reproduced, one line each.")] = False,
-    as_json: Json = False,
+    paper: str | None = None,
+    table: str | None = None,
+    request: Request = Request(),
+    *,
+    list_all: Annotated[bool, Option("--list")] = False,
 ) -> None:
     """A table or a figure of the papers: the published number, ours, the claimed and the proven ε.
 
@@ -80,84 +126,30 @@ def reproduce(
     Example: fedflat reproduce 002 II --column "CIFAR-10, Dirichlet 0.6" --method DP-FedAvg --method DP-FedPGN
 
     Example: fedflat reproduce 000 figure-4 --column ρ
+
+    Args:
+        paper: The paper: 000 to 004, or cited as by --list.
+        table: Its table or figure: table-1, 1, II; figure-4.
+        list_all: What can be reproduced, one line each.
     """
     if list_all:
-        _list(as_json)
+        tables = {name: papers.load(name.replace(" ", "-")).about for name in papers.names()}
+        every = dict(sorted((tables | papers.abouts()).items()))
+        if request.as_json:
+            print_json(every)
+            return
+        cited = {name: f"{CITED[name.partition(' ')[0]]}. {about}" for name, about in every.items()}
+        print("\n".join(line for item in cited.items() for line in labelled(*item, 16)))
         return
     if paper is None or table is None:
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
         raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
-    one_of("--protocol", protocol, PROTOCOLS)
-    request = Request(
-        scale, protocol, tuple(override or ()), seeds, out, processes, keep, as_json, tuned, dry_run, measured
-    )
     drawing = papers.is_figure(table)
     request.check(drawing)
     if drawing:
-        request.refuse("a figure", {"--method": method} | request.only_tables, "a table")
-        _draw(papers.find_figure(paper, table).only(column or ()), request)
+        _draw(papers.find_figure(paper, table).only(request.column or ()), request)
     else:
-        _fill(papers.find(paper, table).only(column or (), method or ()), request)
-
-
-@dataclass(frozen=True)
-class Request:
-    """How a table or a figure is to be reproduced: the options of the command."""
-
-    scale: str | None
-    protocol: str
-    overrides: tuple[str, ...]
-    seeds: int | None
-    out: Path | None
-    processes: int | None
-    keep: Path | None
-    as_json: bool
-    tuned: bool
-    dry_run: bool
-    measured: bool
-
-    def check(self, drawing: bool) -> None:
-        """Raise InputError for options that have no meaning beside each other, before anything runs."""
-        training: dict[str, Any] = {"--keep": self.keep, "--tuned": self.tuned}
-        settings = {
-            "--dry-run": self.dry_run, "--scale": self.scale, "--protocol": self.protocol != "sound",
-            "-o": self.overrides, "--seeds": self.seeds, "--processes": self.processes,
-            "--out": self.out and not drawing,
-        }  # fmt: skip
-        if self.measured or self.dry_run:
-            found = "--measured" if self.measured else "--dry-run"
-            self.refuse(found, training | settings if self.measured else training, "{} where something runs")
-        if self.keep is not None:
-            papers.check_keep(self.keep)
-        one_of("--scale", self.size, papers.SCALES)
-
-    @property
-    def size(self) -> str:
-        """The scale, or its default."""
-        return self.scale or ("full" if self.dry_run else "small")
-
-    @property
-    def only_tables(self) -> dict[str, bool]:
-        """The options that a figure does not have, and whether they were given."""
-        return {"--protocol": self.protocol != "sound", "--tuned": self.tuned, "--json": self.as_json}
-
-    @staticmethod
-    def refuse(found: str, options: Mapping[str, Any], allowed: str) -> None:
-        """Raise InputError for the first option that is given beside ``found`` and has no meaning there."""
-        for option in (option for option, given in options.items() if given):
-            raise wrong(option, found, allowed.format(option))
-
-    @property
-    def folder(self) -> Path:
-        """The folder that the runs' folders are in."""
-        return self.out or Path("runs")
-
-    def store(self, found: papers.Outcome | papers.Drawn, seconds: float) -> None:
-        """Add what was measured to the file of ``--keep``, or say why not."""
-        if self.keep is None:
-            return
-        if reason := papers.keep(self.keep, _command(), found, self.overrides, seconds):
-            print("\n".join(wrapped(reason)), file=sys.stderr)
+        _fill(papers.find(paper, table).only(request.column or (), request.method or ()), request)
 
 
 def _command() -> str:
@@ -173,28 +165,23 @@ def _command() -> str:
     return shlex.join(["fedflat", *kept])
 
 
-def _show_kept(table: papers.Table, as_json: bool) -> None:
-    """Print what was measured of a table before."""
-    kept = papers.outcomes(table)
-    if as_json:
-        print(json.dumps([as_dict(found) | {"source": vars(source)} for source, found in kept], ensure_ascii=False))
-        return
-    for place, (source, found) in enumerate(kept):
-        print("\n".join([*([""] if place else []), *lines(found), *wrapped(source.sentence())]))
-
-
 def _fill(table: papers.Table, request: Request) -> None:
-    """Print a table with our numbers in it: trained, only planned, or measured before."""
+    """Print a table with our numbers in it: measured before, only planned, or trained."""
     if request.measured:
-        _show_kept(table, request.as_json)
+        kept = papers.outcomes(table)
+        if request.as_json:
+            print_json([as_dict(outcome) | {"source": vars(source)} for source, outcome in kept])
+        else:
+            texts = [[*lines(outcome), *wrapped(source.sentence())] for source, outcome in kept]
+            print("\n\n".join("\n".join(text) for text in texts))
         return
     if request.dry_run:
-        found = papers.dry(table, request.size, request.protocol, request.overrides)
+        found = papers.dry(table, request.size, request.protocol, request.override or ())
     else:
         name = f"reproduce-{table.paper}-{table.table.lower().replace(' ', '-')}"
         with report.ExperimentProgress(quiet=request.as_json) as progress:
             found = papers.train(
-                table, request.out or Path("runs") / name, request.size, request.protocol, request.overrides,
+                table, request.out or Path("runs") / name, request.size, request.protocol, request.override or (),
                 request.seeds, request.processes, progress.update, request.tuned,
             )  # fmt: skip
     if request.as_json:
@@ -208,26 +195,25 @@ def _fill(table: papers.Table, request: Request) -> None:
 
 def _draw(figure: papers.PaperFigure, request: Request) -> None:
     """Draw a figure: a page, and each drawing as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
+    overrides, folder = request.override or (), request.out or Path("runs")
     if request.dry_run:
-        print("\n".join(planned_lines(figure, request.size, request.overrides)))
+        print("\n".join(planned_lines(figure, request.size, overrides)))
         return
     if request.measured:
         for place, (source, kept) in enumerate(papers.drawings(figure), start=1):
-            _write_drawn(kept, request.folder, source.sentence(), "" if place == 1 else f"-{place}")
+            _write_drawn(kept, folder, source.sentence(), "" if place == 1 else f"-{place}")
         return
     from fedflat.report.metrics import seconds
 
     with report.ExperimentProgress() as progress:
         found = papers.draw(
-            figure, request.folder, request.size, request.overrides, request.seeds, request.processes,
-            progress.update, progress.say,
-        )  # fmt: skip
-    _write_drawn(found, request.folder)
+            figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
+        )
+    _write_drawn(found, folder)
     request.store(found, sum(map(seconds, found.runs)))
 
 
 def _write_drawn(found: papers.Drawn, parent: Path, source: str = "", suffix: str = "") -> None:
-    from fedflat.cli.catalogue import print_plates
     from fedflat.report import flatness
 
     folder = parent / f"reproduce-{found.of.paper}-{found.of.name}{suffix}"
@@ -239,17 +225,6 @@ def _write_drawn(found: papers.Drawn, parent: Path, source: str = "", suffix: st
         say(text)
 
 
-def _list(as_json: bool) -> None:
-    tables = {name: papers.load(name.replace(" ", "-")).about for name in papers.names()}
-    every = dict(sorted((tables | papers.abouts()).items()))
-    if as_json:
-        print_json(every)
-        return
-    for name, about in every.items():
-        cited = CITED[name.split(" ")[0]]
-        print(textwrap.fill(f"{name:<15} {cited}. {about}", WIDTH, subsequent_indent=" " * 16))
-
-
 def lines(found: papers.Outcome, dry_run: bool = False) -> list[str]:
     """Return the outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
     table = found.table
@@ -257,9 +232,10 @@ def lines(found: papers.Outcome, dry_run: bool = False) -> list[str]:
     simulated = any(row.simulated is not None for row in found.rows)
     verdicts = {} if dry_run else found.verdicts()
     for column, rows in found.columns().items():
-        shown += [
-            "", *wrapped(_headed(column, rows[0], found)), *_grid(_body(rows, dry_run, simulated)),
-        ]  # fmt: skip
+        cell = rows[0].cell
+        target = "" if cell.target is None or cell.measure != "rounds" else f" to {cell.target:g} %"
+        by_hand = f" ({', '.join(found.by_hand)})" if found.by_hand else ""
+        shown += ["", *wrapped(column + target + by_hand), *_grid(_body(rows, dry_run, simulated))]
         why = dict.fromkeys(row.missing for row in rows if row.missing)
         shown += [text for reason in why for text in wrapped(f"  {reason}")]
         shown += [text for said in papers.sentences(verdicts.get(column)) for text in wrapped(f"  {said}")]
@@ -291,12 +267,6 @@ def planned_lines(figure: papers.PaperFigure, scale: str, overrides: Sequence[st
     return [*shown, "", *(text for each in said for text in wrapped(each))]
 
 
-def _headed(column: str, row: papers.Row, found: papers.Outcome) -> str:
-    """Return the column's name, its target, and what was changed in it by hand."""
-    target = "" if row.cell.target is None or row.cell.measure != "rounds" else f" to {row.cell.target:g} %"
-    return column + target + (f" ({', '.join(found.by_hand)})" if found.by_hand else "")
-
-
 def _epsilon_head(rows: Iterable[papers.Row]) -> str:
     """Return what the ε of the runs is called: with seeded noise it is only that of the mechanism."""
     seeded = any(row.recipe is not None and row.recipe.privacy.randomness == "seeded" for row in rows)
@@ -326,33 +296,46 @@ def _grid(texts: list[list[str]]) -> list[str]:
     """Return the rows of texts under each other; headings fold at their space where the whole would be wider than
     WIDTH.
     """
-    widths = [max(map(len, column)) for column in zip(*texts)]
-    if sum(widths) + len(widths) - 1 > WIDTH:
-        folded = [text.split(" ", 1) if " " in text else ["", text] for text in texts[0]]
-        texts = [[top for top, _ in folded], [low for _, low in folded], *texts[1:]]
-        widths = [max(map(len, column)) for column in zip(*texts)]
-    return [_line(row, widths) for row in texts]
+    grid = columns(texts, gap=" ")
+    if max(map(len, grid)) <= WIDTH:
+        return grid
+    folded = [text.split(" ", 1) if " " in text else ["", text] for text in texts[0]]
+    return columns([[top for top, _ in folded], [low for _, low in folded], *texts[1:]], gap=" ")
 
 
 _PROVEN = {"proven ε": "proven", "mechanism's ε": "proven for secret noise, while this noise follows the seed,"}
 
 
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _remarks(found: papers.Outcome, dry_run: bool) -> list[str]:
+    """Return what is to be said below a table, in lines."""
+    from fedflat.report.metrics import FATES, MARKS
+
     table = found.table
-    remarks, head = [_counted(found)], _epsilon_head(found.rows)
+    head = _epsilon_head(found.rows)
     claimed = "what the paper's formula gives" if table.claimed == "formula" else "the budget that the paper names"
-    remarks.append(
-        f"Claimed ε: {claimed} for its setting. {head[:1].upper()}{head[1:]}, at δ: {_PROVEN[head]} of "
-        + ("what is planned here" if dry_run else "what ran here")
-        + (", the paper's released procedure." if found.protocol == "published" else ", the sound round.")
-    )
+    here = "what is planned here" if dry_run else "what ran here"
+    procedure = "the paper's released procedure" if found.protocol == "published" else "the sound round"
+    kinds = dict.fromkeys(row.cell.measure for row in found.rows)
+    private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
+    remarks = [
+        f"Published and ours: mean ± sd over seeds, of {'; '.join(papers.MEASURES[kind] for kind in kinds)}{private}.",
+        f"Claimed ε: {claimed} for its setting. {_sentence(head)}, at δ: {_PROVEN[head]} of {here}, {procedure}.",
+    ]
     if any(row.simulated is not None for row in found.rows):
         remarks.append(
             "Simulated ε: of the paper's clients, cohort and σ over the rounds here, a projection. The noise in each "
             "coordinate of the mean is that of the paper's cohort (privacy.noise_cohort)."
         )
-    if not dry_run and any(row.fates for row in found.rows):
-        remarks += [f"{mark} {text}: the last round is shown, never the best." for mark, text in _marks(found)]
+    fates = {fate for row in found.rows for fate in row.fates.values() if not dry_run}
+    remarks += [
+        f"{MARKS[fate]} {_sentence(text)}: the last round is shown, never the best."
+        for fate, text in FATES.items()
+        if fate in fates
+    ]
     if not dry_run and found.verdicts():
         remarks.append(
             "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
@@ -362,11 +345,10 @@ def _remarks(found: papers.Outcome, dry_run: bool) -> list[str]:
         own = ("" if found.as_printed else ", tuned") + (", changed by hand" if found.by_hand else "")
         remarks.append(f"Scale {found.scale}{own}: NOT COMPARABLE with the published values.")
     texts = dict.fromkeys(found.changed.values())
-    for changes in texts:
-        if changes:
-            of = [name for name, mine in found.changed.items() if mine == changes]
-            where = "" if len(texts) == 1 else f" ({'; '.join(of)})"
-            remarks.append(f"Changed{where}: {', '.join(changes)}.")
+    for changes in filter(None, texts):
+        names = [name for name, those in found.changed.items() if those == changes]
+        where = "" if len(texts) == 1 else f" ({'; '.join(names)})"
+        remarks.append(f"Changed{where}: {', '.join(changes)}.")
     remarks += _choices(found)
     remarks += [f"Differs: {note}." for note in table.said(found.protocol)]
     remarks += [f"Missing: {text}" for text in found.missing]
@@ -396,26 +378,6 @@ def _choices(found: papers.Outcome) -> list[str]:
         *(f"Tuned: {f'{of}, ' if columns else ''}{one.sentence(method)}." for (of, method), one in chosen),
         *([f"As printed, not tuned: {why}."] if left else []),
     ]
-
-
-def _counted(found: papers.Outcome) -> str:
-    """Return what the numbers are, for each measure that is shown."""
-    kinds = dict.fromkeys(row.cell.measure for row in found.rows)
-    private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
-    measures = "; ".join(papers.MEASURES[kind] for kind in kinds)
-    return f"Published and ours: mean ± sd over seeds, of {measures}{private}."
-
-
-def _marks(found: papers.Outcome) -> list[tuple[str, str]]:
-    from fedflat.report.metrics import FATES, MARKS
-
-    seen = {fate for row in found.rows for fate in row.fates.values()}
-    return [(MARKS[fate], f"{text[:1].upper()}{text[1:]}") for fate, text in FATES.items() if fate in seen]
-
-
-def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
-    texts = [f"{cell:<{w}}" if place == 0 else f"{cell:>{w}}" for place, (cell, w) in enumerate(zip(cells, widths))]
-    return " ".join(texts).rstrip()
 
 
 def _ours(row: papers.Row) -> str:
@@ -471,19 +433,16 @@ def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Pat
     """Write ``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: of the numbers."""
     from fedflat.report import flatness, html, pages
 
-    figure = found.of
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise wrong("--out", f"{folder}: {error.strerror}", "a folder that can be made and written to") from None
+    # Made first, so that a folder that cannot be written is one line.
+    write_files(folder, {})
     written = [
         flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(found.landscapes)
     ]
     if found.figures:
+        figure = found.of
         title = f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}"
-        cards = html.cards(list(found.figures))
         differs = pages.Section("notes", "What differs", "prose", notes(found, source))
-        sections = [pages.Section("drawings", "", "cards", cards), differs]
+        sections = [pages.Section("drawings", "", "cards", html.cards(list(found.figures))), differs]
         page = pages.page(title, figure.about, sections, "fedflat")
         written.append(pages.write(page, folder / f"{figure.name}.html"))
     return written
@@ -492,6 +451,6 @@ def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Pat
 def notes(found: papers.Drawn, source: str = "") -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
     scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
-    notes = [f"{text[:1].upper()}{text[1:]}." for text in found.of.notes]
+    differences = [f"{_sentence(text)}." for text in found.of.notes]
     missing = [f"Missing: {text}" for text in found.missing]
-    return [*scale, *found.remarks, *notes, *missing, *([source] if source else [])]
+    return [*scale, *found.remarks, *differences, *missing, *([source] if source else [])]

@@ -3,55 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from fedflat import report
-from fedflat.cli import Json, Overrides, Processes, RecipeName, print_json, recipe_of
+from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, print_json, recipe_of
 from fedflat.core import process
 from fedflat.core.checks import wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
-    from fedflat.federation import Project
 
-Out = Annotated[Path | None, Option(help="Folder for the run's files. Default: runs/NAME, with a number if it exists.")]
-Key = Annotated[
-    Path | None, Option(metavar="FILE", help="Private key that signs the records. Default: fedflat keys' own, if any.")
-]
 Live = Annotated[bool, Option("--watch", help="Serve a live page on 127.0.0.1 while it goes on.")]
 
 
 def run(
     recipe: RecipeName = None,
+    *,
     override: Overrides = None,
-    out: Out = None,
-    resume: Annotated[Path | None, Option(metavar="DIR", help="Go on with the run in this folder.")] = None,
-    tensorboard: Annotated[
-        Path | None, Option(metavar="DIR", help="Also write what is released to TensorBoard event files.")
-    ] = None,
-    mlflow: Annotated[
-        str | None, Option(metavar="URI", help="Also write what is released to an MLflow store or server.")
-    ] = None,
-    track_private: Annotated[
-        bool, Option("--track-private", help="Send trackers what is private to the simulation too, marked so.")
-    ] = False,
-    key: Key = None,
-    profile: Annotated[bool, Option("--profile", help="Print the time spent by stage.")] = False,
+    out: Path | None = None,
+    resume: Folder = None,
+    tensorboard: Folder = None,
+    mlflow: Annotated[str | None, Option(metavar="URI")] = None,
+    track_private: bool = False,
+    key: File = None,
+    profile: bool = False,
     watch: Live = False,
     as_json: Json = False,
 ) -> None:
     """Train one recipe: live progress, a summary, the privacy statement in one line, and the report's path.
 
     Example: fedflat run quick-start -o privacy.epsilon=4 -o seed=1
+
+    Args:
+        out: Folder for the run's files. Default: runs/NAME, with a number if it exists.
+        resume: Go on with the run in this folder.
+        tensorboard: Also write what is released to TensorBoard event files.
+        mlflow: Also write what is released to an MLflow store or server.
+        track_private: Send trackers what is private to the simulation too, marked so.
+        key: Private key that signs the records. Default: fedflat keys' own, if any.
+        profile: Print the time spent by stage.
     """
     _check_folders(resume, out, recipe is not None or bool(override))
     parsed = recipe_of(resume or recipe, override)
@@ -62,12 +60,19 @@ def run(
         # Torch and all the rest take seconds to import: they are spent under the first line of progress.
         from fedflat.simulation.run import run as simulate
 
-        begin, after_round = _callbacks(parsed, progress, trackers)
         result = simulate(
-            parsed, out=folder, resume=resume is not None, key=key, on_start=begin, on_round=after_round,
-            should_stop=lambda: bool(process.stop_signal()), progress=False,
+            parsed, out=folder, resume=resume is not None, key=key, progress=False,
+            should_stop=lambda: bool(process.stop_signal()), **_callbacks(parsed, progress, trackers),
         )  # fmt: skip
-    _finish(result, folder, as_json, profile)
+    page = report.write_report([folder], folder / "report.html")
+    if as_json:
+        last = result.history[-1] if result.history else {}
+        facts = {"folder": folder, "report": page, "last": last, "privacy": result.privacy}
+        print_json({**facts, "warnings": result.warnings})
+    else:
+        report.print_summary(result, folder, page)
+        if profile:
+            report.print_stages(result.stages)
     if process.stop_signal() and result.stopped:
         raise typer.Exit(1)
 
@@ -88,10 +93,7 @@ def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) ->
         raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
 
 
-Callbacks = tuple[Callable[[Any], None], Callable[[dict[str, Any], Any], None]]
-
-
-def _callbacks(recipe: Recipe, progress: report.Progress, trackers: report.Trackers) -> Callbacks:
+def _callbacks(recipe: Recipe, progress: report.Progress, trackers: report.Trackers) -> dict[str, Any]:
     """Return what is called before the first round, and after each one."""
     from fedflat.simulation.planning import drowned
 
@@ -109,7 +111,7 @@ def _callbacks(recipe: Recipe, progress: report.Progress, trackers: report.Track
         if warning := divergence.round(released, state.private):
             _note(warning)
 
-    return begin, after_round
+    return {"on_start": begin, "on_round": after_round}
 
 
 @contextlib.contextmanager
@@ -130,18 +132,6 @@ def _note(note: str) -> None:
     print(f"note: {note}", file=sys.stderr)
 
 
-def _finish(result: Any, folder: Path, as_json: bool, profile: bool) -> None:
-    page = report.write_report([folder], folder / "report.html")
-    if as_json:
-        last = result.history[-1] if result.history else {}
-        facts = {"folder": str(folder), "report": str(page), "last": last, "privacy": result.privacy}
-        print(json.dumps({**facts, "warnings": result.warnings}, default=str))
-    else:
-        report.print_summary(result, folder, page)
-        if profile:
-            report.print_stages(result.stages)
-
-
 def free_folder(parent: Path, name: str) -> Path:
     """Return ``parent/name``, or the first ``parent/name-2``, ``-3``, … that does not exist.
 
@@ -158,12 +148,11 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def compare(
-    recipes: Annotated[
-        list[str] | None, Argument(help="Packaged names or YAML files. Default: the quick start.")
-    ] = None,
+    recipes: list[str] | None = None,
+    *,
     override: Overrides = None,
-    seeds: Annotated[int, Option(min=1, help="Runs of each setting: the recipe's seed and the numbers after it.")] = 3,
-    out: Annotated[Path | None, Option(help="Folder of the experiment. Default: a new one under runs/.")] = None,
+    seeds: Annotated[int, Option(min=1)] = 3,
+    out: Path | None = None,
     processes: Processes = None,
     watch: Live = False,
     as_json: Json = False,
@@ -175,6 +164,11 @@ def compare(
     After Ctrl-C or a failure the same command goes on.
 
     Example: fedflat compare quick-start -o algorithm.name=dp-fedavg,dp-fedsam --seeds 3
+
+    Args:
+        recipes: Packaged names or YAML files. Default: the quick start.
+        seeds: Runs of each setting: the recipe's seed and the numbers after it.
+        out: Folder of the experiment. Default: a new one under runs/.
     """
     from fedflat.config.reading import QUICK_START
     from fedflat.simulation import compare as compare_settings
@@ -184,7 +178,7 @@ def compare(
     with _watched(folder or Path(), watch), report.ExperimentProgress(quiet=as_json) as progress:
         found = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
     if as_json:
-        print(json.dumps(found.as_dict(), default=str))
+        print_json(found.as_dict())
     else:
         report.print_comparison(found, time.perf_counter() - began)
     if not found.complete:
@@ -192,13 +186,14 @@ def compare(
 
 
 def pretrain(
-    out: Annotated[Path, Option(help="The file to write. Its card lies beside it.")] = Path("body.safetensors"),
-    seed: Annotated[int, Option(help="Of the random process and of all draws.")] = 0,
-    steps: Annotated[int, Option(help="Steps of the optimiser.")] = 1000,
-    images: Annotated[int, Option(help="Synthetic images to choose from.")] = 10_000,
-    batch: Annotated[int, Option(help="Images a step, two views each.")] = 256,
-    side: Annotated[int, Option(help="A view's height and width in pixels.")] = 32,
-    precision: Annotated[str, Option(help="fp32, or bf16: faster where the processor has it.")] = "fp32",
+    *,
+    out: Path = Path("body.safetensors"),
+    seed: int = 0,
+    steps: int = 1000,
+    images: int = 10_000,
+    batch: int = 256,
+    side: int = 32,
+    precision: str = "fp32",
     as_json: Json = False,
 ) -> None:
     """Train a small network without labels on random-process images, for model.body.kind=contrastive.
@@ -207,6 +202,15 @@ def pretrain(
     same command goes on.
 
     Example: fedflat pretrain --steps 1000 --out network.safetensors
+
+    Args:
+        out: The file to write. Its card lies beside it.
+        seed: Of the random process and of all draws.
+        steps: Steps of the optimiser.
+        images: Synthetic images to choose from.
+        batch: Images a step, two views each.
+        side: A view's height and width in pixels.
+        precision: fp32, or bf16: faster where the processor has it.
     """
     from fedflat.models.pretraining import Pretraining
     from fedflat.models.pretraining import pretrain as train
@@ -222,47 +226,47 @@ def pretrain(
 
 
 def deploy(
-    recipe: Annotated[str, Argument(help="A packaged recipe's name or a YAML file.")],
-    out: Annotated[Path, Option(help="New folder for the Flower project.")],
-    nodes: Annotated[int | None, Option(min=1, help="Number of clients M. Default: the recipe's data.clients.")] = None,
+    recipe: str,
+    *,
+    out: Path,
+    nodes: Count = None,
     override: Overrides = None,
-    host: Annotated[str, Option(help="Name or address under which clients reach the SuperLink.")] = "127.0.0.1",
-    port: Annotated[
-        int,
-        Option(min=1, max=65534, help="The SuperLink's port; orders come through the next one, on 127.0.0.1."),
-    ] = 8443,
-    watch: Annotated[
-        bool, Option("--watch", help="Then serve a live page on 127.0.0.1 that follows it, until Ctrl-C.")
-    ] = False,
+    host: str = "127.0.0.1",
+    port: Annotated[int, Option(min=1, max=65534)] = 8443,
+    watch: bool = False,
     as_json: Json = False,
 ) -> None:
     """Make a Flower project of a recipe: app, test certificates, one folder for each client, README with every command.
 
     Example: fedflat deploy quick-start --out federation --nodes 3 -o cohort.size=2
+
+    Args:
+        recipe: A packaged recipe's name or a YAML file.
+        out: New folder for the Flower project.
+        nodes: Number of clients M. Default: the recipe's data.clients.
+        host: Name or address under which clients reach the SuperLink.
+        port: The SuperLink's port; orders come through the next one, on 127.0.0.1.
+        watch: Then serve a live page on 127.0.0.1 that follows it, until Ctrl-C.
     """
     from fedflat.federation import check_flower, write_project
 
     check_flower()
     made = write_project(recipe_of(recipe, override), out, nodes, port, host)
-    _print_made(made, as_json)
+    if as_json:
+        facts = {name: getattr(made, name) for name in ("folder", "clients", "rounds", "epsilon", "delta")}
+        print_json(facts | ({"note": made.note} if made.note else {}))
+    else:
+        epsilon = "no finite ε" if made.epsilon is None else f"proven ε = {made.epsilon:.4g} at δ = {made.delta:g}"
+        lines = [
+            f"{made.folder}: a Flower project for {made.clients} clients, {epsilon} for {made.rounds} rounds.",
+            made.note,
+            f"Try it here: python -m fedflat.federation.local {made.folder}",
+            f"Follow it on a live page: fedflat watch {made.folder}",
+            f"Every command: {made.folder / 'README.md'}",
+            f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}",
+        ]
+        print("\n".join(filter(None, lines)))
     if watch:
         from fedflat.cli.catalogue import watch as follow
 
-        follow(made.folder, port=0, private=False)
-
-
-def _print_made(made: Project, as_json: bool) -> None:
-    if as_json:
-        facts = {"folder": str(made.folder), "clients": made.clients, "rounds": made.rounds}
-        facts |= {"epsilon": made.epsilon, "delta": made.delta}
-        facts |= {"note": made.note} if made.note else {}
-        print(json.dumps(facts))
-        return
-    shown = "no finite ε" if made.epsilon is None else f"proven ε = {made.epsilon:.4g} at δ = {made.delta:g}"
-    print(f"{made.folder}: a Flower project for {made.clients} clients, {shown} for {made.rounds} rounds.")
-    if made.note:
-        print(made.note)
-    print(f"Try it here: python -m fedflat.federation.local {made.folder}")
-    print(f"Follow it on a live page: fedflat watch {made.folder}")
-    print(f"Every command: {made.folder / 'README.md'}")
-    print(f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}")
+        follow(made.folder)

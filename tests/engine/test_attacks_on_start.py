@@ -14,7 +14,7 @@ import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.worlds import Engine, cases_for, world_recipe
-from fedflat.cli.privacy import scheduled_plan_of
+from fedflat.cli.privacy import Options, scheduled_plan
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
@@ -148,11 +148,16 @@ def test_the_budget_s_table_takes_a_started_plan_as_it_is(tmp_path: Any) -> None
 
     file = tmp_path / "started.yaml"
     file.write_text(yaml.safe_dump(recipe().dump()))
-    plan = scheduled_plan_of(str(file), [], {}, {})
+    plan = scheduled_plan(Options(recipe=str(file), override=[]), {})
     assert plan is not None and 3.99 < plan.epsilon() <= 4.0 and plan.first != 1
     with pytest.raises(InputError, match=r"start: found class-statistics; allowed: nothing with after"):
-        scheduled_plan_of(str(file), ["after=somewhere"], {}, {})
-    assert scheduled_plan_of(str(file), ["start=null", "cohort.sampling=poisson", "cohort.size=10"], {}, {}) is None
+        scheduled_plan(Options(recipe=str(file), override=["after=somewhere"]), {})
+    assert (
+        scheduled_plan(
+            Options(recipe=str(file), override=["start=null", "cohort.sampling=poisson", "cohort.size=10"]), {}
+        )
+        is None
+    )
 
 
 def test_what_takes_all_rounds_to_be_alike_refuses_a_start() -> None:

@@ -283,10 +283,11 @@ def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.Captu
     from fedflat.cli.training import deploy
 
     changes = ["cohort.size=2", "rounds=3", "model.hidden=4"]
-    deploy("quick-start", tmp_path / "fed", 3, changes, as_json=True)
+    deploy("quick-start", out=tmp_path / "fed", nodes=3, override=changes, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["clients"] == 3 and 0 < found["epsilon"] <= 8
-    deploy("quick-start", tmp_path / "two", 3, [*changes, "algorithm.name=fedavg", "privacy={}"])
+    plain = [*changes, "algorithm.name=fedavg", "privacy={}"]
+    deploy("quick-start", out=tmp_path / "two", nodes=3, override=plain)
     assert "no finite ε" in capsys.readouterr().out
     readme = (tmp_path / "fed" / "README.md").read_text()
     programs = [f"fedflat.federation.{name}" for name in ("superlink", "supernode", "rejoin", "close", "local")]

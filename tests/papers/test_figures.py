@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedflat.cli.reproduce import reproduce, write_pages
+from fedflat.cli.reproduce import Request, reproduce, write_pages
 from fedflat.core.checks import InputError
 from fedflat.papers import SCALES, measured, train
 from fedflat.papers.figures import DRAWS, Drawn, Line, Panel, _moved, draw, figure_names, find_figure, is_figure
@@ -267,11 +267,11 @@ def test_a_spoilt_file_of_records_is_refused_before_anything_runs(tmp_path: Path
     file = tmp_path / "kept.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=r"kept\.json: found .*; allowed: a file that --keep wrote, or none"):
-        reproduce("000", "table-1", keep=file)
+        reproduce("000", "table-1", Request(keep=file))
     assert file.read_text(encoding="utf-8") == text
     for place in (tmp_path, file / "x.json"):
         with pytest.raises(InputError, match=r"--keep: found .*; allowed: a file in a folder that can be written to"):
-            reproduce("000", "table-1", keep=place)
+            reproduce("000", "table-1", Request(keep=place))
     measured.check_keep(tmp_path / "new" / "kept.json")
 
 
@@ -280,7 +280,7 @@ def test_a_spoilt_file_of_records_is_refused_before_anything_runs(tmp_path: Path
 )
 def test_what_was_measured_takes_no_setting(given: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"found --measured; allowed: .* where something runs"):
-        reproduce("000", "table-1", measured=True, **given)
+        reproduce("000", "table-1", Request(measured=True, **given))
 
 
 @pytest.mark.parametrize("path", sorted(measured.FOLDER.glob("*-table-*.json")), ids=lambda path: path.stem)
@@ -301,13 +301,13 @@ def test_the_command_lists_and_refuses_in_one_line(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "000 figure-4" in shown and "004 by-alpha" in shown and "002 table-5" in shown
     with pytest.raises(InputError, match="--tuned: found a figure; allowed: a table"):
-        reproduce("000", "figure-4", tuned=True)
+        reproduce("000", "figure-4", Request(tuned=True))
 
 
 def test_every_figure_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     for name in figure_names()[::6]:
         paper, figure = name.split(" ")
-        reproduce(paper, figure, scale="smoke", dry_run=True)
+        reproduce(paper, figure, Request(scale="smoke", dry_run=True))
         shown = capsys.readouterr().out
         assert f"Paper {paper}, {figure}" in shown and "mechanism" in shown and "nothing was trained" in shown
 

@@ -154,11 +154,11 @@ def test_nothing_is_written_unless_asked(fakes: None) -> None:
 def test_a_real_run_writes_what_metrics_jsonl_holds(fakes: None, tmp_path: Path) -> None:
     import typer
 
-    from fedflat.cli import training
+    from fedflat.cli import as_command, training
 
     app = typer.Typer()
-    app.command("run")(training.run)
-    app.command("compare")(training.compare)
+    for command in (training.run, training.compare):
+        app.command(command.__name__)(as_command(command)[0])
     changes = ("rounds=2", "data.clients=20", "cohort.size=10", "privacy.accountant=rdp", "local.steps=1")
     words = ["run", "quick-start", *(word for change in changes for word in ("-o", change))]
     words += ["--out", str(tmp_path / "r"), "--tensorboard", str(tmp_path / "tb")]
