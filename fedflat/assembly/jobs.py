@@ -36,7 +36,7 @@ from fedflat.core.params import Layout, flatten, last_linear, layout_of, zero
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import FederatedData
-from fedflat.data.public import public_training
+from fedflat.data.sources import public_training
 from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.evaluate import Metric, outputs_of
 from fedflat.engine.job import Evaluation, Job

@@ -21,7 +21,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError
 from fedflat.core.types import Algorithm, ClientState, Phase
 from fedflat.data.clients import GIVEN as PAIRS
-from fedflat.data.public import HELD_OUT
+from fedflat.data.sources import HELD_OUT
 from fedflat.engine.job import SEEN, Job, Outcome, interrupted
 from fedflat.methods import noise as noising
 from fedflat.methods import published

@@ -71,7 +71,7 @@ def catalogue(kind: str) -> dict[str, str]:
 
         return {name: _about(factory) for name, factory in ALGORITHMS.items()}
     if kind == "datasets":
-        from fedflat.data.sources import DATASETS
+        from fedflat.data.preparation import DATASETS
 
         return {name: source.about for name, source in DATASETS.items()}
     if kind == "models":

@@ -84,7 +84,7 @@ def _spread(found: dict[str, Any]) -> str:
 
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     """Return what a column holds and what it would become as an input."""
-    from fedflat.data.columns import is_image, is_text
+    from fedflat.data.tables import is_image, is_text
 
     missing = int(values.isna().sum())
     if is_image(feature):
@@ -121,7 +121,7 @@ def _round(value: float) -> float:
 
 
 def _target(looked: dict[str, dict[str, Any]]) -> str | None:
-    from fedflat.data.columns import LABELS
+    from fedflat.data.tables import LABELS
 
     named = [name for name in looked if name.lower() in LABELS]
     return named[0] if named else next(reversed(looked), None)

@@ -5,7 +5,7 @@ Example::
     load({"dataset": "digits", "partition": {"kind": "dirichlet", "alpha": 0.6}, "clients": 200})  # by a recipe's keys
     from_pairs([(inputs, targets), …])  # one pair for each client; fedflat.clients(…) takes tables too
 
-``locate`` finds a data set, ``columns`` which columns are meant, ``encoding`` and ``decoding`` make tensors of them by
-public rules alone, ``tables`` and ``own`` put both together for recipes and for Python, and ``partition`` splits the
-rows among clients. ``preparation`` is what travels with a released model, so that it can be used on new rows.
+``locate`` finds a data set, ``encoding`` and ``decoding`` make tensors of its columns by public rules alone, ``tables``
+and ``own`` say which columns, for recipes and for Python, and ``partition`` splits the rows among clients.
+``preparation`` is what travels with a released model, so that it can be used on new rows.
 """

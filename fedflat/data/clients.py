@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,18 +139,14 @@ def from_pairs(
     public = None if test is None else _pair("test", test, fractions)
     if public is not None and any(_same_tensor(public[0], x) for x, _ in pairs):
         raise wrong("test", "a client's own tensor", "public rows, which are no client's", hint=PUBLIC)
-    named = [(where, *pair) for where, pair in zip(called, pairs)] + ([("test", *public)] if public else [])
-    _same_form(named)
+    _same_form([(where, *pair) for where, pair in zip(called, pairs)])
     filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]
     inputs, targets = (torch.cat([pair[side].to(filled[0][0].device) for pair in filled]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
-    empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
-    test_inputs, test_targets = public or (None, None)
-    classes = classes_of(targets, test_targets)
-    found = FederatedData(inputs, targets, parts, empty, test_inputs, test_targets, classes, name, names=tuple(names))
-    refuse_private_test(found)
-    return found
+    empty = tuple(part[:0] for part in parts)
+    found = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
+    return with_test(found, public)
 
 
 PUBLIC = "What is measured on test data is released without noise; test_clients leaves whole clients out."
@@ -161,14 +157,14 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def with_test(data: FederatedData, test: Any) -> FederatedData:
-    """Return the federation with a public test pair, of the same form as its clients' data."""
-    fractions = data.targets.is_floating_point()
-    x, y = _pair("test", test, fractions)
-    _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
-    classes = max(data.classes, classes_of(y))
+    """Return the federation with a public test pair, of the same form as its clients' data; None adds nothing."""
+    if test is None:
+        return data
     if data.left_out:
         raise wrong("test", "test data and clients left out for it", "one of test= and test_clients")
-    found = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=classes)
+    x, y = _pair("test", test, data.targets.is_floating_point())
+    _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
+    found = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
     refuse_private_test(found)
     return found
 
@@ -381,14 +377,12 @@ def _rows(value: torch.Tensor) -> str:
 
 def _same_form(named: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
     """Raise unless all non-empty pairs agree in shape and dtype."""
-    for first, other in _against_first([item for item in named if len(item[1])]):
-        for side, a, b in (("inputs", first[1], other[1]), ("targets", first[2], other[2])):
+    filled = [item for item in named if len(item[1])]
+    for where, *pair in filled[1:]:
+        first, *wanted = filled[0]
+        for side, a, b in zip(("inputs", "targets"), wanted, pair):
             if a.shape[1:] != b.shape[1:]:
-                allowed = f"{tuple(a.shape[1:])} per example, as in {first[0]}"
-                raise wrong(f"{other[0]} {side}", f"shape {tuple(b.shape[1:])} per example", allowed)
+                allowed = f"{tuple(a.shape[1:])} per example, as in {first}"
+                raise wrong(f"{where} {side}", f"shape {tuple(b.shape[1:])} per example", allowed)
             if a.dtype != b.dtype:
-                raise wrong(f"{other[0]} {side}", f"dtype {b.dtype}", f"{a.dtype}, as in {first[0]}")
-
-
-def _against_first(items: list[Any]) -> Iterator[tuple[Any, Any]]:
-    return ((items[0], item) for item in items[1:])
+                raise wrong(f"{where} {side}", f"dtype {b.dtype}", f"{a.dtype}, as in {first}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
 
-from fedflat.core.checks import InputError, whole, wrong
-from fedflat.core.durable import cache_folder, read_tensors, write_tensors
+from fedflat.core.checks import wrong
+from fedflat.core.durable import cache_folder, keep, read_tensors
 from fedflat.core.imports import hub
 
 # The 80 characters LEAF uses for Shakespeare. Id 0 stands for every other character, 1..80 for these.
@@ -81,10 +80,6 @@ def tokenize(texts: Sequence[Text], length: int = LENGTH, vocabulary: int = VOCA
     Punctuation counts as words of its own. The hash is a public constant: no download, nothing learnt from data.
     An element may be one text or a sequence of texts. Longer ones are cut.
     """
-    whole("data.max_length", length, 1)
-    whole("data.vocabulary", vocabulary, FIRST_WORD + 1, MOST_WORDS)
-    import re
-
     word = re.compile(r"\w+|[^\w\s]")
     known: dict[str, int] = {}
     ids = np.zeros((len(texts), length), dtype=np.int64)
@@ -125,39 +120,63 @@ def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> t
     return torch.from_numpy(coded["input_ids"].astype(np.int64)), len(tool), int(tool.pad_token_id)
 
 
-FORMAT = "fedflat-images-1"
+def is_image(value: Any) -> bool:
+    """Return whether a cell holds an image: bytes, ``{"bytes": …, "path": …}``, or one of Pillow."""
+    from PIL import Image
+
+    encoded = isinstance(value, dict) and bool({"bytes", "path"} & set(value))
+    return encoded or isinstance(value, (bytes, Image.Image))
 
 
-def decode(column: Sequence[Any], where: str) -> torch.Tensor:
-    """``(N, C, H, W)`` uint8 from encoded images (bytes, or ``{"bytes": …}``); C is 1 for grey images, else 3.
+def decode(cells: Sequence[Any], place: Callable[[int], str]) -> torch.Tensor:
+    """Return images ``(N, C, H, W)`` uint8; the first one decides the size, and C, 1 where it is grey, else 3.
 
-    The first image decides size and channels. Raises InputError for an unreadable image or another size.
+    cells: images as ``is_image`` has them. Raises InputError, naming its place, for a cell that is no image that Pillow
+    can read, or one of another size.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    out: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    out: npt.NDArray[np.uint8] | None = None
     mode = "RGB"
-    for row, cell in enumerate(column):
-        content = cell.get("bytes") if isinstance(cell, dict) else cell
+    for row, cell in enumerate(cells):
         try:
-            if not content:
-                raise ValueError("no image bytes in the file")
-            with Image.open(io.BytesIO(content)) as image:
-                if out is None:
-                    mode = "L" if image.mode in ("L", "1") else "RGB"
-                pixels = np.asarray(image if image.mode == mode else image.convert(mode))
-        except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise wrong(where, f"row {row}: {error}", "images that pillow can read") from None
+            image = cell if isinstance(cell, Image.Image) else Image.open(io.BytesIO(_content(cell)))
+            if out is None:
+                mode = "L" if image.mode in ("L", "1") else "RGB"
+            pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise wrong(place(row), _fault(error), "an image, encoded or of Pillow") from None
         if out is None:
-            out = np.empty((len(column), *pixels.shape), dtype=np.uint8)
+            out = np.empty((len(cells), *pixels.shape), dtype=np.uint8)
         if pixels.shape != out.shape[1:]:
-            sizes = f"row {row} of size {pixels.shape[:2]}"
-            raise wrong(where, sizes, f"one size for all images, {out.shape[1:3]} as in row 0")
+            size, first = (" × ".join(map(str, shape[:2])) for shape in (pixels.shape, out.shape[1:]))
+            raise wrong(place(row), f"an image of {size} pixels", f"one size for all images, {first} as in {place(0)}")
         out[row] = pixels
     if out is None:
         return torch.empty((0, 1, 1, 1), dtype=torch.uint8)
     stacked = torch.from_numpy(out)
     return (stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)).contiguous()
+
+
+def _content(cell: Any) -> bytes:
+    """Return the bytes of an encoded image. Raises OSError or ValueError."""
+    content = cell
+    if isinstance(cell, dict):
+        content = cell.get("bytes") or (Path(cell["path"]).read_bytes() if cell.get("path") else None)
+    if not isinstance(content, bytes):
+        missing = content is None or content != content
+        raise ValueError("a missing value" if missing else type(content).__name__)
+    return content
+
+
+def _fault(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "bytes that are no image"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} ({error.strerror})"
+    return str(error)
 
 
 def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
@@ -168,82 +187,18 @@ def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float])
     return images.to(torch.float32).div_(scale.view(shape)).sub_(shift.view(shape)).contiguous()
 
 
-def fingerprint(files: Iterable[Path], *columns: str) -> str | None:
-    """Return the cache key of a split: path, size and modification time of its files, and the columns read.
+def cached(files: Iterable[Path], column: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the images of a column of these files from the cache, else from ``build()``, and keep them there.
 
-    None, which ``cached`` takes as "do not keep", for a split that has no files of its own.
+    A file of the cache that is damaged is built anew; rows without files of their own are not kept.
     """
-    files = list(files)
-    if not files:
-        return None
-    parts = [FORMAT, *columns]
+    parts = ["fedflat-images-1", column]
     for file in files:
         state = file.stat()
         parts.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}")
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def cached(key: str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the uint8 tensor under ``key`` in the cache, else ``build()``, which is then kept there.
-
-    The cache is ``$FEDFLAT_CACHE`` or ``~/.cache/fedflat``. A file that is damaged (unreadable, or its checksum
-    differs) is built anew; a cache that cannot be written is done without.
-    """
-    if key is None:
-        return build()
-    path = cache_folder() / f"{key}.safetensors"
-    found = (read_tensors(path) or {}).get("images")
-    if found is not None:
-        return found
-    images = build()
-    with contextlib.suppress(OSError):
-        write_tensors(path, {"images": images})
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    found = read_tensors(cache_folder() / f"images-{key}.safetensors") if len(parts) > 2 else None
+    images = build() if found is None else found["images"]
+    if found is None and len(parts) > 2:
+        keep("images", key, {"images": images})
     return images
-
-
-ALLOWED = "an image, encoded or of Pillow"
-
-
-def is_picture(value: Any) -> bool:
-    """Return whether a cell holds an image: bytes, ``{"bytes": …, "path": …}``, or one of Pillow."""
-    from PIL import Image
-
-    encoded = isinstance(value, dict) and bool({"bytes", "path"} & set(value))
-    return encoded or isinstance(value, (bytes, Image.Image))
-
-
-def pictures(values: Sequence[Any], name: str, place: Callable[[int], str]) -> NDArray[np.float32]:
-    """``(N, C, H, W)`` float32 in [0, 1], pixels over 255; C is 1 where the first image is grey, else 3.
-
-    Raises InputError naming row, client and column of a cell that is no image, or of another size or kind.
-    """
-    rows: list[NDArray[np.uint8]] = []
-    for row, value in enumerate(values):
-        where = f"{place(row)}, column {name}"
-        pixels = _pixels(value, where)
-        if rows and pixels.shape != rows[0].shape:
-            raise wrong(where, f"an image of shape {pixels.shape}", f"{rows[0].shape}, as in {place(0)}")
-        rows.append(pixels)
-    return np.stack(rows).astype(np.float32) / np.float32(255)
-
-
-def _pixels(value: Any, where: str) -> NDArray[np.uint8]:
-    """Return one image ``(C, H, W)`` uint8."""
-    from PIL import Image
-
-    if isinstance(value, Image.Image):
-        grey = np.asarray(value.convert("L" if value.mode in ("L", "1") else "RGB"))
-        return grey[None] if grey.ndim == 2 else grey.transpose(2, 0, 1)
-    content = value.get("bytes") if isinstance(value, dict) else value
-    try:
-        if isinstance(value, dict) and not content and value.get("path"):
-            content = Path(value["path"]).read_bytes()
-        if not isinstance(content, bytes):
-            raise wrong(where, "a missing value" if content is None else type(content).__name__, ALLOWED)
-        return decode([content], where)[0].numpy()
-    except OSError as error:
-        raise wrong(where, f"{value['path']} ({error.strerror})", ALLOWED) from None
-    except InputError as error:
-        if str(error).startswith(f"{where}: found row 0"):  # decode counts within what it is given
-            raise wrong(where, "bytes that are no image", "an image that Pillow can read") from None
-        raise

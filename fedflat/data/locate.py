@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ SHEETS = (".xlsx", ".xls")
 FILES = (".parquet", *COMMAS, *SHEETS)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 TABLES = "a parquet, CSV (.csv, .tsv, also .gz) or Excel file"
+FOLDERS = (
+    "a folder with train*.parquet or train*.csv (and test*), a saved Hugging Face data set, or a folder of images, "
+    "USER/CLASS/FILE"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +77,8 @@ def locate(
     folder = Path(os.environ["FEDFLAT_DATA"]).expanduser() / name if os.environ.get("FEDFLAT_DATA") else None
     if folder is not None and folder.is_dir():
         return name, source, _files_of(folder, str(folder), written, key)
-    hub, config = (source.hub, source.config) if source else (dataset, None)
-    return name, source, _from_hub(dataset, hub, config, folder)
+    owner, config = (source.hub, source.config) if source else (dataset, None)
+    return name, source, _from_hub(dataset, owner, config, folder)
 
 
 def is_path(dataset: str) -> bool:
@@ -103,28 +109,22 @@ def _files_of(path: Path, shown: str, written: Written, key: str) -> dict[str, S
         return _saved(path, key)
     found = {split: _files(path, split) for split in SPLITS}
     splits = {split: _open(files, written, key) for split, files in found.items() if files}
-    if not splits and (pictures := sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURES)):
+    if splits:
+        return splits
+    if pictures := sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURES):
         return {"train": _pictures(path, tuple(pictures), key)}
-    if not splits:
-        beside = sorted(p.name for p in path.iterdir() if ending_of(p)) if path.is_dir() else []
-        state = "a folder without parquet or CSV files" if path.is_dir() else "no such file or folder"
-        allowed = (
-            f"{TABLES}, a folder with train*.parquet or train*.csv (and test*), a saved Hugging Face data set, or "
-        )
-        allowed += "a folder of images, USER/CLASS/FILE"
-        raise wrong(key, f"{shown} ({state})", allowed, hint=f"Did you mean {path / beside[0]}?" if beside else "")
-    return splits
+    beside = sorted(p.name for p in path.iterdir() if ending_of(p)) if path.is_dir() else []
+    state = "a folder without parquet or CSV files" if path.is_dir() else "no such file or folder"
+    hint = f"Did you mean {path / beside[0]}?" if beside else ""
+    raise wrong(key, f"{shown} ({state})", f"{TABLES}, {FOLDERS}", hint=hint)
 
 
 def _files(folder: Path, split: str) -> tuple[Path, ...]:
     """Return the files ``split*.parquet``, else ``split*.csv``, in the folder, or in its ``data`` folder as the hub
     lays them.
     """
-    for ending in FILES:
-        found = sorted(folder.glob(f"{split}*{ending}")) or sorted((folder / "data").glob(f"{split}*{ending}"))
-        if found:
-            return tuple(found)
-    return ()
+    tries = (sorted(place.glob(f"{split}*{ending}")) for ending in FILES for place in (folder, folder / "data"))
+    return tuple(next(filter(None, tries), ()))
 
 
 def _saved(path: Path, key: str) -> dict[str, Split]:
@@ -162,59 +162,71 @@ def _pictures(folder: Path, files: tuple[Path, ...], key: str) -> Split:
 
 
 def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
+    """Return the split in files of one kind: a table's is read now, a parquet file's column by column."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from datasets import Features
 
-    ending = ending_of(files[0])
+    ending, first = ending_of(files[0]), files[0]
     if written != Written() and ending not in COMMAS:
-        raise wrong("data.separator or data.encoding", "a value", f"nothing: {files[0].name} is no CSV file")
+        raise wrong("data.separator or data.encoding", "a value", f"nothing: {first.name} is no CSV file")
 
-    def whole(file: Path, columns: list[str] | None) -> Any:
-        if ending in COMMAS:
-            return _commas(file, written)
-        return _sheet(file) if ending in SHEETS else pq.read_table(file, columns=columns)
+    def joined(tables: Iterator[Any]) -> Any:
+        return pa.concat_tables(tables, promote_options="permissive")
 
-    try:
-        first = None if ending not in (*COMMAS, *SHEETS) else whole(files[0], None)
-        schema = pq.read_schema(files[0]) if first is None else first.schema
-        names = _clean_names(schema.names, files[0], key)
+    with _readable(first, key):
+        if ending == ".parquet":
+            whole, schema = None, pq.read_schema(first)
+        else:
+            whole = joined(_commas(file, written) if ending in COMMAS else _sheet(file) for file in files)
+            schema = whole.schema
+        names = _clean_names(schema.names, first, key)
         features = Features({names[name]: of for name, of in Features.from_arrow_schema(schema).items()})
-    except (OSError, pa.ArrowException, ValueError, KeyError, UnicodeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise wrong(key, f"{files[0]} ({_reason(error)})", f"a readable file: {TABLES}", hint=_way(error)) from None
 
     def read(columns: list[str]) -> Any:
         asked = [original for original, name in names.items() if name in columns]
-        try:
-            tables = [whole(file, asked) for file in files]
-            found = pa.concat_tables([table.select(asked) for table in tables], promote_options="permissive")
-            return found.rename_columns([names[name] for name in found.column_names])
-        except (OSError, pa.ArrowException, KeyError, UnicodeError) as error:
-            allowed = "readable files of one schema"
-            raise wrong(key, f"{files[0]} ({_reason(error)})", allowed, hint=_way(error)) from None
+        with _readable(first, key):
+            found = joined(pq.read_table(file, columns=asked) for file in files) if whole is None else whole
+            found = found.select(asked)
+            return found.rename_columns([names[name] for name in asked])
 
-    return Split(str(files[0]), files, features, read)
+    return Split(str(first), files, features, read)
+
+
+@contextlib.contextmanager
+def _readable(file: Path, key: str) -> Iterator[None]:
+    """Turn what readers of files raise into one sentence with the way out."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+        reason, hint = _reason(error), ""
+        if "UTF" in reason or "decode" in reason:
+            hint = "Another encoding, such as latin-1 or cp1252, is data.encoding, or --encoding."
+        elif "columns, got" in reason:
+            hint = "Another separator is data.separator, or --separator; or a row has another number of values."
+        raise wrong(key, f"{file} ({reason})", f"a readable file: {TABLES}", hint=hint) from None
 
 
 def _commas(file: Path, written: Written) -> Any:
     import pyarrow.csv as pc
 
-    tabs = ".tsv" in file.name.lower()
-    mark = written.separator or ("\t" if tabs else ",")
+    mark = written.separator or ("\t" if ".tsv" in file.name.lower() else ",")
     mark = {"tab": "\t", "\\t": "\t"}.get(mark, mark)
     if len(mark) != 1:
         raise wrong("data.separator", mark, "one sign, or tab")
     form = pc.ParseOptions(delimiter=mark, newlines_in_values=True)
     found = pc.read_csv(file if written.encoding is None else _in_utf8(file, written.encoding), parse_options=form)
     # One column whose name has a separator in it was cut at the wrong sign.
-    if len(found.column_names) == 1 and written.separator is None:
-        for other, name in ((";", ";"), ("\t", "tab"), ("|", "|")):
-            if other in found.column_names[0]:
-                allowed = "columns with commas between them"
-                raise wrong("data.separator", f"one column, {found.column_names[0]!r}", allowed,
-                            hint=f"Set data.separator='{name}', or --separator '{name}'.")  # fmt: skip
+    inside = [sign for sign in ";\t|" if sign in found.column_names[0]]
+    if len(found.column_names) == 1 and written.separator is None and inside:
+        sign = "tab" if inside[0] == "\t" else inside[0]
+        hint = f"Set data.separator='{sign}', or --separator '{sign}'."
+        shown, allowed = f"one column, {found.column_names[0]!r}", "columns with commas between them"
+        raise wrong("data.separator", shown, allowed, hint=hint)
     return found
 
 
@@ -225,9 +237,8 @@ def _in_utf8(file: Path, encoding: str) -> Any:
     try:
         codecs.lookup(encoding)
     except LookupError:
-        known = ("utf-8", "latin-1", "cp1252", "utf-16")
-        raise wrong("data.encoding", encoding, "latin-1, cp1252 or another that Python knows",
-                    hint=nearest(encoding, known)) from None  # fmt: skip
+        hint = nearest(encoding, ("utf-8", "latin-1", "cp1252", "utf-16"))
+        raise wrong("data.encoding", encoding, "latin-1, cp1252 or another that Python knows", hint=hint) from None
     with pa.input_stream(str(file)) as stream:  # it unpacks .gz too
         return pa.BufferReader(stream.read().decode(encoding).encode())
 
@@ -241,17 +252,16 @@ def _sheet(file: Path) -> Any:
         return pa.Table.from_pandas(pd.read_excel(file), preserve_index=False)
     except ImportError as error:
         package = "xlrd" if "xlrd" in str(error) else "openpyxl"
-        raise wrong("data.dataset", f"{file}, and {package}, which reads it, is not installed",
-                    f"pip install {package}, or the table saved as CSV") from None  # fmt: skip
+        allowed = f"pip install {package}, or the table saved as CSV"
+        raise wrong(f"{file}", f"{package}, which reads it, is not installed", allowed) from None
 
 
-def _clean_names(found: list[str], file: Path, key: str) -> dict[str, str]:
-    """Every column's name as it is in the file -> without blanks around it."""
+def _clean_names(found: list[str], where: Path | str, key: str) -> dict[str, str]:
+    """Return every column's name as it is in the file -> without blanks around it."""
     names = {name: clean(name) for name in found}
-    for place, name in enumerate(found):
-        for other in found[:place]:
-            if clean(other) == clean(name):
-                raise wrong(key, f"two columns called {clean(name)} in {file}", "columns with different names")
+    twice = [name for name, times in Counter(map(clean, found)).items() if times > 1]
+    if twice:
+        raise wrong(key, f"two columns called {twice[0]} in {where}", "columns with different names")
     return names
 
 
@@ -259,36 +269,21 @@ def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _way(error: Exception) -> str:
-    """Return a hint for what CSV readers stumble over."""
-    said = str(error)
-    if "UTF" in said or "decode" in said:
-        return "Another encoding, such as latin-1 or cp1252, is data.encoding, or --encoding."
-    return (
-        "Another separator is data.separator, or --separator; or a row has another number of values."
-        if "columns, got" in said
-        else ""
-    )
-
-
 def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None) -> dict[str, Split]:
     """Return the splits from the hub (or from the hub client's own cache when offline)."""
-    looked = f"{folder} (no such folder)" if folder else "FEDFLAT_DATA (not set)"
-    remedy = (
-        "Set FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet or CSV "
-        "files."
-    )
     try:
         loaded = _download(owner, config)
     except Exception as error:  # the hub client raises many unrelated types; all mean: not to be had
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         place = f"{owner} ({config})" if config else owner
+        looked = f"{folder} (no such folder)" if folder else "FEDFLAT_DATA (not set)"
         message = (
-            f"data.dataset: {dataset} not found: looked in {looked} and on the hub for {place}: {reason}. {remedy}"
+            f"data.dataset: {dataset} not found: looked in {looked} and on the hub for {place}: {_reason(error)}. Set "
+            "FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet or CSV "
+            "files."
         )
-        if type(error).__name__ == "DatasetNotFoundError" and not _offline():
-            raise InputError(message) from None
-        raise RunError(message) from None
+        offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+        unknown = type(error).__name__ == "DatasetNotFoundError" and not offline
+        raise (InputError if unknown else RunError)(message) from None
     return {name: _hub_split(f"{owner}/{name}", loaded[name]) for name in SPLITS if name in loaded}
 
 
@@ -300,12 +295,7 @@ def _download(name: str, config: str | None) -> Any:
         return datasets.load_dataset(name, config)
 
 
-def _offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
-
-
 def _hub_split(where: str, split: Any) -> Split:
     files = tuple(Path(entry["filename"]) for entry in split.cache_files)
-    names = _clean_names(list(split.features), Path(where), "data.dataset")
-    split = split.rename_columns({old: new for old, new in names.items() if old != new})
+    split = split.rename_columns(_clean_names(list(split.features), where, "data.dataset"))
     return Split(where, files, split.features, lambda columns: split.select_columns(columns).with_format("arrow")[:])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fedflat.core.checks import nearest, whole, wrong
+from fedflat.core.checks import one_of, whole, wrong
 from fedflat.data.clients import (
     GIVEN,
     PUBLIC,
@@ -21,15 +20,15 @@ from fedflat.data.clients import (
     classes_of,
     from_pairs,
     leave_out,
-    refuse_private_test,
+    with_test,
 )
 from fedflat.data.encoding import (
     Encoding,
-    Words,
+    class_names,
     clean,
     encoding_of,
     inputs_of,
-    names_of,
+    owners_of,
     targets_of,
     with_words,
     words_of,
@@ -90,10 +89,14 @@ def clients(
     if test is not None and test is source:
         raise wrong("test", "the clients' own data", "public rows, which are no client's", hint=PUBLIC)
     words = words_of("clients: ", max_length, vocabulary, tokenizer)
-    columns: dict[str, Any] = {"inputs": inputs, "target": target, "categories": categories}
-    columns |= {"scale": scale, "fill": fill}
-    asked = functools.partial(_encoding, words=words, **columns)
-    found = _found(source, by, asked, test)
+
+    def encoding(frame: pd.DataFrame) -> Encoding:
+        columns = [column for column in frame.columns if column != by]
+        found = encoding_of("clients: ", columns, inputs, target, categories, scale, fill)
+        return with_words("clients: ", frame, found, words)
+
+    by = clean(by) if isinstance(by, str) else by
+    found = _federation(source, by, encoding, test)
     if test_clients is not None:
         found = leave_out(found, test_clients, seed, "clients: test_clients")
     if max_examples is None:
@@ -102,38 +105,38 @@ def clients(
     return replace(found, parts=bounded(found.parts, max_examples, seed), most=max_examples)
 
 
-def _found(source: Any, by: Any, asked: Any, test: Any) -> FederatedData:
-    """Return the federation of a source of any kind. asked: a table's encoding."""
-    if isinstance(source, Mapping):
-        named = sorted(((str(user), data) for user, data in source.items()), key=lambda pair: pair[0])
-        _refuse(by, "a dict has its users for keys")
-        return _several([data for _, data in named], [user for user, _ in named], asked, test)
+Rule = Callable[["pd.DataFrame"], Encoding]
+"""What makes the encoding of a table."""
+
+
+def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
+    """Return the federation of a source of any kind."""
     if _is_table(source):
-        return _table(source, by, asked, test)
-    if by is not None and not isinstance(by, str):
-        return _whole(source, by, test)
-    if not isinstance(source, Sequence) or isinstance(source, str):
+        return _table(source, by, encoding, test)
+    names: list[str] = []
+    if isinstance(source, Mapping):
+        if by is not None:
+            raise wrong("clients: by", by, "none, since a dict has its users for keys")
+        named = sorted(((str(user), data) for user, data in source.items()), key=lambda pair: pair[0])
+        names, source = [user for user, _ in named], [data for _, data in named]
+    elif by is not None and not isinstance(by, str):
+        names, source = _by_owner(source, by)
+    elif not isinstance(source, Sequence) or isinstance(source, str):
         raise wrong("clients", type(source).__name__, ALLOWED)
-    _refuse(by, "the list has one entry per client")
-    return _several(list(source), [], asked, test)
-
-
-def _refuse(by: Any, why: str) -> None:
-    if by is not None:
-        raise wrong("clients: by", by, f"none, since {why}")
-
-
-def _encoding(frame: pd.DataFrame, by: str | None = None, words: Words | None = None, **asked: Any) -> Encoding:
-    columns = [str(column) for column in frame.columns if column != by]
-    found = encoding_of("clients: ", columns, **asked)
-    return with_words("clients: ", frame, found, words)
+    elif by is not None:
+        raise wrong("clients: by", by, "none, since the list has one entry per client")
+    if source and all(_is_table(entry) for entry in source):
+        return _tables(source, names, encoding, test)
+    called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(source))]
+    pairs = [_examples(where, entry) for where, entry in zip(called, source)]
+    return from_pairs(pairs, None if test is None else _examples("test", test), fractions=True, names=names)
 
 
 def _is_table(source: Any) -> bool:
     return hasattr(source, "to_pandas") or (hasattr(source, "iloc") and hasattr(source, "columns"))
 
 
-def frame_of(source: Any) -> pd.DataFrame:
+def _frame(source: Any) -> pd.DataFrame:
     """Return any table as a pandas DataFrame with clean column names and rows numbered from 0."""
     found = source.to_pandas() if hasattr(source, "to_pandas") else source
     found = found.reset_index(drop=True)
@@ -144,27 +147,37 @@ def frame_of(source: Any) -> pd.DataFrame:
     return found
 
 
-def _table(source: Any, by: Any, asked: Any, test: Any) -> FederatedData:
-    frame = frame_of(source)
-    if not isinstance(by, str):
-        if by is None:
-            raise wrong("clients: by", "nothing", f"the column that names the client: {_listed(frame)}")
-        frame, by = frame.assign(**{"by=": _each(by, len(frame))}), "by="
-    by = clean(by)
-    if by not in frame.columns:
-        allowed = f"one of the columns {_listed(frame)}"
-        raise wrong("clients: by", by, allowed, hint=nearest(by, map(str, frame.columns)))
-    missing = frame[by].isna().to_numpy(dtype=bool)
-    if missing.any():
-        allowed = "the client that the row belongs to"
-        raise wrong(f"row {int(missing.argmax())}, column {by}", "a missing value", allowed)
-    names, codes = np.unique(np.array([str(value) for value in frame[by].tolist()]), return_inverse=True)
-    codes = codes.reshape(-1)
-    return _encoded(frame, names.tolist(), codes, asked(frame, by), test)
+def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
+    """Return the federation of one table, whose users ``by`` names or lists."""
+    frame = _frame(source)
+    if by is None:
+        raise wrong("clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
+    if isinstance(by, str):
+        owners = owners_of(frame, one_of("clients: by", by, frame.columns))
+    else:
+        owners = _each(by, len(frame))
+    names, codes = np.unique(np.array([str(value) for value in owners]), return_inverse=True)
+    return _encoded(frame, names.tolist(), codes.reshape(-1), encoding(frame), test)
 
 
-def _listed(frame: pd.DataFrame) -> str:
-    return ", ".join(map(str, frame.columns))
+def _tables(entries: Sequence[Any], names: list[str], encoding: Rule, test: Any) -> FederatedData:
+    """Return the federation of one table for each client."""
+    import pandas as pd
+
+    frames = [_frame(entry) for entry in entries]
+    shown = names or [str(i) for i in range(len(frames))]
+    codes = np.repeat(np.arange(len(frames), dtype=np.int64), [len(frame) for frame in frames])
+    rule = encoding(frames[0])
+    for frame, name in zip(frames, shown):
+        _refuse_missing_columns(f"client {name}", frame, rule)
+    return _encoded(pd.concat(frames, ignore_index=True), shown, codes, rule, test)
+
+
+def _refuse_missing_columns(where: str, frame: pd.DataFrame, encoding: Encoding) -> None:
+    for name in (*encoding.inputs, *encoding.target):
+        if name not in frame.columns:
+            allowed = f"the columns of the clients; there are {', '.join(frame.columns)}"
+            raise wrong(where, f"no column {name}", allowed)
 
 
 def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any) -> FederatedData:
@@ -178,72 +191,42 @@ def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: En
     def place(row: int) -> str:
         return f"row {order[row]}, client {names[whose[row]]}"
 
+    public = None
+    if test is not None:
+        if not _is_table(test):
+            raise wrong("clients: test", type(test).__name__, "a table with the same columns")
+        rows = _frame(test)
+        _refuse_missing_columns("clients: test", rows, encoding)
+        public = tuple(make(rows, encoding, lambda row: f"test row {row}") for make in (inputs_of, targets_of))
+    x, y = inputs_of(frame, encoding, place), targets_of(frame, encoding, place)
     ends = np.searchsorted(whose, np.arange(len(names) + 1))
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
-    public = None if test is None else _public(test, encoding)
-    x, y = inputs_of(frame, encoding, place), targets_of(frame, encoding, place)
-    _same_shape(public, x, y)
-    empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
-    test_x, test_y = public or (None, None)
-    classes = encoding.classes or classes_of(y, test_y)
-    found = FederatedData(x, y, parts, empty, test_x, test_y, classes, GIVEN, names=tuple(names))
-    refuse_private_test(found)
-    words = encoding.words
-    if words is not None:
-        _, vocabulary, padding = words.ids([])
-        found = replace(found, vocabulary=vocabulary, padding=padding)
-    preparation = Preparation("table", encoding, names=names_of(frame, encoding))
-    return replace(found, preparation=preparation, stated=bool(preparation.names))
-
-
-def _public(test: Any, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _is_table(test):
-        raise wrong("clients: test", type(test).__name__, "a table with the same columns")
-    frame = frame_of(test)
-    for name in (*encoding.inputs, *encoding.target):
-        if name not in frame.columns:
-            raise wrong("clients: test", f"no column {name}", f"the columns of the clients; there are {_listed(frame)}")
-
-    def place(row: int) -> str:
-        return f"test row {row}"
-
-    return inputs_of(frame, encoding, place), targets_of(frame, encoding, place)
-
-
-def _same_shape(public: tuple[torch.Tensor, torch.Tensor] | None, x: torch.Tensor, y: torch.Tensor) -> None:
-    for side, here, there in zip(("inputs", "targets"), public or (), (x, y)):
-        if here.shape[1:] != there.shape[1:] or here.dtype != there.dtype:
-            allowed = f"{tuple(there.shape[1:])} of {there.dtype} per example, as at the clients"
-            raise wrong(f"test {side}", f"shape {tuple(here.shape[1:])} of {here.dtype} per example", allowed)
-
-
-def _several(data: list[Any], names: list[str], asked: Any, test: Any) -> FederatedData:
-    """Return one entry per client: pairs, torch Datasets, or tables."""
-    if data and all(_is_table(entry) for entry in data):
-        import pandas as pd
-
-        frames = [frame_of(entry) for entry in data]
-        shown = names or [str(i) for i in range(len(data))]
-        codes = np.repeat(np.arange(len(frames), dtype=np.int64), [len(frame) for frame in frames])
-        encoding = asked(frames[0])
-        for frame, name in zip(frames, shown):
-            for column in (*encoding.inputs, *encoding.target):
-                if column not in frame.columns:
-                    raise wrong(f"client {name}", f"no column {column}", f"the columns {_listed(frames[0])}")
-        return _encoded(pd.concat(frames, ignore_index=True), shown, codes, encoding, test)
-    called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(data))]
-    pairs = [_examples(where, entry) for where, entry in zip(called, data)]
-    public = None if test is None else _examples("test", test)
-    return from_pairs(pairs, public, fractions=True, names=names)
+    _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
+    preparation = Preparation("table", encoding, names=class_names(frame, encoding))
+    found = FederatedData(
+        x,
+        y,
+        parts,
+        tuple(part[:0] for part in parts),
+        None,
+        None,
+        len(encoding.names) or classes_of(y),
+        GIVEN,
+        vocabulary,
+        padding,
+        names=tuple(names),
+        preparation=preparation,
+        stated=bool(preparation.names),
+    )
+    return with_test(found, public)
 
 
 def _examples(where: str, entry: Any) -> Any:
     """Return a pair as it is; a torch Dataset as the pair of its stacked examples."""
-    if isinstance(entry, (tuple, list)) or not (hasattr(entry, "__getitem__") and hasattr(entry, "__len__")):
-        return entry
     if isinstance(entry, torch.utils.data.TensorDataset) and len(entry.tensors) == 2:
         return entry.tensors
-    if isinstance(entry, (str, bytes, np.ndarray, torch.Tensor, Mapping)):
+    plain = (tuple, list, str, bytes, np.ndarray, torch.Tensor, Mapping)
+    if isinstance(entry, plain) or not (hasattr(entry, "__getitem__") and hasattr(entry, "__len__")):
         return entry
     examples = [entry[i] for i in range(len(entry))]
     if not examples:
@@ -251,21 +234,19 @@ def _examples(where: str, entry: Any) -> Any:
     for row, example in enumerate(examples):
         if not isinstance(example, (tuple, list)) or len(example) != 2:
             raise wrong(f"{where}, row {row}", type(example).__name__, "an (input, target) pair of tensors or numbers")
-    return tuple(_stacked(where, side, [example[side] for example in examples]) for side in (0, 1))
+    return tuple(_stacked(f"{where} {part}", side) for part, side in zip(("inputs", "targets"), zip(*examples)))
 
 
-def _stacked(where: str, side: int, values: list[Any]) -> torch.Tensor:
-    part = ("inputs", "targets")[side]
-    tensors = []
+def _stacked(where: str, values: Sequence[Any]) -> torch.Tensor:
+    tensors: list[torch.Tensor] = []
     for row, value in enumerate(values):
         try:
             tensors.append(torch.as_tensor(value))
         except (TypeError, ValueError, RuntimeError):
-            raise wrong(f"{where} {part}, row {row}", type(value).__name__, "a tensor, an array or a number") from None
-        if tensors[row].shape != tensors[0].shape or tensors[row].dtype != tensors[0].dtype:
-            found = f"shape {tuple(tensors[row].shape)} of {tensors[row].dtype}"
-            allowed = f"shape {tuple(tensors[0].shape)} of {tensors[0].dtype}, as in row 0"
-            raise wrong(f"{where} {part}, row {row}", found, allowed)
+            raise wrong(f"{where}, row {row}", type(value).__name__, "a tensor, an array or a number") from None
+        found, wanted = (f"shape {tuple(one.shape)} of {one.dtype}" for one in (tensors[row], tensors[0]))
+        if found != wanted:
+            raise wrong(f"{where}, row {row}", found, f"{wanted}, as in row 0")
     return torch.stack(tensors)
 
 
@@ -277,8 +258,8 @@ def _each(by: Any, rows: int) -> list[Any]:
     return owners
 
 
-def _whole(source: Any, by: Any, test: Any) -> FederatedData:
-    """Return one pair or torch Dataset whose examples belong to the owners in ``by``."""
+def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
+    """Return the owners of a pair's or torch Dataset's examples, and the pair of each."""
     pair = _examples("data", source)
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong("clients", type(source).__name__, ALLOWED)
@@ -290,8 +271,7 @@ def _whole(source: Any, by: Any, test: Any) -> FederatedData:
         raise wrong("clients", "no examples", "at least one client's example")
     names, counts = np.unique(owners, return_counts=True)
     rows = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
-    public = None if test is None else _examples("test", test)
-    return from_pairs([(x[own], y[own]) for own in rows], public, fractions=True, names=names.tolist())
+    return names.tolist(), [(x[mine], y[mine]) for mine in rows]
 
 
 def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any]) -> torch.Tensor:
@@ -305,7 +285,7 @@ def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any
     if _is_table(rows):
         if preparation is None:
             raise wrong("predict", "a table", "a tensor or array of inputs, as the run was given")
-        found = preparation.inputs(frame_of(rows))
+        found = preparation.inputs(_frame(rows))
     else:
         try:
             found = torch.as_tensor(rows)

@@ -1,29 +1,33 @@
-"""Load the federation of a recipe's ``data`` section: find it, read it, turn it into tensors, split it."""
+"""Load the federation of a recipe's ``data`` section: find it, read it, turn it into tensors, split it.
+
+Public examples may be set apart from it: ae-dpfl's queries, and what Fed-SMP's top_k mask is trained on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.rng import stream
-from fedflat.data import decoding as pictures
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test
-from fedflat.data.columns import Options, kind_of
-from fedflat.data.decoding import tokenize
+from fedflat.data.decoding import normalise
 from fedflat.data.locate import Split, Written, is_path, locate
 from fedflat.data.partition import partition
-from fedflat.data.preparation import DATASETS, Kind, Preparation, Source
-from fedflat.data.tables import READERS, Meaning, Table
+from fedflat.data.preparation import DATASETS, Kind, Preparation
+from fedflat.data.tables import Meaning, Options, Table, read
 
 _log = logging.getLogger(__name__)
 
+Pair = tuple[Tensor, Tensor]
 USED: dict[Kind, tuple[str, ...]] = {
     "image": ("inputs", "target", "categories"),
     "text": ("inputs", "target", "categories", "tokenizer", "max_length", "vocabulary"),
@@ -31,8 +35,6 @@ USED: dict[Kind, tuple[str, ...]] = {
     "table": ("inputs", "target", "categories", "scale", "fill", "tokenizer", "max_length", "vocabulary"),
 }
 """Keys of the data section that a data set of that kind may use, beside those that all do."""
-
-__all__ = ["DATASETS", "Options", "Source", "load", "tokenize"]
 
 
 def load(spec: Any, seed: int = 0) -> FederatedData:
@@ -45,19 +47,33 @@ def load(spec: Any, seed: int = 0) -> FederatedData:
     test set; other data have public test data only where the recipe names them.
     Raises InputError for what the recipe has wrong, RunError when the hub is needed and cannot be reached.
     """
+    return _loaded(_options(spec), seed)[0]
+
+
+def load_validation(spec: Any, seed: int = 0) -> Pair:
+    """Return the public examples that ``validation_fraction`` sets apart: inputs and targets, as ``load`` makes them.
+
+    Raises InputError: there is no public test data, or nothing is set apart.
+    """
     options = _options(spec)
-    meaning, train, test, _ = _tables(options, seed)
-    own = _is_own(options, meaning)
-    if own and options.natural and options.max_examples is not None:  # one row more would give everybody other rows
-        hint = "data.max_per_client bounds each client by itself."
-        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
-    if options.max_examples is not None and options.max_examples < len(train.targets):
-        chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
-        train = train.take(np.sort(chosen).astype(np.int64))
+    apart = _loaded(options, seed)[1]
+    if apart is None or not len(apart[1]):
+        raise wrong("data.validation_fraction", options.validation_fraction, "a share that is some public examples")
+    return apart
+
+
+def _loaded(options: Options, seed: int) -> tuple[FederatedData, Pair | None]:
+    """Return the federation, and the public examples that are set apart from its test data."""
+    meaning, train, given_test = _digits() if options.dataset == "digits" else _read(options)
+    _refuse_unused(options, meaning, given_test is not None)
+    # A file called mnist.csv need not hold MNIST.
+    own = meaning.name not in DATASETS or is_path(options.dataset)
+    train, test = _public_test(train, given_test, options, seed, own)
+    train = _at_most(train, options, seed, own)
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
-    label = _one_label(train.targets, options.partition.get("kind"))
-    parts = partition(label, options.partition, number, seed, train.natural)
+    labels = _one_label(train.targets, options.partition.get("kind"))
+    parts = partition(labels, options.partition, number, seed, train.natural)
     found = FederatedData(
         inputs=_resident(train.inputs, meaning),
         targets=train.targets,
@@ -70,87 +86,59 @@ def load(spec: Any, seed: int = 0) -> FederatedData:
         vocabulary=meaning.vocabulary,
         padding=meaning.padding,
         preparation=meaning.preparation,
-        stated=not own or bool(meaning.preparation and meaning.preparation.names),
+        stated=not own or bool(meaning.preparation.names),
     )
     if own:
         refuse_private_test(found)
     if options.test_clients is not None:
-        found = _without_test_clients(found, train, options, seed)
-        if options.validation_fraction:
-            rest, _ = _set_apart(len(found.test_targets), options.validation_fraction, seed)  # type: ignore[arg-type]
-            tests = found.test_inputs[rest], found.test_targets[rest]  # type: ignore[index]
-            found = dataclasses.replace(found, test_inputs=tests[0], test_targets=tests[1])
+        found = _without_test_clients(found, train, options, options.test_clients, seed)
+    elif options.validation_fraction and test is not None and given_test is None and train.natural is not None:
+        allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
+        hint = "Give it a test split of other people's data."
+        raise wrong("data.validation_fraction", options.validation_fraction, allowed, hint=hint)
+    found, apart = _set_apart(found, options.validation_fraction, seed)
     parts = found.parts if options.max_per_client is None else bounded(found.parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
-    return dataclasses.replace(found, parts=parts, held_back=held, most=options.max_per_client)
+    return dataclasses.replace(found, parts=parts, held_back=held, most=options.max_per_client), apart
 
 
-def _without_test_clients(found: FederatedData, train: Table, options: Options, seed: int) -> FederatedData:
+def _at_most(train: Table, options: Options, seed: int, own: bool) -> Table:
+    """Return at most ``max_examples`` of the training rows."""
+    if options.max_examples is None:
+        return train
+    if own and options.natural:  # one row more would give everybody other rows
+        hint = "data.max_per_client bounds each client by itself."
+        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
+    chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
+    return train.take(np.sort(chosen).astype(np.int64)) if len(chosen) < len(train.targets) else train
+
+
+def _without_test_clients(
+    found: FederatedData, train: Table, options: Options, which: float | Sequence[str], seed: int
+) -> FederatedData:
     """Return the federation without whole clients, whose rows become the public test data."""
-    which: Any = options.test_clients
-    if not isinstance(which, (int, float)):
-        owners = np.array([str(value) for value in train.natural]) if train.natural is not None else np.empty(0, str)
-        names = tuple(str(owners[part[0]]) for part in found.parts)
-        found = leave_out(dataclasses.replace(found, names=names), which, seed, TEST_CLIENTS)
-        found = dataclasses.replace(found, names=())
-    else:
-        found = leave_out(found, which, seed, TEST_CLIENTS)
+    owners = train.natural if options.natural else None
+    names = () if owners is None else tuple(str(owners[part[0]]) for part in found.parts)
+    found = leave_out(dataclasses.replace(found, names=names), which, seed, "data.test_clients")
     if options.clients is not None and options.clients != found.clients:
         allowed = f"{found.clients}, the clients that are left for training"
         raise wrong("data.clients", options.clients, allowed)
-    return found
+    return dataclasses.replace(found, names=())
 
 
-TEST_CLIENTS = "data.test_clients"
-
-
-def load_validation(spec: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the public examples that ``validation_fraction`` sets apart: inputs and targets, as ``load`` makes them.
-
-    Raises InputError: there is no public test data, or nothing is set apart.
-    """
-    options = _options(spec)
-    if options.test_clients is not None and options.validation_fraction:
-        whole = load(dataclasses.replace(options, validation_fraction=0.0), seed)
-        _, taken = _set_apart(len(whole.test_targets), options.validation_fraction, seed)  # type: ignore[arg-type]
-        return whole.test_inputs[taken], whole.test_targets[taken]  # type: ignore[index]
-    meaning, _, _, apart = _tables(options, seed)
-    if apart is None or not len(apart.targets):
-        raise wrong("data.validation_fraction", options.validation_fraction, "a share that is some public examples")
-    return _resident(apart.inputs, meaning), apart.targets
-
-
-def _tables(options: Options, seed: int) -> tuple[Meaning, Table, Table | None, Table | None]:
-    """Return the training rows, public test rows, and those of the test rows that are set apart."""
-    meaning, train, own = _digits() if options.dataset == "digits" else _read(options)
-    _refuse_unused(options, meaning, own is not None)
-    if train.natural is not None and options.natural:
-        for row, owner in enumerate(train.natural):
-            if owner is None or owner != owner or owner == "":
-                raise wrong(f"data.by: row {row}", "a missing value", "the client that the row belongs to")
-    train, test = _public_test(train, own, options, seed, _is_own(options, meaning))
-    share = in_range("data.validation_fraction", options.validation_fraction, 0.0, 1.0, open_high=True)
-    if not share or (test is None and options.test_clients is not None):
-        return meaning, train, test, None
-    if test is None:
-        raise wrong("data.validation_fraction", share, f"0: {meaning.name} has no public test data to set apart")
-    if own is None and train.natural is not None:
-        allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
-        raise wrong("data.validation_fraction", share, allowed, hint="Give it a test split of other people's data.")
-    rest, apart = (test.take(rows) for rows in _set_apart(len(test.targets), share, seed))
-    return meaning, train, rest, apart
-
-
-def _set_apart(rows: int, share: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the test rows that stay, and those that are set apart."""
-    order = stream(seed, "validation split").permutation(rows)
-    count = round(share * rows)
-    return np.sort(order[count:]).astype(np.int64), np.sort(order[:count]).astype(np.int64)
-
-
-def _is_own(options: Options, meaning: Meaning) -> bool:
-    """Return whether the rows are somebody's own. A file called mnist.csv need not hold MNIST."""
-    return meaning.name not in DATASETS or is_path(options.dataset)
+def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedData, Pair | None]:
+    """Return the federation without a share of its test rows, and those rows."""
+    in_range("data.validation_fraction", share, 0.0, 1.0, open_high=True)
+    inputs, targets = data.test_inputs, data.test_targets
+    if not share:
+        return data, None
+    if inputs is None or targets is None:
+        raise wrong("data.validation_fraction", share, f"0: {data.name} has no public test data to set apart")
+    order = torch.from_numpy(stream(seed, "validation split").permutation(len(targets)))
+    count = round(share * len(targets))
+    apart, rest = order[:count].sort().values, order[count:].sort().values
+    found = dataclasses.replace(data, test_inputs=inputs[rest], test_targets=targets[rest])
+    return found, (inputs[apart], targets[apart])
 
 
 def _options(spec: Any) -> Options:
@@ -164,9 +152,8 @@ def _options(spec: Any) -> Options:
     if not isinstance(options.dataset, (str, os.PathLike)) or not str(options.dataset):
         raise wrong("data.dataset", options.dataset, "a name, a hub id or a path")
     for name in ("max_examples", "max_test", "max_length", "vocabulary", "max_per_client"):
-        value = getattr(options, name)
-        if value is not None:
-            whole(f"data.{name}", value, 1)
+        if getattr(options, name) is not None:
+            whole(f"data.{name}", getattr(options, name), 1)
     for old, new in (("input", "inputs"), ("label", "target")):
         if getattr(options, old) is not None:
             if getattr(options, new) is not None:
@@ -190,7 +177,7 @@ def _partition_spec(spec: Any) -> dict[str, Any]:
 
 def _refuse_unused(options: Options, meaning: Meaning, has_test: bool) -> None:
     """Refuse a key that this data set has no use for, rather than ignore it."""
-    used = () if options.dataset == "digits" else USED[meaning.kind]
+    used = () if options.dataset == "digits" else USED[meaning.preparation.kind]
     for key in ("inputs", "target", "tokenizer", "max_length", "vocabulary", "categories", "scale", "fill"):
         if getattr(options, key) is not None and key not in used:
             raise wrong(f"data.{key}", getattr(options, key), f"nothing: {meaning.name} does not use it")
@@ -208,14 +195,12 @@ def _digits() -> tuple[Meaning, Table, None]:
     images = torch.from_numpy((bunch.images * (255.0 / 16.0)).astype(np.float32)).unsqueeze(1)
     targets = torch.from_numpy(bunch.target.astype(np.int64))
     preparation = Preparation("image", columns=("image",), mean=source.mean, std=source.std)
-    found = Meaning("digits", "image", source.classes, source.mean, source.std, preparation=preparation)
-    return found, Table(images, targets), None
+    return Meaning("digits", source.classes, preparation), Table(images, targets), None
 
 
 def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
     written = Written(options.separator, options.encoding)
     name, source, splits = locate(options.dataset, written)
-    kind = kind_of(next(iter(splits.values())), source, options)
     wanted = [source.test] if source and source.test else ["test", "validation"]
     # Only beside training rows: a lone test split is what there is to train on.
     test_name = next((split for split in wanted if split in splits and "train" in splits), None)
@@ -226,9 +211,10 @@ def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
     test_split = splits[test_name] if test_name else None
     if options.test is not None:
         test_split = _named_test(options, train_split, test_split, written)
-    elif source is None and test_split is None:
-        _refuse_private_fraction(options)
-    return READERS[kind](name, source, options, train_split, test_split)
+    elif source is None and test_split is None and options.test_fraction and options.natural:
+        hint = "Name public rows (data.test), or leave whole clients out (data.test_clients)."
+        raise wrong("data.test_fraction", options.test_fraction, "nothing: every row is a client's", hint=hint)
+    return read(name, source, options, train_split, test_split)
 
 
 def _named_test(options: Options, train: Split, there: Split | None, written: Written) -> Split:
@@ -243,13 +229,6 @@ def _named_test(options: Options, train: Split, there: Split | None, written: Wr
         hint = "Its rows are the clients'. data.test_clients leaves whole clients out."
         raise wrong("data.test", options.test, "another file than data.dataset, of public rows", hint=hint)
     return split
-
-
-def _refuse_private_fraction(options: Options) -> None:
-    """Refuse to call a share of the rows public where every row is some client's."""
-    if options.test_fraction and options.natural:
-        hint = "Name public rows (data.test), or leave whole clients out (data.test_clients)."
-        raise wrong("data.test_fraction", options.test_fraction, "nothing: every row is a client's", hint=hint)
 
 
 def _public_test(
@@ -270,7 +249,8 @@ def _public_test(
 
 
 def _resident(inputs: torch.Tensor, meaning: Meaning) -> torch.Tensor:
-    return pictures.normalise(inputs, meaning.mean, meaning.std) if meaning.kind == "image" else inputs
+    made = meaning.preparation
+    return normalise(inputs, made.mean, made.std) if made.kind == "image" else inputs
 
 
 def _one_label(targets: torch.Tensor, kind: Any) -> npt.NDArray[np.int64]:
@@ -280,3 +260,85 @@ def _one_label(targets: torch.Tensor, kind: Any) -> npt.NDArray[np.int64]:
             raise wrong("data.partition.kind", f"{kind} with targets that are no classes", "iid or natural")
         return np.zeros(len(targets), dtype=np.int64)
     return np.asarray((targets if targets.ndim == 1 else targets[:, -1]).numpy(), dtype=np.int64)
+
+
+HELD_OUT, TEST = "held-out", "test"
+"""Names of public examples: those taken from the training set before anything is trained, and those of the test set."""
+
+
+def public_examples(
+    data: FederatedData, source: str, count: int, seed: int, dataset: str | None = None
+) -> tuple[FederatedData, Tensor]:
+    """Return the federation without the public examples, and the inputs ``(count, …)`` of those, in a seeded random
+    order.
+
+    source: ``held-out`` takes examples of the training set away from the clients that hold them, before anything is
+    trained; so does the name of the recipe's own data set (``dataset``). ``test`` takes them from the public test set,
+    which is evaluated without them. Any other name, hub id or path is a data set of its own.
+
+    Raises:
+        InputError: held-out examples of clients that were given in Python (``dataset`` None); fewer examples than
+            ``count``, or examples of another shape.
+    """
+    if source in (dataset, HELD_OUT):
+        rows = sum(map(len, data.parts))
+        if dataset is not None and count > rows // 2:
+            raise wrong("algorithm.queries", count, f"at most {rows // 2}, half of the training examples")
+        data, taken = _held_out(data, count, seed, dataset, f"{TEST} or a data set")
+        return data, data.inputs[torch.from_numpy(taken)]
+    if source != TEST:
+        other = _elsewhere(data, source, seed)
+        return data, other.inputs[torch.from_numpy(_chosen(len(other.inputs), count, seed, source))]
+    if data.test_inputs is None or data.test_targets is None:
+        raise wrong("algorithm.public", TEST, "a data set: this federation has no public test set")
+    taken = _chosen(max(len(data.test_inputs) - 1, 0), count, seed, "the public test set")
+    rest = torch.ones(len(data.test_inputs), dtype=torch.bool)
+    rest[torch.from_numpy(taken)] = False
+    without = dataclasses.replace(data, test_inputs=data.test_inputs[rest], test_targets=data.test_targets[rest])
+    return without, data.test_inputs[torch.from_numpy(taken)]
+
+
+def public_training(
+    data: FederatedData, source: str, seed: int, dataset: str | None = None
+) -> tuple[FederatedData, FederatedData]:
+    """Return the federation without the public examples, and those, labelled, as one client (Fed-SMP's top_k).
+
+    source: ``held-out`` takes a twentieth of the training examples away from the clients before training; any
+    other name, hub id or path is a data set of its own. Raises InputError as ``public_examples`` does.
+    """
+    if source not in (dataset, HELD_OUT):
+        return data, _elsewhere(data, source, seed)
+    count = max(1, sum(map(len, data.parts)) // 20)
+    rest, taken = _held_out(data, count, seed, dataset, "a data set")
+    taken = np.sort(taken)
+    alone = dataclasses.replace(data, parts=(taken,), held_back=(taken[:0],), test_inputs=None, test_targets=None)
+    return rest, alone
+
+
+def _held_out(
+    data: FederatedData, count: int, seed: int, dataset: str | None, others: str
+) -> tuple[FederatedData, npt.NDArray[np.int64]]:
+    """Return the federation without ``count`` training rows, and those rows in a seeded random order."""
+    if dataset is None:
+        raise wrong("algorithm.public", HELD_OUT, f"{others}: the clients' own examples are not public")
+    rows = np.sort(np.concatenate(data.parts))
+    taken = rows[_chosen(len(rows), count, seed, "the training set")]
+    # A mask: looking each row up in a list would be quadratic.
+    public = np.zeros(len(data.inputs), dtype=bool)
+    public[taken] = True
+    return dataclasses.replace(data, parts=tuple(part[~public[part]] for part in data.parts)), taken
+
+
+def _elsewhere(data: FederatedData, source: str, seed: int) -> FederatedData:
+    """Return another data set as one client. Raises InputError for examples of another form."""
+    found = load({"dataset": source, "clients": 1}, seed)
+    if found.input_shape != data.input_shape or found.inputs.dtype != data.inputs.dtype:
+        allowed = f"examples of shape {data.input_shape} of the same kind"
+        raise wrong("algorithm.public", f"{source} (examples of shape {found.input_shape})", allowed)
+    return found
+
+
+def _chosen(total: int, count: int, seed: int, where: str) -> npt.NDArray[np.int64]:
+    if count > total:
+        raise wrong("algorithm.queries", count, f"at most {total}, the examples that {where} can spare")
+    return stream(seed, "public examples").permutation(total)[:count]

@@ -1,33 +1,86 @@
-"""Turn splits of a data set into tensors: images, sentences, running text, or columns of a table."""
+"""Turn splits of a data set into tensors: images, sentences, running text, or columns of a table.
+
+Which columns are the input, the label and the client says the recipe, else the table of known data sets, else their
+types.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, gather, nearest, wrong
+from fedflat.core.checks import InputError, gather, one_of, wrong
 from fedflat.data import decoding
-from fedflat.data import decoding as pictures
 from fedflat.data.clients import classes_of
-from fedflat.data.columns import Options, image_column, label_column, natural_column, text_columns
 from fedflat.data.encoding import (
     Encoding,
     Words,
+    class_names,
+    clean,
     encoding_of,
     inputs_of,
-    names_of,
-    numbered,
+    owners_of,
     targets_of,
     with_words,
     words_of,
 )
 from fedflat.data.locate import Split
 from fedflat.data.preparation import Kind, Preparation, Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LABELS = ("label", "labels", "target", "class", "y")  # tried when no column is a class label
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``load`` reads of the recipe's ``data`` section; further attributes of a given object are not looked at.
+
+    test: the public test data, a file or folder. test_clients: clients left out of training as public test data.
+    test_fraction: share of the examples that becomes the public test set where there is no test split.
+    max_examples: at most so many training examples, a seeded choice before the partition. max_test: at most
+    the first so many public test examples. validation_fraction: share of those that is set apart.
+    inputs, target, by, categories, scale, fill: columns and public constants, see ``encoding.py``. input, label: old
+    names of inputs and target. separator, encoding: of CSV files.
+    tokenizer: folder or hub id of a transformers tokenizer; max_length, vocabulary: of the hashing one.
+    max_per_client: public bound.
+    """
+
+    dataset: str = "digits"
+    partition: Any = dataclasses.field(default_factory=lambda: {"kind": "iid"})
+    clients: int | None = None
+    client_test_fraction: float = 0.0
+    input: str | Sequence[str] | None = None
+    label: str | None = None
+    test_fraction: float | None = None
+    max_examples: int | None = None
+    max_test: int | None = None
+    validation_fraction: float = 0.0
+    tokenizer: str | None = None
+    max_length: int | None = None
+    vocabulary: int | None = None
+    inputs: str | Sequence[str] | None = None
+    target: str | Sequence[str] | None = None
+    by: str | None = None
+    categories: Mapping[str, Sequence[Any]] | None = None
+    scale: Mapping[str, Sequence[float]] | None = None
+    fill: Mapping[str, Any] | None = None
+    max_per_client: int | None = None
+    test: str | None = None
+    test_clients: float | Sequence[str] | None = None
+    separator: str | None = None
+    encoding: str | None = None
+
+    @property
+    def natural(self) -> bool:
+        """Whether a column of the data says whose each row is."""
+        return bool(self.partition.get("kind") == "natural")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,179 +98,211 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """How the tables are to be understood."""
+    """How the tables are to be understood. vocabulary: number of token ids, 0 where there are none."""
 
     name: str
-    kind: Kind
     classes: int
-    mean: tuple[float, ...] = (0.5,)
-    std: tuple[float, ...] = (0.5,)
+    preparation: Preparation
     vocabulary: int = 0
     padding: int = 0
-    preparation: Preparation | None = None
 
 
-def _images(
+def read(
     name: str, source: Source | None, options: Options, train: Split, test: Split | None
 ) -> tuple[Meaning, Table, Table | None]:
-    column, label = image_column(train, source, options), label_column(train, source, options)
-    natural = natural_column(train, source, options)
+    """Return what a data set means, its training rows, and its public test rows if it has some.
 
-    def table(split: Split, owner: str | None) -> Table:
-        key = pictures.fingerprint(split.files, column)
-        pixels = pictures.cached(key, lambda: pictures.decode(split.values(column), f"data.dataset: {split.where}"))
-        return Table(pixels, _labels(split, label, options), _owners(split, owner))
-
-    tables = table(train, natural), table(test, None) if test else None
-    classes = _classes(train, label, source, options, *tables)
-    mean, std = (source.mean, source.std) if source else ((0.5,), (0.5,))
-    channels = tables[0].inputs.shape[1]
-    if len(mean) not in (1, channels):
-        raise wrong("data.dataset", f"{train.where} with {channels} channels", f"the {len(mean)} channels of {name}")
-    preparation = Preparation("image", columns=(column,), mean=mean, std=std, names=_names(train, label, options))
-    return Meaning(name, "image", classes, mean, std, preparation=preparation), *tables
-
-
-def _sentences(
-    name: str, source: Source | None, options: Options, train: Split, test: Split | None
-) -> tuple[Meaning, Table, Table | None]:
-    label = label_column(train, source, options)
-    columns = text_columns(train, source, options, label)
-    natural = natural_column(train, source, options)
-    words = words_of("data.", options.max_length, options.vocabulary, options.tokenizer) or Words()
+    Raises:
+        InputError: columns that are not there or not clear, or a value that cannot be used, with its place.
+    """
+    kind = _kind_of(train, source, options)
+    if kind == "chars":
+        return _characters(name, source, options, train, test)
+    encoding = _encoding(kind, train, source, options)
+    owner = _natural_column(train, source, options)
+    frame = _frame(kind, train, encoding, owner)
     vocabulary = padding = 0
+    if kind != "image":
+        # What is text is decided on the training rows; a test split cannot change it.
+        words = words_of("data.", options.max_length, options.vocabulary, options.tokenizer)
+        if kind == "text" and not set(encoding.inputs) & set(encoding.categories):
+            encoding = dataclasses.replace(encoding, words=words or Words())
+        else:
+            encoding = with_words("data.", frame, encoding, words)
+        if encoding.words is not None:
+            _, vocabulary, padding = encoding.words.ids([])
+    tables = [_table(kind, train, frame, encoding, owner)]
+    if test is not None:
+        tables.append(_table(kind, test, _frame(kind, test, encoding, None), encoding, None))
+    label = train.features[encoding.target[0]] if len(encoding.target) == 1 else None
+    names = class_names(frame, encoding) or tuple(getattr(label, "names", None) or ())
+    classes = _classes(kind, encoding, label, source, tables)
+    # The labels' names stand apart: rows to predict have no labels.
+    kept = dataclasses.replace(encoding, categories={}) if kind == "text" and encoding.words else encoding
+    preparation = Preparation(kind, kept, names=names)
+    if kind == "image":
+        mean, std = (source.mean, source.std) if source else ((0.5,), (0.5,))
+        if len(mean) not in (1, channels := tables[0].inputs.shape[1]):
+            allowed = f"the {len(mean)} channels of {name}"
+            raise wrong("data.dataset", f"{train.where} with {channels} channels", allowed)
+        preparation = Preparation(kind, columns=encoding.inputs, mean=mean, std=std, names=names)
+    return Meaning(name, classes, preparation, vocabulary, padding), tables[0], tables[1] if test else None
 
-    def table(split: Split, owner: str | None) -> Table:
-        nonlocal vocabulary, padding
-        rows = list(zip(*[[value or "" for value in split.values(column)] for column in columns]))
-        ids, vocabulary, padding = words.ids(rows)
-        return Table(ids, _labels(split, label, options), _owners(split, owner))
 
-    tables = table(train, natural), table(test, None) if test else None
-    classes = _classes(train, label, source, options, *tables)
-    encoding = Encoding(columns, (label,), words=words)
-    preparation = Preparation("text", encoding, names=_names(train, label, options))
-    return Meaning(name, "text", classes, vocabulary=vocabulary, padding=padding, preparation=preparation), *tables
+def _encoding(kind: Kind, split: Split, source: Source | None, options: Options) -> Encoding:
+    """Return which columns are read, and how."""
+    inputs, target = options.inputs, options.target
+    if kind != "table":
+        target = target or _label_column(split, source)
+        inputs = inputs or _input_columns(kind, split, source, options, str(target))
+    owner = _natural_column(split, source, options)
+    there = [column for column in split.features if column != owner]
+    found = encoding_of("data.", there, inputs, target, options.categories, options.scale, options.fill)
+    if kind == "image" and (len(found.inputs) != 1 or found.inputs[0] in found.categories):
+        raise wrong(
+            "data.inputs", ", ".join(found.inputs), "one column without categories, where the input is an image"
+        )
+    return found
+
+
+def _frame(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> pd.DataFrame:
+    """Return the columns of a split that are read row by row: images are decoded apart."""
+    columns = [*encoding.target, *(() if kind == "image" else encoding.inputs), *([owner] if owner else [])]
+    for column in columns:
+        one_of(f"columns of {split.where}", column, split.features)
+    frame: pd.DataFrame = split.read(columns).to_pandas()
+    return frame
+
+
+def _table(kind: Kind, split: Split, frame: pd.DataFrame, encoding: Encoding, owner: str | None) -> Table:
+    """Return the tensors of one split, as training rows if it has an owner column."""
+    owners = owners_of(frame, owner) if owner else None
+
+    def place(row: int) -> str:
+        return f"row {row} of {split.where}" if owners is None else f"row {row}, client {owners[row]}"
+
+    faults: list[InputError] = []
+    with gather(faults):
+        if kind == "image":
+            column = encoding.inputs[0]
+            inputs = decoding.cached(split.files, column, lambda: decoding.decode(split.values(column), place))
+        else:
+            inputs = inputs_of(frame, encoding, place)
+    with gather(faults):
+        targets = targets_of(frame, encoding, place)
+    gather.raised(faults)
+    return Table(inputs, targets, None if owners is None else np.array(owners, dtype=object))
+
+
+def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, tables: list[Table]) -> int:
+    """Return the number of classes: of the listed names, the label's type, the table of known data sets, else one more
+    than the largest label.
+    """
+    if encoding.names:
+        return len(encoding.names)
+    targets = [table.targets for table in tables]
+    where, largest = f"column {encoding.target[0]}", classes_of(*targets)
+    whole = [values for values in targets if values.numel() and not values.is_floating_point()]
+    if kind != "table" and any(int(values.min()) < 0 for values in whole):
+        least = min(int(values.min()) for values in whole)
+        raise wrong(where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
+    known = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
+    if largest > known:
+        raise wrong(where, f"label {largest - 1}", f"class numbers below {known}")
+    return int(known)
 
 
 def _characters(
     name: str, source: Source | None, options: Options, train: Split, test: Split | None
 ) -> tuple[Meaning, Table, Table | None]:
-    owner = natural_column(train, source, options) or (source.natural if source else None)
+    owner = _natural_column(train, source, options) or (source.natural if source else None)
     size = len(decoding.CHARACTERS) + 1
     length = options.max_length or decoding.WINDOW
-
-    ready = "x" in train.features and "y" in train.features
-    columns = ("x",) if ready else text_columns(train, source, options, "")[:1]
+    ready = {"x", "y"} <= set(train.features)
+    column = "x" if ready else (_named(options) or _input_columns("chars", train, source, options, ""))[0]
+    one_of("data.inputs", column, train.features)
 
     def table(split: Split) -> Table:
         owners = split.values(owner) if owner and owner in split.features else [""] * split.read([]).num_rows
-        if "x" in split.features and "y" in split.features:
+        if {"x", "y"} <= set(split.features):
             x, y = decoding.ready_windows(split.values("x"), split.values("y"))
             return Table(x, y, np.array(owners, dtype=object))
-        column = columns[0]
         return Table(*decoding.windows([value or "" for value in split.values(column)], owners, length))
 
-    preparation = Preparation("chars", columns=columns, length=length, names=("", *decoding.CHARACTERS))
-    found = Meaning(name, "chars", size, vocabulary=size, preparation=preparation)
-    return found, table(train), table(test) if test else None
+    preparation = Preparation("chars", columns=(column,), length=length, names=("", *decoding.CHARACTERS))
+    return Meaning(name, size, preparation, size), table(train), table(test) if test else None
 
 
-def _columns(
-    name: str, source: Source | None, options: Options, train: Split, test: Split | None
-) -> tuple[Meaning, Table, Table | None]:
-    owner = natural_column(train, source, options)
-    there = [column for column in train.features if column != owner]
-    words = words_of("data.", options.max_length, options.vocabulary, options.tokenizer)
-    asked = (options.inputs, options.target, options.categories, options.scale, options.fill)
-    encoding = encoding_of("data.", there, *asked)
-    names: tuple[Any, ...] = ()
-    vocabulary = padding = 0
-
-    def table(split: Split, by: str | None) -> Table:
-        nonlocal encoding, names, vocabulary, padding
-        frame = split.read([*encoding.inputs, *encoding.target, *([by] if by else [])]).to_pandas()
-        # What is text is decided on the training rows; a test split cannot change it.
-        if split is train:
-            encoding = with_words("data.", frame, encoding, words)
-            names = names_of(frame, encoding)
-            _, vocabulary, padding = ([], 0, 0) if encoding.words is None else encoding.words.ids([])
-        owners = frame[by].tolist() if by else []
-
-        def place(row: int) -> str:
-            return f"row {row}, client {owners[row]}" if by else f"row {row} of {split.where}"
-
-        if by and frame[by].isna().any():
-            row = int(frame[by].isna().to_numpy(dtype=bool).argmax())
-            raise wrong(f"row {row}, column {by}", "a missing value", "the client that the row belongs to")
-        natural = np.array(owners, dtype=object) if by else None
-        faults: list[InputError] = []
-        with gather(faults):
-            inputs = inputs_of(frame, encoding, place)
-        with gather(faults):
-            targets = targets_of(frame, encoding, place)
-        gather.raised(faults)
-        return Table(inputs, targets, natural)
-
-    tables = table(train, owner), table(test, None) if test else None
-    classes = encoding.classes or classes_of(*(found.targets for found in tables if found is not None))
-    preparation = Preparation("table", encoding, names=names)
-    return Meaning(name, "table", classes, (), (), vocabulary, padding, preparation), *tables
+def _kind_of(split: Split, source: Source | None, options: Options) -> Kind:
+    """Return what a data set is: as the table of known ones says, or by the types of its input columns."""
+    columns = [column for column in _named(options) if column in split.features]
+    if source is not None and set(_named(options)) <= set(source.inputs):
+        return source.kind
+    of_text = any((options.vocabulary, options.tokenizer, options.max_length))
+    plain = columns and not set(columns) & set(options.categories or {}) and not options.scale and not options.fill
+    if plain and all(is_text(split.features[column]) for column in columns):
+        return "text"
+    if len(columns) == 1 and plain and is_image(split.features[columns[0]]):
+        return "image"
+    if columns or (split.csv and not of_text):
+        return "table"
+    images = any(is_image(feature) for feature in split.features.values())
+    return "image" if images else "table" if options.target and not of_text else "text"
 
 
-def _owners(split: Split, owner: str | None) -> npt.NDArray[Any] | None:
-    return np.array(split.values(owner), dtype=object) if owner else None
+def _named(options: Options) -> tuple[str, ...]:
+    """Return the input columns the recipe names: a list, or one text with commas."""
+    given = options.inputs or ()
+    return tuple(clean(name) for name in (given.split(",") if isinstance(given, str) else given))
 
 
-def _names(split: Split, label: str, options: Options) -> tuple[Any, ...]:
-    """Return the names of the classes in order: those listed, or those that the label's type brings."""
-    listed = (options.categories or {}).get(label)
-    return tuple(listed or getattr(split.features[label], "names", None) or ())
+def is_image(feature: Any) -> bool:
+    """An Image feature, encoded bytes, or the struct such a feature is stored as."""
+    from datasets import Image
+
+    if isinstance(feature, dict):
+        return "bytes" in feature
+    return isinstance(feature, Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
 
 
-def _labels(split: Split, column: str, options: Options) -> torch.Tensor:
-    """Return the class numbers ``(n,)``, by ``data.categories`` where they are names; raises InputError for missing,
-    fractional or negative ones, and names that are not listed.
-    """
-    for other in options.categories or {}:
-        if other != column:
-            raise wrong("data.categories", other, f"the column of labels, {column}", hint=nearest(other, [column]))
-    if options.categories:
-        found = split.read([column]).to_pandas()[column]
-        place = f"row {{}} of {split.where}".format
-        return torch.from_numpy(numbered(found, column, options.categories[column], place))
-    import pyarrow as pa
-
-    values = split.read([column]).column(column)
-    numbers = values.to_numpy() if values.null_count == 0 else None
-    if numbers is None or numbers.dtype.kind not in "iu":
-        kind = "missing values" if numbers is None else str(values.type)
-        hint = "" if numbers is None else f"Names of classes: data.categories={{{column}: [...]}}, in a public order."
-        if numbers is not None and values.type in (pa.string(), pa.large_string()):
-            there = sorted(set(values.to_pylist()))
-            hint = hint.replace("...", ", ".join(there[:8]) + (", …" if len(there) > 8 else ""))
-        raise wrong(f"column {column} of {split.where}", kind, "whole numbers (class numbers from 0)", hint=hint)
-    if len(numbers) and numbers.min() < 0:
-        allowed = "class numbers ≥ 0 (is it unlabelled?)"
-        raise wrong(f"column {column} of {split.where}", f"label {numbers.min()}", allowed)
-    return torch.from_numpy(numbers.astype(np.int64))
+def is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", "") in ("string", "large_string")
 
 
-def _classes(
-    split: Split, label: str, source: Source | None, options: Options, train: Table, test: Table | None
-) -> int:
-    """Return the number of classes: of the listed names, the label feature, the table, else one more than the largest
-    label.
-    """
-    if options.categories:
-        return len(options.categories[label])
-    tables = [t for t in (train, test) if t is not None and len(t.targets) and len(train.targets)]
-    largest = max((int(t.targets.max()) for t in tables), default=0)
-    known = getattr(split.features[label], "num_classes", None) or (source.classes if source else largest + 1)
-    if largest >= known:
-        raise wrong(f"column {label} of {split.where}", f"label {largest}", f"class numbers below {known}")
-    return int(known)
+def _input_columns(kind: Kind, split: Split, source: Source | None, options: Options, label: str) -> tuple[str, ...]:
+    """Return the column of images, or those of texts, where the recipe names none."""
+    if source and set(source.inputs) <= set(split.features):
+        return source.inputs
+    fits, what = (is_image, "an image column") if kind == "image" else (is_text, "a text column")
+    others = (label, _natural_column(split, source, options))
+    return (_only(split, "data.inputs", what, [c for c, f in split.features.items() if fits(f) and c not in others]),)
 
 
-Reader = Callable[[str, Source | None, Options, Split, Split | None], tuple[Meaning, Table, Table | None]]
-READERS: dict[Kind, Reader] = {"image": _images, "text": _sentences, "chars": _characters, "table": _columns}
+def _label_column(split: Split, source: Source | None) -> str:
+    """Return the column with the class numbers, where the recipe names none."""
+    from datasets import ClassLabel
+
+    if source and source.label in split.features:
+        return source.label
+    typed = [column for column, feature in split.features.items() if isinstance(feature, ClassLabel)]
+    called = [column for column in split.features if column.lower() in LABELS]
+    return _only(split, "data.target", "a label column", typed or called[:1])
+
+
+def _natural_column(split: Split, source: Source | None, options: Options) -> str | None:
+    """Return the column that names the client, when the partition is a natural one."""
+    if not options.natural:
+        return None
+    by = options.partition.get("by") or (source.natural if source else None)
+    if by is None:
+        raise wrong("data.partition.by", "nothing", f"one of the columns {', '.join(split.features)}")
+    return str(one_of("data.by" if options.by else "data.partition.by", clean(by), split.features))
+
+
+def _only(split: Split, where: str, what: str, found: list[str]) -> str:
+    if len(found) != 1:
+        state = f"{len(found)} candidates ({', '.join(found)})" if found else "none"
+        listed = ", ".join(split.features)
+        said = f"{what} is needed and {state} found in {split.where}"
+        raise InputError(f"{where}: {said}; set {where} to one of: {listed}.")
+    return found[0]

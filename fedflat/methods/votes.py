@@ -26,7 +26,7 @@ from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
 from fedflat.data.clients import FederatedData
-from fedflat.data.public import HELD_OUT, TEST, public_examples
+from fedflat.data.sources import HELD_OUT, TEST, public_examples
 from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client

@@ -8,7 +8,7 @@ import torch
 
 import fedflat
 from fedflat.data.clients import from_pairs
-from fedflat.data.public import public_training
+from fedflat.data.sources import public_training
 
 
 def _federation() -> object:
