@@ -26,7 +26,7 @@ def sheet(images: Tensor, columns: int) -> Tensor:
 
 def draw(path: Path) -> None:
     """Write the picture."""
-    body, _ = body_of(BodyOptions.of(OPTIONS), SHAPE)
+    body = body_of(BodyOptions.of(OPTIONS), SHAPE)
     filters = body.maps.filters.unflatten(1, (3, 6, 6))
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])

@@ -17,6 +17,7 @@ from fedflat.assembly.plans import is_public, server_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
+from fedflat.core.durable import write_tensors
 from fedflat.core.identity import identity_of
 from fedflat.core.imports import DIGEST
 from fedflat.core.params import Layout
@@ -26,7 +27,7 @@ from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts
 from fedflat.methods.published import Published
-from fedflat.models.representation import FILE, Representation, write_body
+from fedflat.models.representation import FILE, Representation
 from fedflat.records.opening import Identity, software, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
@@ -138,7 +139,7 @@ def write_frozen(job: Job, folder: Path) -> None:
     """Keep a frozen body beside what is trained on it: another machine may make another one from the same seed."""
     module = job.problem.pristine
     if isinstance(module, Representation) and not (folder / FILE).exists():
-        write_body(module.body, folder / FILE)
+        write_tensors(folder / FILE, module.body.kept())
 
 
 def is_seeded(recipe: Recipe) -> bool:

@@ -8,7 +8,6 @@ synthetic images. A run keeps that part, and the digest of the network.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,26 +16,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
-from fedflat.core.durable import cache_folder, keep, read_tensors
-from fedflat.core.process import using_threads
-from fedflat.models.network_maps import NetworkMaps, Prepare
-from fedflat.models.networks import BODIES, INTERPOLATIONS, Loaded, loaded
-from fedflat.models.patches import dead_leaves
+from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.models.networks import BODIES, INTERPOLATIONS, Loaded, NetworkMaps, Prepare, loaded
 from fedflat.models.pretrained import NATURAL, trainable
 from fedflat.models.representation import (
     KINDS,
     BodyOptions,
+    ProjectionOptions,
     PublicBody,
     Representation,
     body_of,
-    checked,
-    fill,
     given_tensors,
     head_of,
     named,
-)  # fmt: skip
-from fedflat.models.scattering import ProjectionOptions, fitted_maps, unit
+    options_of,
+    unit,
+)
 from fedflat.models.vision import image_shape
 
 NAME = "image-encoder"
@@ -90,15 +85,6 @@ class NetworkOptions:
         listed = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
         return () if listed == ("last",) else listed
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> NetworkOptions:
-        """Raises InputError for a key that there is not."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in given:
-            if key not in known:
-                raise wrong(f"model.body.{key}", key, ", ".join(known), hint=nearest(key, known))
-        return cls(**given)
-
 
 class NetworkBody(PublicBody):
     """Images (b, c, h, w) -> features (b, k) of length 1, of a public network.
@@ -114,16 +100,24 @@ class NetworkBody(PublicBody):
         seen = dataclasses.replace(seen, **{name: value for name, value in chosen.items() if value is not None})
         super().__init__(NetworkMaps(Prepare(shape, pixels, seen), found, options.named_layers, options.cells))
         if options.projection != "synthetic":
-            self.projection = Directions(*self.network_maps.form)
+            self.projection = Directions(*cast(NetworkMaps, self.maps).form)
         self.flip, self.options, self.shape, self.digest = options.mirror, options, shape, found.digest
         self.prior = found.prior
         self.what = f"{options.kind.rstrip('/').rpartition('/')[2]} (SHA-256 {found.digest[:16]})"
         self.text = json.dumps([FORMAT, found.digest, shape, dataclasses.asdict(options), pixels, repr(seen)])
 
-    @property
-    def network_maps(self) -> NetworkMaps:
-        """What makes the maps."""
-        return cast(NetworkMaps, self.maps)
+    def as_data(self, images: Tensor) -> Tensor:
+        return cast(NetworkMaps, self.maps).prepare.as_data(images)
+
+    def make_projection(self, classifier: Tensor | None) -> None:
+        """Fill the projection, from the cache where it takes synthetic images."""
+        options = self.options
+        if isinstance(self.projection, Directions):
+            self.projection.turn(classifier, options)
+            return
+        form = cast(NetworkMaps, self.maps).form
+        projection = ProjectionOptions(options.dimension or form[0] * form[1], options.whitening, options.images)
+        self.make(self.text, self.shape, projection, options.seed)
 
     def kept(self) -> dict[str, Tensor]:
         digest = torch.frombuffer(bytearray.fromhex(self.digest), dtype=torch.uint8)
@@ -131,32 +125,14 @@ class NetworkBody(PublicBody):
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the projection that a run kept. Raises InputError where it was made for another network."""
-        wanted, own = tensors.get("network"), self.kept()
-        if wanted is None or tensors.keys() != own.keys():
+        mine = self.kept()
+        if tensors.keys() != mine.keys():
             raise wrong("model.path", ", ".join(sorted(tensors)[:3]), "what a run with this body kept")
-        if not torch.equal(wanted, own["network"]):
-            digest = bytes(wanted.tolist()).hex()
+        if not torch.equal(tensors["network"], mine["network"]):
+            digest = bytes(tensors["network"].tolist()).hex()
             raise wrong("model.body", f"{self.options.kind} with SHA-256 {self.digest}", f"{digest}, the run's own")
-        for name, value in tensors.items():
-            if name != "network":
-                self.projection._buffers[name.removeprefix("projection.")] = value.clone()
-
-    def make(self, classifier: Tensor | None) -> None:
-        """Fill the projection, from the cache where it takes synthetic images."""
-        options, projection = self.options, self.projection
-        if isinstance(projection, Directions):
-            projection.turn(classifier if options.projection == "classifier" else None, options)
-            return
-        key = hashlib.sha256(self.text.encode()).hexdigest()[:32]
-        known = read_tensors(cache_folder() / f"body-{key}.safetensors")
-        if known is not None:
-            return self.fill(known)
-        with torch.no_grad(), using_threads(torch.get_num_threads()):
-            images = self.network_maps.prepare.as_data(dead_leaves(options.images, self.shape, options.seed))
-            views = [fitted_maps(self.maps, view) for view in self.views(images)]
-            kept = ProjectionOptions(options.dimension or views[0][0].numel(), options.whitening, options.images)
-            projection.fit(views, kept)
-        keep("body", key, self.kept(), {"made_of": self.text})
+        for name in self.projection.state_dict():
+            self.projection._buffers[name] = tensors[f"projection.{name}"].clone()
 
 
 class Directions(nn.Module):
@@ -223,27 +199,17 @@ class SideBySide(PublicBody):
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what a run kept of each body. Raises InputError where it was made of others."""
         for at, body in enumerate(self._each()):
-            own = {name.partition(".")[2]: v for name, v in tensors.items() if name.partition(".")[0] == str(at)}
-            body.fill(own) if isinstance(body, NetworkBody) else fill(body, own)
+            parts = ((name.partition("."), value) for name, value in tensors.items())
+            body.fill({name: value for (place, _, name), value in parts if place == str(at)})
 
     def _each(self) -> list[PublicBody]:
         return [body for body in self.bodies if isinstance(body, PublicBody)]
 
 
-class ImageEncoder(Representation):
-    """Images (b, c, h, w) -> logits (b, classes), from the features of public networks.
-
-    batch: examples whose features are computed at once, few enough for a core's caches. pixels: see the builder.
-    """
-
-    batch = 16
-    pixels: Mapping[str, Any] | None = None
-
-    @property
-    def settled(self) -> dict[str, Any]:
-        """With the constants of the images' pixels, which a client of a deployment has from nowhere else."""
-        known = {} if self.pixels is None else {"pixels": {key: list(found) for key, found in self.pixels.items()}}
-        return {**super().settled, **known}
+SHARED = ("size", "interpolation", "layers", "cells", "mirror", "projection", "dimension", "whitening")
+"""Options of a network that the model may say for all its networks."""
+TOGETHER = 16
+"""Examples whose features are computed at once, few enough for a core's caches."""
 
 
 def image_encoder(
@@ -255,17 +221,10 @@ def image_encoder(
     head: str | Mapping[str, Any] = "linear",
     train: str = "head",
     rank: int = 8,
-    size: int | None = None,
-    interpolation: str | None = None,
-    layers: str | Sequence[str] = "last",
-    cells: int | None = None,
-    mirror: bool = False,
-    projection: str = "none",
-    dimension: int | None = None,
-    whitening: float = 1.0,
     pixels: Mapping[str, Any] | None = None,
     path: str | None = None,
     sha256: str | None = None,
+    **shared: Any,
 ) -> nn.Module:
     """Return a public image network, or several side by side, with a new head.
 
@@ -279,20 +238,19 @@ def image_encoder(
     body, and its digest. Raises InputError.
     """
     shape = image_shape(NAME, input_shape)
+    for key in shared:
+        one_of(f"model {NAME}: option", key, SHARED)
     listed = [body] if bodies is None else bodies
     if (body is not None and bodies is not None) or not isinstance(listed, list | tuple) or listed in ([], [None]):
         raise wrong("model.body", bodies if body is None else body, f"one of {', '.join(BODIES)}; or bodies: a list")
-    shared = {
-        "size": size, "interpolation": interpolation, "layers": layers, "cells": cells, "mirror": mirror,
-        "projection": projection, "dimension": dimension, "whitening": whitening,
-    }  # fmt: skip
     tensors = given_tensors(path, sha256)
     made = SideBySide([_one(each, shared, shape, pixels, tensors is None) for each in listed])
     if tensors is not None:
         made.fill(tensors)
-    digest = checked(made.kept(), sha256)
-    module = ImageEncoder(made, digest, head_of(head, made.width, classes))
-    module.pixels = pixels
+    # The pixels' constants are kept too: a client of a deployment has them from nowhere else.
+    constants = {} if pixels is None else {"pixels": {key: list(values) for key, values in pixels.items()}}
+    module = Representation(made, head_of(head, made.width, classes), sha256, **constants)
+    module.batch = TOGETHER
     return trainable(NAME, module, train, rank).train()  # adapters are new: the network's layers stay in their mode
 
 
@@ -300,12 +258,12 @@ def _one(given: Any, shared: Mapping[str, Any], shape: tuple[int, int, int], pix
     """Return one body. new: with a projection, or with that of a file that is read later."""
     options = named("model.body", given)
     if options.get("kind", "patches") in KINDS:
-        return body_of(BodyOptions.of(options), shape)[0]
-    chosen = NetworkOptions.of({**shared, **options})
+        return body_of(BodyOptions.of(options), shape)
+    chosen: NetworkOptions = options_of({**shared, **options}, NetworkOptions)[0]
     found = loaded(chosen.kind, chosen.size)
     if chosen.sha256 not in (None, found.digest):
         raise wrong("model.body.sha256", f"{chosen.sha256} for {chosen.kind} with {found.digest}", "the body's digest")
     body = NetworkBody(found, chosen, shape, pixels)
     if new:
-        body.make(found.classifier)
+        body.make_projection(found.classifier)
     return body

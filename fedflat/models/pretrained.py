@@ -22,9 +22,11 @@ from fedflat.models.representation import Headed
 from fedflat.models.text import text_length
 from fedflat.models.vision import image_shape
 
-VIT = "google/vit-base-patch16-224-in21k"
-ROBERTA = "FacebookAI/roberta-base"
-PUBLISHED = (VIT, ROBERTA)
+PUBLISHED = {
+    "vit-base": ("google/vit-base-patch16-224-in21k", "ViTConfig", "ViTForImageClassification"),
+    "roberta-base": ("FacebookAI/roberta-base", "RobertaConfig", "RobertaForSequenceClassification"),
+}
+"""Each model's id on the hub, and its classes in transformers."""
 ROBERTA_BASE_SIZES = {"max_position_embeddings": 514, "type_vocab_size": 1}
 TRAIN = ("all", "head", "lora", "norms")
 NATURAL = "public natural data"
@@ -90,9 +92,8 @@ def extra(package: str, name: str) -> Any:
         raise missing(f"model {name}", package, "language") from error
 
 
-def _configuration(kind: Any, source: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+def _configuration(kind: Any, source: str, pretrained: bool, config: Any, defaults: Mapping[str, Any]) -> Any:
     """Return the published configuration, or one of ``config`` over ``defaults``."""
-    pretrained, config = options["pretrained"], options["config"]
     if pretrained and config is not None:
         raise wrong("model.config", "a configuration for published weights", "none, or pretrained: false")
     if pretrained:
@@ -107,30 +108,28 @@ def _configuration(kind: Any, source: str, options: Mapping[str, Any], defaults:
     return kind(**{**defaults, **(config or {})})
 
 
-def _load(
-    name: str,
-    classes: int,
-    kinds: tuple[str, str],
-    source: str,
-    options: Mapping[str, Any],
-    defaults: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, Any]:
+def _published(
+    name: str, classes: int, path: str | None, pretrained: bool, config: Any, attention: str, **defaults: Any
+) -> tuple[nn.Module, Any, str]:
+    """Return a published classifier or a random one of its form, its configuration, and where its weights are."""
     transformers = extra("transformers", name)
-    configuration_kind, model_kind = (getattr(transformers, kind) for kind in kinds)
-    with readable(name, source), hub() if options["pretrained"] and source in PUBLISHED else nullcontext():
-        config = _configuration(configuration_kind, source, options, defaults or {})
-        config.num_labels = classes
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-        if name == "roberta-base":
-            config.classifier_dropout = 0.0
-        config._attn_implementation = one_of("model.attention", options["attention"], ("sdpa", "eager"))
-        if not options["pretrained"]:
-            return model_kind(config), config
-        with quiet(transformers):
-            # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors:
-            # the other format is a pickle, which runs code.
-            body = model_kind.from_pretrained(source, config=config, ignore_mismatched_sizes=True, use_safetensors=True)
-    return body.float().train(), config
+    published, *names = PUBLISHED[name]
+    configurations, models = (getattr(transformers, kind) for kind in names)
+    source = published if path is None else _folder(path)
+    with readable(name, source), hub() if pretrained and path is None else nullcontext(), quiet(transformers):
+        found = _configuration(configurations, source, pretrained, config, defaults)
+        found.num_labels, found.classifier_dropout = classes, 0.0
+        _without_dropout(found, attention)
+        # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors: the other
+        # format is a pickle, which runs code.
+        loading = {"config": found, "ignore_mismatched_sizes": True, "use_safetensors": True}
+        body = models.from_pretrained(source, **loading) if pretrained else models(found)
+    return body.float().train(), found, source
+
+
+def _without_dropout(config: Any, attention: str) -> None:
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    config._attn_implementation = one_of("model.attention", attention, ("sdpa", "eager"))
 
 
 @contextmanager
@@ -164,12 +163,7 @@ def quiet(transformers: Any) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _source(published: str, path: str | None) -> str:
-    return published if path is None else folder(path)
-
-
-def folder(path: str) -> str:
-    """``path``, or InputError if there is no folder."""
+def _folder(path: str) -> str:
     if not Path(path).is_dir():
         raise wrong("model.path", path, "an existing folder written by save_pretrained")
     return str(path)
@@ -222,9 +216,7 @@ def vit_base(
     ``attention`` sdpa or eager.
     """
     channels = image_shape("vit-base", input_shape)[0]
-    options = {"pretrained": pretrained, "config": config, "attention": attention}
-    kinds = ("ViTConfig", "ViTForImageClassification")
-    body, found = _load("vit-base", classes, kinds, _source(VIT, path), options)
+    body, found, _ = _published("vit-base", classes, path, pretrained, config, attention)
     if channels not in (1, found.num_channels):
         raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {found.num_channels} channels")
     module = ImageTransformer(body, int(found.image_size), found.num_channels)
@@ -251,23 +243,17 @@ def roberta_base(
     ``padding``, which a recipe's data gives, describe the ids: a random model is made for them, published weights
     are refused if they were trained on others (their ids come from their own tokenizer, ``data.tokenizer``).
     """
-    length = text_length("roberta-base", input_shape)
-    options = {"pretrained": pretrained, "config": config, "attention": attention}
-    kinds = ("RobertaConfig", "RobertaForSequenceClassification")
     ids = {"vocab_size": vocabulary, "pad_token_id": padding}
     defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
-    source = _source(ROBERTA, path)
-    body, found = _load("roberta-base", classes, kinds, source, options, defaults)
-    same_ids(found, source if pretrained else None, vocabulary, padding)
-    longest = found.max_position_embeddings - found.pad_token_id - 1
-    if length > longest:
-        raise wrong("model roberta-base: input shape", tuple(input_shape), f"at most {longest} ids (data.max_length)")
+    body, found, source = _published("roberta-base", classes, path, pretrained, config, attention, **defaults)
+    _check_ids(found, source if pretrained else None, vocabulary, padding)
+    _check_length("roberta-base", input_shape, found.max_position_embeddings - found.pad_token_id - 1)
     module = TextTransformer(body, found.pad_token_id)
     module.prior = NATURAL if pretrained else module.prior
     return trainable("roberta-base", module, train, rank)
 
 
-def same_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
+def _check_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
     """Raise InputError unless the data's ids are the model's: none beyond its table, and the same one for padding."""
     fits = (vocabulary is None or vocabulary <= found.vocab_size) and padding in (None, found.pad_token_id)
     if fits:
@@ -277,3 +263,126 @@ def same_ids(found: Any, source: str | None, vocabulary: int | None, padding: in
     if source is None:
         raise wrong("model.config", f"{own} for data of {ids}", "vocab_size and pad_token_id of the data, or neither")
     raise wrong("data.tokenizer", ids, f"{own}, which is the model's own tokenizer: data.tokenizer={source}")
+
+
+def _check_length(name: str, input_shape: Sequence[int], longest: int) -> None:
+    if text_length(name, input_shape) > longest:
+        raise wrong(f"model {name}: input shape", tuple(input_shape), f"at most {longest} ids (data.max_length)")
+
+
+FIRST_POSITION = {"bert": 0, "roberta": 1, "xlm-roberta": 1}
+"""Kinds of encoders, and the position of the first token, counted from the padding id where it is 1."""
+POOLING = ("mean", "pair", "distance")
+NEAR = 0.01
+"""Added to a squared distance before its logarithm: equal sentences have a finite one."""
+
+
+class TextEncoder(Headed):
+    """Ids (b, T) int64 -> logits (b, classes).
+
+    Features: the mean of the last hidden states over the tokens that are not padding, normalised to mean 0 and
+    variance 1 in every example (Ba et al. 2016, without weights), so that one learning rate serves every encoder.
+    pooling ``pair``: the two sentences u, v are encoded apart, as in Reimers and Gurevych 2019; features
+    are |u − v| and u·v entry by entry, which do not depend on the sentences' order. ``distance``: one feature, the
+    logarithm of their mean squared difference (0 for unrelated ones): a head so small takes little noise.
+    """
+
+    trained = "classifier."
+    prior = NATURAL
+
+    def __init__(self, body: nn.Module, classes: int, pooling: str) -> None:
+        super().__init__()
+        config = cast(Any, body.config)
+        self.body, self.pooling, self.padding = body, pooling, int(config.pad_token_id)
+        self.first = FIRST_POSITION[config.model_type] * (self.padding + 1)
+        self.kinds = int(config.type_vocab_size)
+        width = int(config.hidden_size)
+        self.classifier = nn.Linear({"mean": width, "pair": 2 * width, "distance": 1}[pooling], classes)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        keep = inputs != self.padding
+        part = _part(inputs, keep)
+        if self.pooling == "mean":
+            return _normalised(self._states(inputs, keep, part), keep)
+        states = self._states(inputs, keep, part)
+        u, v = (_normalised(states, keep & (part == side)) for side in (0, 1))
+        if self.pooling == "distance":
+            return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
+        return torch.cat([(u - v).abs(), u * v], dim=-1)
+
+    def head(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.classifier(features))
+
+    def _states(self, ids: Tensor, keep: Tensor, part: Tensor) -> Tensor:
+        """Return the last hidden states (b, T, n); masks and positions without a branch on values, for
+        ``torch.func.vmap``.
+        """
+        position = keep.long().cumsum(1) - 1
+        seen = keep[:, None, :].expand(-1, ids.shape[1], -1)
+        if self.pooling != "mean":  # no token sees the other sentence, whose positions start anew
+            seen = seen & (part[:, :, None] == part[:, None, :])
+            position = position - part * (keep & (part == 0)).sum(1, keepdim=True)
+        dtype = next(self.body.parameters()).dtype
+        mask = torch.finfo(dtype).min * (~seen).to(dtype)
+        kind = part.clamp(max=self.kinds - 1) if self.pooling == "mean" else torch.zeros_like(part)
+        outputs = self.body(
+            input_ids=ids,
+            attention_mask=mask[:, None],
+            position_ids=torch.where(keep, position + self.first, self.padding),
+            token_type_ids=kind,
+        )
+        return cast(Tensor, outputs.last_hidden_state)
+
+
+def _part(ids: Tensor, keep: Tensor) -> Tensor:
+    """0 for the tokens of a text's first sentence, its separator included, 1 for the others (b, T).
+
+    The separator is a text's last token, as BERT's and RoBERTa's tokenizers write it.
+    """
+    last = (keep.sum(1, keepdim=True) - 1).clamp(min=0)
+    ends = (ids == ids.gather(1, last)) & keep
+    return (ends.long().cumsum(1) - ends.long()).clamp(max=1)
+
+
+def _normalised(states: Tensor, keep: Tensor) -> Tensor:
+    """Return the mean of states (b, T, n) over the kept tokens, then mean 0 and variance 1 over its n entries."""
+    weights = keep.to(states.dtype)[..., None]
+    mean = (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+    return F.layer_norm(mean, mean.shape[-1:])
+
+
+def text_encoder(
+    input_shape: Sequence[int],
+    classes: int,
+    *,
+    path: str | None = None,
+    train: str = "head",
+    rank: int = 8,
+    pooling: str = "mean",
+    attention: str = "sdpa",
+    vocabulary: int | None = None,
+    padding: int | None = None,
+) -> nn.Module:
+    """Return a BERT, RoBERTa or XLM-RoBERTa encoder in the folder ``path``, with a new linear classifier.
+
+    Options: ``path`` (required) a folder written by save_pretrained, with safetensors; ``train`` head (the body is
+    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or pair or distance for two
+    sentences; ``attention`` sdpa or eager. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
+    must be the encoder's own. Raises InputError.
+    """
+    if path is None:
+        raise wrong("model.path", "nothing", "a folder with the encoder's weights, written by save_pretrained")
+    one_of("model.pooling", pooling, POOLING)
+    name, source = "text-encoder", _folder(path)
+    transformers = extra("transformers", name)
+    with readable(name, source), quiet(transformers):
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        if config.model_type not in FIRST_POSITION:
+            raise wrong(f"model {name}", f"a {config.model_type} at {source}", ", ".join(FIRST_POSITION))
+        _without_dropout(config, attention)
+        loading = {"use_safetensors": True, "local_files_only": True, "add_pooling_layer": False}
+        body = transformers.AutoModel.from_pretrained(source, config=config, **loading)
+    _check_ids(config, source, vocabulary, padding)
+    first = FIRST_POSITION[config.model_type] * (config.pad_token_id + 1)
+    _check_length(name, input_shape, config.max_position_embeddings - first)
+    return trainable(name, TextEncoder(body.float().train(), classes, pooling), train, rank)

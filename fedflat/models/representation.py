@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +20,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import nearest, one_of, whole, wrong
-from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors, write_tensors
-from fedflat.core.process import using_threads
-from fedflat.models.patches import Patches, PatchOptions, dead_leaves
+from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
+from fedflat.core.process import report_progress, using_threads
+from fedflat.models.patches import Patches, PatchOptions, Scattering, ScatteringOptions, dead_leaves
 from fedflat.models.pretraining import ContrastiveOptions, Network
-from fedflat.models.scattering import Projection, ProjectionOptions, Scattering, ScatteringOptions, fitted_maps
 from fedflat.models.vision import image_shape
 
 
@@ -58,7 +58,121 @@ class Headed(nn.Module):
         return still and not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.modules())
 
 
-__all__ = ["FILE", "NAME", "Representation", "representation", "write_body"]
+FLATTEST = 1e-3
+"""Added to a map entry's standard deviation before the division."""
+SHRUNK = 0.5
+"""Of the least variance kept, added to all variances before whitening."""
+BLOCK = 50
+"""Synthetic images whose maps are computed at once."""
+
+
+@dataclass(frozen=True)
+class ProjectionOptions:
+    """dimension: features k. whitening: w of (variance)^(−w/2), 0 none, 1 all. images: how many to fit on.
+
+    flip: an image's directions are the mean over it and its mirror image, so that both have the same features.
+    """
+
+    dimension: int = 2000
+    whitening: float = 0.8
+    images: int = 4000
+    flip: bool = False
+
+    def __post_init__(self) -> None:
+        whole("model.body.dimension", self.dimension, 1)
+        whole("model.body.images", self.images, 100)
+        in_range("model.body.whitening", self.whitening, 0, 1)
+        if not isinstance(self.flip, bool):
+            raise wrong("model.body.flip", self.flip, "true or false")
+
+
+class Projection(nn.Module):
+    """Maps (b, channels, positions) -> features (b, k) of length 1. Its buffers are empty until it is fitted."""
+
+    mean: Tensor
+    scale: Tensor
+    channels: Tensor
+    positions: Tensor
+    chosen: Tensor
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "scale", "channels", "positions", "chosen", "weight"):
+            self.register_buffer(name, torch.zeros(0))
+
+    def forward(self, *views: Tensor) -> Tensor:
+        """views: maps of an image, and of its mirror image where features are of both."""
+        return unit(self._mean(views)[:, self.chosen] * self.weight)
+
+    def _mean(self, views: Sequence[Tensor]) -> Tensor:
+        return cast(Tensor, sum(self._directions(maps) for maps in views)) / len(views)
+
+    def _standard(self, maps: Tensor) -> Tensor:
+        return unit(((maps - self.mean) * self.scale).flatten(1)).view_as(maps)
+
+    def _directions(self, maps: Tensor) -> Tensor:
+        return torch.matmul(torch.matmul(self.channels, self._standard(maps)), self.positions).flatten(1)
+
+    def fit(self, views: Sequence[Tensor], options: ProjectionOptions) -> None:
+        """Fit on maps (n, channels, positions) of synthetic images; a second entry: of their mirror images."""
+        maps = views[0]
+        self.mean = maps.mean(0)
+        self.scale = 1 / (maps.std(0) + FLATTEST)
+        parts = maps.split(BLOCK)
+        centre = sum(self._standard(part).sum(0) for part in parts) / len(maps)
+        among, places = (
+            _products((self._standard(part) - centre).transpose(1, 2 if over else 1).flatten(0, 1) for part in parts)
+            for over in (True, False)
+        )
+        across, along = torch.linalg.eigh(among)[1], torch.linalg.eigh(places)[1]
+        self.channels, self.positions = _signed(across).T.float().contiguous(), _signed(along).float().contiguous()
+        pairs = list(zip(*(view.split(BLOCK) for view in views)))
+        shift = self._mean(pairs[0]).mean(0)  # for the sake of the subtraction's accuracy
+        sums = cast(Tensor, sum(_sums(self._mean(pair) - shift) for pair in pairs)) / len(maps)
+        found = sums[1] - sums[0].square()
+        variance, order = found.float().clamp_min(0).sort(descending=True)
+        kept = order[: options.dimension]
+        used, rows = torch.unique(kept // maps.shape[2], return_inverse=True)
+        self.channels, self.chosen = self.channels[used].contiguous(), rows * maps.shape[2] + kept % maps.shape[2]
+        variance = variance[: options.dimension]
+        self.weight = (variance + SHRUNK * variance[-1]).pow(-options.whitening / 2)
+
+
+def fitted_maps(body: nn.Module, images: Tensor) -> Tensor:
+    """Return the maps of synthetic images (n, channels, positions), in blocks."""
+    with torch.no_grad():
+        few = body(images[:1])
+        found: Tensor = few.new_empty(len(images), *few.shape[1:])
+        for start in range(0, len(images), BLOCK):
+            report_progress("making the dictionary, random image", start, len(images))
+            found[start : start + BLOCK] = body(images[start : start + BLOCK])
+    report_progress("making the dictionary, random image", len(images), len(images))
+    return found
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Return the rows (b, n) of length 1."""
+    length: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9)
+    return rows / length
+
+
+def _products(parts: Iterable[Tensor]) -> Tensor:
+    """Σ xᵀx of matrices x (n, d), in float64."""
+    return cast(Tensor, sum(part.T.double() @ part.double() for part in parts))
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Return the sums of rows (n, d) and of their squares, float64 ``(2, d)``."""
+    return torch.stack([rows.double().sum(0), rows.double().square().sum(0)])
+
+
+def _signed(vectors: Tensor) -> Tensor:
+    """Eigenvectors as columns, from the largest eigenvalue on, each with its largest entry positive."""
+    vectors = vectors.flip(1)
+    largest = vectors.abs().argmax(0, keepdim=True)
+    signs: Tensor = vectors.gather(0, largest).sign()
+    return vectors * signs
 
 
 FORMAT = "fedflat-body-1"
@@ -85,15 +199,8 @@ class BodyOptions:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
         found = named("model.body", given)
         kind, seed = one_of("model.body.kind", found.pop("kind", "patches"), KINDS), found.pop("seed", 0)
-        maps, shared = KINDS[kind][0], ProjectionOptions
-        names = [field.name for of in (maps, shared) for field in dataclasses.fields(of)]
-        for key in found:
-            if key not in names:
-                raise wrong(f"model.body.{key}", key, f"for {kind}: seed, {', '.join(names)}", hint=nearest(key, names))
-        own, rest = (
-            {f.name: found[f.name] for f in dataclasses.fields(of) if f.name in found} for of in (maps, shared)
-        )
-        return cls(kind, whole("model.body.seed", seed), maps(**own), shared(**rest))
+        maps, projection = options_of(found, KINDS[kind][0], ProjectionOptions)
+        return cls(kind, whole("model.body.seed", seed), maps, projection)
 
     def text(self, shape: Shape) -> str:
         """Return all of it in one line."""
@@ -107,6 +214,14 @@ def named(where: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, (str, Mapping)):
         raise wrong(where, given, "a name, or a name with options: {kind: …, …}")
     return {"kind": given} if isinstance(given, str) else dict(given)
+
+
+def options_of(given: Mapping[str, Any], *kinds: Any) -> list[Any]:
+    """Return one object of each kind, made of the keys that are its fields. Raises InputError for a key of none."""
+    names = [[field.name for field in dataclasses.fields(kind)] for kind in kinds]
+    for key in given:
+        one_of(f"model.body.{key}", key, ["seed", *itertools.chain(*names)])
+    return [kind(**{key: given[key] for key in own if key in given}) for kind, own in zip(kinds, names)]
 
 
 class PublicBody(nn.Module):
@@ -131,103 +246,83 @@ class PublicBody(nn.Module):
         found: Tensor = self.projection(*(self.maps(view) for view in self.views(images)))
         return found
 
-    def kept(self) -> dict[str, Tensor]:
-        """Return what a run keeps of the body: what makes it again, bit for bit."""
-        return dict(self.state_dict())
-
     def views(self, images: Tensor) -> list[Tensor]:
         """Return the images, and their mirror images where features are of both."""
         return [images, images.flip(-1)] if self.flip else [images]
 
+    def as_data(self, images: Tensor) -> Tensor:
+        """Return standardised synthetic images as if the data had prepared them."""
+        return images
+
+    def make(self, made_of: str, shape: Shape, options: ProjectionOptions, seed: int) -> None:
+        """Fill the body from the cache, or from synthetic images (minutes), and keep it there if that can be written.
+
+        made_of: all that the body is a function of, in one line.
+        """
+        key = hashlib.sha256(made_of.encode()).hexdigest()[:32]
+        tensors = read_tensors(cache_folder() / f"body-{key}.safetensors")
+        if tensors is None:
+            with torch.no_grad(), using_threads(torch.get_num_threads()):
+                images = self.as_data(dead_leaves(options.images, shape, seed))
+                if isinstance(self.maps, Patches | Network):
+                    self.maps.fit(images, seed)
+                self.projection.fit([fitted_maps(self.maps, view) for view in self.views(images)], options)
+            tensors = self.kept()
+            keep("body", key, tensors, {"made_of": made_of})
+        self.fill(tensors)
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what a run keeps of the body: what makes it again, bit for bit."""
+        return dict(self.state_dict())
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what a run kept; tensors of the projection have the stored shapes. Raises InputError for another
+        body's.
+        """
+        for name, value in self.named_buffers():
+            here = tensors.get(name)
+            fits = here is not None and (name.startswith("projection.") or here.shape == value.shape)
+            if not fits or len(tensors) != len(self.state_dict()):
+                found = "nothing" if here is None else f"shape {tuple(here.shape)}"
+                raise wrong(f"model.path: {name}", found, f"a body of these options and images ({tuple(value.shape)})")
+        for name, value in tensors.items():
+            owner, _, key = name.rpartition(".")
+            self.get_submodule(owner)._buffers[key] = value.clone()
+
 
 def body_of(
     options: BodyOptions, shape: Shape, path: str | Path | None = None, sha256: str | None = None
-) -> tuple[PublicBody, str]:
-    """Return the body, and the digest of what is in it: from ``path``, from the cache, or made now (minutes) and kept
-    there.
+) -> PublicBody:
+    """Return the body: from ``path``, from the cache, or made now.
 
     Raises InputError where its digest is not ``sha256``, or where the file at ``path`` holds another body.
     """
-    body = PublicBody(_maps(options, shape), options.projection.flip)
+    body = PublicBody(KINDS[options.kind][1](shape, options.maps), options.projection.flip)
     tensors = given_tensors(path, sha256)
     if tensors is not None:
         body.prior = "unknown"
-    if tensors is None and isinstance(options.maps, ContrastiveOptions):
+        body.fill(tensors)
+        return body
+    if isinstance(options.maps, ContrastiveOptions):
         options, body.prior = replace(options, maps=options.maps.known()), options.maps.prior
-    tensors = tensors or read_tensors(_kept(options, shape)) or _made(body, options, shape)
-    found = checked(tensors, sha256)
-    fill(body, tensors)
-    return body, found
-
-
-def checked(tensors: Mapping[str, Tensor], sha256: str | None) -> str:
-    """Return the digest of what is in a body. Raises InputError where another one was asked for."""
-    found = digest_of(tensors)
-    if sha256 not in (None, found):
-        kept = cache_folder() / f"body-{sha256}.safetensors"
-        hint = f"This machine makes another one from the same seed; copy the run's own ({FILE}) to {kept}."
-        raise wrong("model.sha256", f"{sha256} for a body of {found}", "the body that the run was made with", hint=hint)
-    return found
+    body.make(options.text(shape), shape, options.projection, options.seed)
+    return body
 
 
 FILE = "body.safetensors"
 """In a run's folder, and in an exported one."""
 
 
-def write_body(body: PublicBody, path: Path) -> None:
-    """Keep a body beside what was trained on it."""
-    write_tensors(path, body.kept())
-
-
 def given_tensors(path: str | Path | None, sha256: str | None) -> dict[str, Tensor] | None:
     """Return a body that somebody put at ``path``, or into the cache under its digest."""
     if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)):
         raise wrong("model.sha256", sha256, "64 hexadecimal digits in quotes")
-    if path is not None:
-        found = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
-        if found is None:
-            raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
-        return found
-    return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
-
-
-def _kept(options: BodyOptions, shape: Shape) -> Path:
-    return cache_folder() / f"body-{_key(options, shape)}.safetensors"
-
-
-def _key(options: BodyOptions, shape: Shape) -> str:
-    return hashlib.sha256(options.text(shape).encode()).hexdigest()[:32]
-
-
-def _made(body: PublicBody, options: BodyOptions, shape: Shape) -> dict[str, Tensor]:
-    """Fill the body from its seed, and keep it in the cache if that can be written."""
-    with torch.no_grad(), using_threads(torch.get_num_threads()):
-        images = dead_leaves(options.projection.images, shape, options.seed)
-        if isinstance(body.maps, Patches | Network):
-            body.maps.fit(images, options.seed)
-        views = [fitted_maps(body.maps, view) for view in body.views(images)]
-        body.projection.fit(views, options.projection)
-    tensors = body.kept()
-    keep("body", _key(options, shape), tensors, {"made_of": options.text(shape)})
-    return tensors
-
-
-def fill(body: PublicBody, tensors: Mapping[str, Tensor]) -> None:
-    """Put stored tensors into a body's buffers; those of the projection have the stored shapes."""
-    for name, value in body.named_buffers():
-        here = tensors.get(name)
-        fits = here is not None and (name.startswith("projection.") or here.shape == value.shape)
-        if not fits or len(tensors) != len(body.state_dict()):
-            found = "nothing" if here is None else f"shape {tuple(here.shape)}"
-            raise wrong(f"model.path: {name}", found, f"a body of these options and images ({tuple(value.shape)})")
-    for name, value in tensors.items():
-        owner = body.get_submodule(name.rpartition(".")[0])
-        owner._buffers[name.rpartition(".")[2]] = value.clone()
-
-
-def _maps(options: BodyOptions, shape: Shape) -> nn.Module:
-    made: nn.Module = KINDS[options.kind][1](shape, options.maps)
-    return made
+    if path is None:
+        return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
+    found = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
+    if found is None:
+        raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
+    return found
 
 
 NAME = "representation"
@@ -239,22 +334,25 @@ HEADS = ("linear", "mlp")
 class Representation(Headed):
     """Images (b, c, h, w), standardised -> logits (b, classes).
 
-    body: images -> features (b, k). sha256: the digest of what is in it. prior: what it was made from.
+    body: images -> features (b, k). sha256: the digest that what is in it must have. settled: the options that make the
+    same module again on another machine, as a recipe takes them, ``constants`` of the data among them. batch: examples
+    whose features are computed at once.
     """
 
     trained = "classifier."
-
     body: PublicBody
+    batch = 64
 
-    def __init__(self, body: PublicBody, sha256: str, classifier: nn.Module) -> None:
+    def __init__(self, body: PublicBody, classifier: nn.Module, sha256: str | None, **constants: Any) -> None:
         super().__init__()
-        self.body, self.sha256, self.classifier = body, sha256, classifier
-        self.prior = body.prior
-
-    @property
-    def settled(self) -> dict[str, Any]:
-        """The options that make the same module again on another machine, as a recipe takes them."""
-        return {"sha256": self.sha256}
+        self.body, self.classifier, self.prior = body, classifier, body.prior
+        self.sha256 = digest_of(body.kept())
+        if sha256 not in (None, self.sha256):
+            place = cache_folder() / f"body-{sha256}.safetensors"
+            hint = f"This machine makes another one from the same seed; copy the run's own ({FILE}) to {place}."
+            found = f"{sha256} for a body of {self.sha256}"
+            raise wrong("model.sha256", found, "the body that the run was made with", hint=hint)
+        self.settled = {"sha256": self.sha256, **constants}
 
     def features(self, inputs: Tensor) -> Tensor:
         return cast(Tensor, self.body(inputs))
@@ -287,8 +385,8 @@ def representation(
     InputError.
     """
     shape = image_shape(NAME, input_shape)
-    made, found = body_of(BodyOptions.of(body), shape, path, sha256)
-    return Representation(made, found, head_of(head, made.width, classes))
+    made = body_of(BodyOptions.of(body), shape, path, sha256)
+    return Representation(made, head_of(head, made.width, classes), sha256)
 
 
 def head_of(given: str | Mapping[str, Any], features: int, classes: int) -> nn.Module:

@@ -88,7 +88,7 @@ def test_filters_answer_as_the_formula_says() -> None:
 def test_whitened_filters_see_white_patches() -> None:
     """In the space of the filters the patches that they were made from have nearly one variance in all directions."""
     options = BodyOptions.of({"kind": "patches", "filters": 60, "size": 3, "cells": 2, "dimension": 20, "images": 200})
-    body, _ = body_of(options, SHAPE)
+    body = body_of(options, SHAPE)
     patches = normalised(torch.nn.functional.unfold(dead_leaves(200, SHAPE, 0), 3)).transpose(1, 2).reshape(-1, 9)
     answers = patches @ body.maps.filters.T - body.maps.shift.T
     plain = patches @ torch.nn.functional.normalize(patches[:60]).T

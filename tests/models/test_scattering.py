@@ -14,7 +14,7 @@ from fedflat.backends.features import with_features
 from fedflat.core.checks import InputError
 from fedflat.data.clients import from_pairs
 from fedflat.models import build
-from fedflat.models.scattering import Scattering, ScatteringOptions
+from fedflat.models.patches import Scattering, ScatteringOptions
 
 SMALL = {"kind": "scattering", "scales": 1, "angles": 4, "dimension": 20, "images": 100}
 SHAPE = (1, 8, 8)
