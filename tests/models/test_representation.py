@@ -144,7 +144,7 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path, monkeypatc
 
 def test_another_machine_takes_the_run_s_own_body(own_cache: Path, tmp_path: Path) -> None:
     other = made(body={**SMALL, "seed": 5})  # stands for what another machine makes of seed 0
-    fedflat.models.representation.write_body(other.body, tmp_path / "body.safetensors")
+    durable.write_tensors(tmp_path / "body.safetensors", other.body.kept())
     taken = made(path=str(tmp_path / "body.safetensors"), sha256=other.sha256)
     assert torch.equal(taken.body.projection.weight, other.body.projection.weight)
     shutil.copy(tmp_path / "body.safetensors", own_cache / f"body-{other.sha256}.safetensors")
@@ -155,7 +155,7 @@ def test_a_file_of_another_body_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "body.safetensors"
     with pytest.raises(InputError, match="a sound body"):
         made(path=str(file))
-    fedflat.models.representation.write_body(made(body={**SMALL, "filters": 10}).body, file)
+    durable.write_tensors(file, made(body={**SMALL, "filters": 10}).body.kept())
     with pytest.raises(InputError, match=r"maps\.filters: found shape \(10, 9\)"):
         made(path=str(file))
     whole = load_file(file)
@@ -213,7 +213,7 @@ def test_an_altered_body_is_noticed_and_not_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     fedflat.run(recipe(), out=folder)
     assert [c.verdict for c in inspect_run(folder) if c.record == "body.safetensors"] == ["ok"]
-    fedflat.models.representation.write_body(made(body={**SMALL, "seed": 9}).body, folder / "body.safetensors")
+    durable.write_tensors(folder / "body.safetensors", made(body={**SMALL, "seed": 9}).body.kept())
     for _ in ("another", "damaged", "missing"):
         (found,) = (c for c in inspect_run(folder) if c.record == "body.safetensors")
         assert found.verdict == "wrong"
@@ -230,7 +230,7 @@ def test_an_altered_body_is_noticed_and_not_loaded(tmp_path: Path) -> None:
 def test_a_body_from_a_file_may_be_anything(tmp_path: Path, own_cache: Path) -> None:
     """Only a body made here is known to be a random process's."""
     file = tmp_path / "mine.safetensors"
-    fedflat.models.representation.write_body(made(body={**SMALL, "seed": 9}).body, file)
+    durable.write_tensors(file, made(body={**SMALL, "seed": 9}).body.kept())
     given = recipe(model={"name": "representation", "body": SMALL, "path": str(file)})
     found = fedflat.run(given, out=tmp_path / "run")
     assert found.privacy["prior"].startswith("unknown") and made().prior == "random process"

@@ -108,7 +108,7 @@ def test_a_run_keeps_it_and_is_loaded(tmp_path: Path, own_cache: Path) -> None:
         ({"cells": 0}, "model.body.cells: found 0"),
         ({"cells": 5}, "at least 10 × 10"),
         ({"scale": 2}, "Did you mean scales"),
-        ({"filters": 3}, "model.body.filters: found filters; allowed: for scattering"),
+        ({"filters": 3}, "model.body.filters: found filters; allowed: seed, scales"),
     ],
 )
 def test_mistakes_are_one_sentence(changes: dict[str, Any], told: str) -> None:
