@@ -431,7 +431,7 @@ def _record(row: papers.Row) -> dict[str, Any]:
 
 def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Path]:
     """Write ``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: of the numbers."""
-    from fedflat.report import flatness, html, pages
+    from fedflat.report import flatness, pages
 
     # Made first, so that a folder that cannot be written is one line.
     write_files(folder, {})
@@ -442,7 +442,7 @@ def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Pat
         figure = found.of
         title = f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}"
         differs = pages.Section("notes", "What differs", "prose", notes(found, source))
-        sections = [pages.Section("drawings", "", "cards", html.cards(list(found.figures))), differs]
+        sections = [pages.Section("drawings", "", "cards", pages.cards(list(found.figures))), differs]
         page = pages.page(title, figure.about, sections, "fedflat")
         written.append(pages.write(page, folder / f"{figure.name}.html"))
     return written

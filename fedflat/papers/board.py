@@ -13,8 +13,7 @@ from typing import Any
 from fedflat.core.imports import install
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import spread, styles
-from fedflat.report.html import cards
-from fedflat.report.pages import Section, Table, page
+from fedflat.report.pages import Section, Table, cards, page
 from fedflat.report.plates import draw_on
 from fedflat.report.tables import PLAINLY
 

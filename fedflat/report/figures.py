@@ -12,7 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fedflat.report import metrics
-from fedflat.report.groups import SAME, Group, Spread, dashed, final_epsilon, spread, style_of, styles, without_epsilon
+from fedflat.report.groups import (
+    COLOURS,
+    DASHES,
+    SAME,
+    Group,
+    Spread,
+    dashed,
+    final_epsilon,
+    spread,
+    style_of,
+    styles,
+    without_epsilon,
+)
 from fedflat.report.metrics import Run, column, number
 
 MAX_POINTS = 600
@@ -40,6 +52,17 @@ class Series:
     low: Values = ()
     high: Values = ()
     style: int = 0
+
+    @property
+    def classes(self) -> str:
+        """The classes of the style sheet that colour and dash the series, and the one that a page's chips hide."""
+        kind = "ink" if self.style < 0 else f"c{self.style % COLOURS} d{self.style % DASHES}"
+        return f"{kind} g{self.style}"
+
+    @property
+    def band(self) -> str:
+        """The style sheet's class of the band: around a line, or between quantiles."""
+        return "sd" if self.y else "q5" if self.label.startswith("5") else "q25"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fedflat.report import html, pages, plates
+from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS
 from fedflat.report.pages import Section, Table
@@ -185,7 +185,7 @@ def figures(found: Record) -> list[Figure]:
 
 
 def _model(groups: Sequence[Record], place: int) -> dict[str, Any] | None:
-    return html.cards(_curves(groups, place), html.PRIVATE if groups[0]["private"] else "")
+    return pages.cards(_curves(groups, place), pages.PRIVATE if groups[0]["private"] else "")
 
 
 def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
@@ -235,7 +235,6 @@ def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
         "hint": "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together.",
         "reliefs": [_relief(group, lines, low, high) for group in groups],
         "overlay": _overlaid(groups, lines),
-        "about_private": html.PRIVATE,
         "levels": [(f"{level:g}", *plates.colours(level, low, high)) for level in lines],
         "data": {"low": low, "high": high, "ramps": plates.RAMPS, "surfaces": surfaces},
     }
@@ -247,8 +246,8 @@ def _overlaid(groups: Sequence[Record], lines: Sequence[float]) -> dict[str, Any
     if len(groups) < 2 or not lines:
         return None
     surfaces = [(name, each["style"], each["surface"]["loss"]) for name, each in zip(names, groups)]
-    legend = [(name, pages.swatch(Series(name, {}, style=style))) for name, style, _ in surfaces]
-    return {"drawing": plates.overlay(surfaces, groups[0]["surface"]["steps"], lines), "legend": legend}
+    legend = [Series(name, {}, style=style) for name, style, _ in surfaces]
+    return {"drawing": plates.overlay(surfaces, groups[0]["surface"]["steps"], lines), "series": legend}
 
 
 def _short(rows: Sequence[Sequence[float]]) -> list[float]:

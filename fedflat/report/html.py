@@ -16,11 +16,10 @@ from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
 from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, column, cost_sentences, costs, epsilon_text, section
-from fedflat.report.pages import Facts, Section, Table
+from fedflat.report.pages import PRIVATE, Facts, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
 from fedflat.report.summary import cautions, remarks
 
-PRIVATE = "Private to the simulation, not covered by the guarantee"
 MARK = "Noise from the seed: protects nobody"
 """What lies across the page of a seeded run."""
 CLASSES = 12
@@ -274,31 +273,12 @@ def _of(figures: Sequence[Figure], private: bool) -> list[Figure]:
     return [figure for figure in figures if figure.private is private]
 
 
-def cards(figures: Sequence[Figure], note: str = "", chips: Sequence[Any] = ()) -> dict[str, Any] | None:
-    """Return a section of figures for the macro ``cards``; None without any. note: what is said of them all, as
-    private.
-    """
-    if not figures:
-        return None
-    toggle = any(len(figure.axes) > 1 for figure in figures)
-    return {"cards": list(map(_card, figures)), "toggle": toggle, "private_note": note, "chips": chips}
-
-
-def _card(figure: Figure) -> dict[str, Any]:
-    alone = figure.overlay or len(figure.series) < 2
-    return {
-        "figure": figure, "drawings": [pages.draw(figure, axis) for axis in figure.axes],
-        "legend": [] if alone else [(series.label, pages.swatch(series)) for series in figure.series],
-        "data": pages.data(figure), "about_private": PRIVATE,
-    }  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------------- comparison
 
 
 def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
     figures = figures_of_groups(groups)
-    chips = [(group.label, pages.swatch(Series(group.label, {}, style=group.style)), group.style) for group in groups]
+    chips = [Series(group.label, {}, style=group.style) for group in groups]
     public = cards(_of(figures, False), chips=chips)
     each = [(group.label, statement_of(group.runs[0])) for group in groups]
     recipes = [(group.label, _recipe(group.runs[0])) for group in groups]

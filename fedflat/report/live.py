@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.report import metrics, pages, tables
-from fedflat.report.html import PRIVATE, cards, figures_of
+from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, column, section
 from fedflat.report.summary import cautions
 
@@ -74,7 +74,7 @@ class Live:
         table = pages.Table("Runs", heads, [_row(run) for run in runs], left=2)
         return pages.filled(
             "live_body.html", table=table, warnings=warned, replies=self._replies(runs) if self.private else None,
-            cards=cards(figures, PRIVATE if self.private else ""),
+            cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
         )  # fmt: skip
 
     def _replies(self, runs: list[Run]) -> pages.Table:

@@ -23,7 +23,8 @@ from markupsafe import Markup
 
 from fedflat.core.checks import wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
-from fedflat.report.groups import COLOURS, DASHES
+
+PRIVATE = "Private to the simulation, not covered by the guarantee"
 
 
 class Section(NamedTuple):
@@ -66,6 +67,14 @@ def page(
     )  # fmt: skip
 
 
+def cards(figures: Sequence[Figure], note: str = "", chips: Sequence[Series] = ()) -> dict[str, Any] | None:
+    """Return the figures of a section for the macro ``cards``; None without any.
+
+    note: what is said of them all, as private. chips: the series that a reader may hide in every figure.
+    """
+    return {"figures": figures, "note": note, "chips": chips} if figures else None
+
+
 def digest(script: str) -> str:
     """Return what a page's policy calls a script by."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -99,7 +108,8 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "markdown": _markdown}
+    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
+    found.globals |= {"draw": draw, "numbers": numbers, "PRIVATE": PRIVATE}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
 
@@ -129,7 +139,6 @@ DECADES = 30
 """Ratio of the ends of an axis of points beyond which it is logarithmic."""
 EDGE = 12
 """Room beside the first and the last point."""
-AXIS_TITLES = {"round": "round", "epsilon": "ε spent"}
 
 
 @dataclass(frozen=True)
@@ -234,78 +243,6 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
     return f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}l" + " ".join(steps)
 
 
-def _classes(series: Series) -> str:
-    if series.style < 0:
-        return f"ink g{series.style}"
-    return f"c{series.style % COLOURS} d{series.style % DASHES} g{series.style}"
-
-
-class Mark(NamedTuple):
-    """An element of the drawing: its name, its classes, its other attributes."""
-
-    tag: str
-    kind: str
-    places: dict[str, str]
-
-
-def _line(series: Series, axis: str, x: Scale, y: Scale) -> Iterable[Mark]:
-    across, classes = [x(value) for value in series.x[axis]], _classes(series)
-    if series.low:
-        places = thin(len(across), BAND_POINTS)
-        edge = [(across[place], y(series.low[place])) for place in places]
-        back = [(across[place], y(series.high[place])) for place in reversed(places)]
-        band = "sd" if series.y else _band(series)
-        yield Mark("path", f"band {band} {classes}", {"d": f"{_path(edge + back)}Z"})
-    points = list(zip(across, map(y, series.y))) if series.y else []
-    if len(points) > 1:
-        yield Mark("path", f"line {classes}", {"d": _path(points)})
-    if len(points) <= FEW_POINTS:
-        yield from (_dot(classes, a, b) for a, b in points)
-
-
-def _band(series: Series) -> str:
-    return "q5" if series.label.startswith("5") else "q25"
-
-
-def _dot(classes: str, x: float, y: float) -> Mark:
-    return Mark("circle", f"dot {classes}", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
-
-
-def _bars(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
-    count, slot = len(figure.series), (x(1) - x(0)) * 0.8
-    for place, series in enumerate(figure.series):
-        classes = _classes(series)
-        for index, value in zip(series.x["round"], series.y, strict=True):
-            if count > DOTS_FROM:
-                yield _dot(classes, x(index) + slot * 0.8 * ((place + 0.5) / count - 0.5), y(value))
-                continue
-            sides = {
-                "x": x(index) - slot / 2 + place * slot / count, "y": y(value), "width": max(1.0, slot / count - 0.8),
-                "height": max(0.0, BOTTOM - y(value)),
-            }  # fmt: skip
-            yield Mark("rect", f"bar {classes}", {name: f"{side:.1f}" for name, side in sides.items()})
-            if series.low:
-                middle = sides["x"] + sides["width"] / 2
-                at = series.x["round"].index(index)
-                yield _whisker("ink", middle, y(series.low[at]), y(series.high[at]))
-
-
-def _points(figure: Figure, x: Scale, y: Scale) -> Iterable[Mark]:
-    """Yield the points with whiskers, methods side by side where they share a place."""
-    for place, series in enumerate(figure.series):
-        aside = 4 * (place - (len(figure.series) - 1) / 2)
-        classes = _classes(series)
-        for index, value in enumerate(series.y):
-            across = x(series.x["round"][index]) + aside
-            if series.low:
-                yield _whisker(classes, across, y(series.low[index]), y(series.high[index]))
-            yield _dot(classes, across, y(value))
-
-
-def _whisker(classes: str, across: float, low: float, high: float) -> Mark:
-    return Mark("path", f"whisker {classes}", {"d": f"M{across:.1f},{low:.1f}V{high:.1f}"})
-
-
 class Label(NamedTuple):
     """A line's name beside its end: its text, its classes, and where."""
 
@@ -330,7 +267,7 @@ def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
         heights[place] = min(heights[place], most)
         most = heights[place] - LINE_GAP
     named = [lines[place] for _, place in ends]
-    return [Label(_short(each.label), _classes(each), at) for each, at in zip(named, heights, strict=True)]
+    return [Label(_short(each.label), each.classes, at) for each, at in zip(named, heights, strict=True)]
 
 
 def _short(label: str, most: int = 20) -> str:
@@ -343,21 +280,36 @@ def draw(figure: Figure, axis: str) -> Markup:
     labels = end_labels(figure, axis, y)
     end = RIGHT - LETTER * max((len(label.text) for label in labels), default=0)
     x = _x_scale(figure, axis, end)
-    if figure.kind == "line":
-        marks: Iterable[Mark] = (mark for series in figure.over(axis) for mark in _line(series, axis, x, y))
-    else:
-        marks = (_bars if figure.kind == "bars" else _points)(figure, x, y)
-    limits = {
-        "data-x0": x.low, "data-x1": x.high, "data-y0": y.low, "data-y1": y.high, "data-left": x.start,
-        "data-right": x.end,
-    }  # fmt: skip
+
+    def corners_of(series: Series) -> list[tuple[float, float]]:
+        return [(x(across), y(value)) for across, value in zip(series.x[axis], series.y)]
+
+    def edge_of(series: Series) -> list[tuple[float, float]]:
+        """Return a band's outline: its lower edge, and its upper one on the way back."""
+        across, places = series.x[axis], thin(len(series.low), BAND_POINTS)
+        low = [(x(across[place]), y(series.low[place])) for place in places]
+        return low + [(x(across[place]), y(series.high[place])) for place in reversed(places)]
+
     return filled(
-        "drawing.svg", axis=axis, x=x, y=y, left=LEFT, right=RIGHT, width=WIDTH, height=HEIGHT,
-        name=f"{figure.key}-{axis}", title=figure.title + (f", {figure.unit}" if figure.unit else ""),
-        by=figure.x_title if axis == "round" else AXIS_TITLES[axis], words=describe(figure), percent=figure.percent,
-        limits={name: f"{value:.7g}" for name, value in limits.items()}, tick_text=tick_text, names=figure.names,
-        marks=marks, lines=[(label, value, _free_side(figure, value)) for label, value in figure.lines], labels=labels,
-    )  # fmt: skip
+        "drawing.svg",
+        figure=figure,
+        axis=axis,
+        words=describe(figure),
+        x=x,
+        y=y,
+        labels=labels,
+        left=LEFT,
+        right=RIGHT,
+        width=WIDTH,
+        height=HEIGHT,
+        few=FEW_POINTS,
+        dots_from=DOTS_FROM,
+        path=_path,
+        corners_of=corners_of,
+        edge_of=edge_of,
+        tick_text=tick_text,
+        lines=[(label, value, _free_side(figure, value)) for label, value in figure.lines],
+    )
 
 
 def _free_side(figure: Figure, value: float) -> str:
@@ -373,7 +325,7 @@ def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:
     return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in rounded]
 
 
-def data(figure: Figure) -> dict[str, Any]:
+def numbers(figure: Figure) -> dict[str, Any]:
     """Return the figure's numbers for the page's script; an abscissa equal to the first series' is left out."""
     first = figure.series[0].x
     listed = []
@@ -390,20 +342,9 @@ def data(figure: Figure) -> dict[str, Any]:
         listed.append(item)
     return {
         "title": figure.title, "unit": figure.unit, "percent": figure.percent, "names": list(figure.names),
-        "axes": {"round": figure.x_title, "epsilon": AXIS_TITLES["epsilon"]},
+        "axes": {"round": figure.x_title, "epsilon": "ε spent"},
         "lines": [[label, value] for label, value in figure.lines], "series": listed,
     }  # fmt: skip
-
-
-SWATCH = Markup('<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><{} class="{} {}" {}/></svg>')
-
-
-def swatch(series: Series) -> Markup:
-    """Return a small sample of the series' line or band for a legend."""
-    if series.low and not series.y:
-        band = Markup('y="1" width="26" height="8"')
-        return SWATCH.format("rect", f"band {_band(series)}", _classes(series), band)
-    return SWATCH.format("path", "line", _classes(series), Markup('d="M0,5H26"'))
 
 
 NAMED = 6

@@ -19,8 +19,7 @@ from fedflat.privacy.accounting.budget import Row, approximation_against, epsilo
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
-from fedflat.report.html import cards
-from fedflat.report.pages import DECADES, Section, filled, page
+from fedflat.report.pages import DECADES, Section, cards, filled, page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

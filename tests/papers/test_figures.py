@@ -16,10 +16,10 @@ from fedflat.papers import SCALES, measured, train
 from fedflat.papers.figures import DRAWS, Drawn, Line, Panel, _moved, draw, figure_names, find_figure, is_figure
 from fedflat.papers.outcome import Outcome
 from fedflat.papers.tables import find, load, names
-from fedflat.report import pages, plates
+from fedflat.report import groups, plates
 from fedflat.report.groups import styles
-from fedflat.report.html import PRIVATE
 from fedflat.report.metrics import Run
+from fedflat.report.pages import PRIVATE
 from fedflat.report.plates import KINDS, write_plates
 
 EVERY = [find_figure(*name.split(" ")) for name in figure_names()]
@@ -193,7 +193,7 @@ def test_a_long_title_stays_on_its_sheet() -> None:
 
 def test_plates_have_the_pages_colours_and_dashes() -> None:
     style = (Path(plates.__file__).parent / "page.css").read_text(encoding="utf-8")
-    assert len(plates.PALETTE) == pages.COLOURS and len(plates.STYLES) == pages.DASHES
+    assert len(plates.PALETTE) == groups.COLOURS and len(plates.STYLES) == groups.DASHES
     light = style[: style.index("@media")]
     assert all(f"--c{place}: {colour};" in light for place, colour in enumerate(plates.PALETTE))
 

@@ -19,8 +19,9 @@ from fedflat.core.checks import InputError
 from fedflat.privacy.statement import SEEDED
 from fedflat.report import groups, pages, tables
 from fedflat.report.figures import MAX_POINTS, figures_of_run, thin
-from fedflat.report.html import PRIVATE, write_report
+from fedflat.report.html import write_report
 from fedflat.report.metrics import read_run, read_runs
+from fedflat.report.pages import PRIVATE
 from fedflat.report.tables import PLAINLY
 
 RELEASED = {"accuracy", "loss", "epsilon", "classes"}
