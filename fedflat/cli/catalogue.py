@@ -215,7 +215,7 @@ def runs(folder: Path = Path("runs"), *, as_json: Json = False) -> None:
     """
     from fedflat.report import epsilon_text
     from fedflat.report.live import age_text, listed
-    from fedflat.report.tables import percent
+    from fedflat.report.wording import percent
 
     found = listed(folder)
     if as_json:

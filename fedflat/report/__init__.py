@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         read_runs,
         uncounted,
     )
-    from fedflat.report.pages import filled
     from fedflat.report.plates import write_csv, write_figure, write_picture
     from fedflat.report.progress import ASKED, ExperimentProgress, Progress, RunEvent, State, Trackers, waiting_text
     from fedflat.report.summary import (
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
         print_summary,
         summary_rows,
     )
-    from fedflat.report.tables import duration, percent
+    from fedflat.report.wording import duration, filled, percent
 
 __all__ = [
     "ASKED", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State", "Trackers",
@@ -59,11 +58,10 @@ _MODULES = {
     "groups": "Group styles",
     "html": "public render write_report",
     "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
-    "pages": "filled",
     "plates": "write_csv write_figure write_picture",
     "progress": "ASKED ExperimentProgress Progress RunEvent State Trackers waiting_text",
     "summary": "DivergenceWatch cautions print_comparison print_stages print_summary summary_rows",
-    "tables": "duration percent",
+    "wording": "duration filled percent",
 }
 
 

@@ -25,8 +25,8 @@ from fedflat.privacy.statement import SEEDED, refuse_seeded
 from fedflat.privacy.together import Published, total
 from fedflat.report import metrics, statement
 from fedflat.report.metrics import Run, number, published, section, uncounted
-from fedflat.report.pages import asset, environment, filled
 from fedflat.report.registry import UNSAID, About, readable
+from fedflat.report.wording import asset, environment, filled
 
 
 @dataclass(frozen=True)

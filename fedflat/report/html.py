@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.privacy.statement import SEEDED
-from fedflat.report import metrics, pages, statement, tables
+from fedflat.report import metrics, pages, statement, tables, wording
 from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
 from fedflat.report.groups import Group, differing, group_runs, setting
@@ -174,7 +174,7 @@ def _summary(run: Run, found: Card | str | None) -> dict[str, Any]:
 def _tiles(run: Run) -> list[dict[str, str]]:
     found = metrics.summary(run)
     shown, never = found["best_accuracy"], "never evaluated on test data"
-    best = never if shown is None else f"best {tables.percent(shown)} % after round {found['best_round'] + 1}"
+    best = never if shown is None else f"best {wording.percent(shown)} % after round {found['best_round'] + 1}"
     planned = found["rounds_planned"]
     rounds = found["rounds"]
     ended = f"of {planned} planned" if planned and planned != rounds else "as planned" if planned else ""
@@ -192,18 +192,18 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         _tile("Rounds", f"{rounds:,}", ended),
     ]
     if found["seconds"]:
-        tiles.append(_tile("Time", tables.duration(found["seconds"]), _pace(found["seconds"] / max(rounds, 1))))
+        tiles.append(_tile("Time", wording.duration(found["seconds"]), _pace(found["seconds"] / max(rounds, 1))))
     if found["personal_accuracy"] is not None:
         tiles.append(_tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
     return tiles
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{tables.percent(value)} %"
+    return "–" if value is None else f"{wording.percent(value)} %"
 
 
 def _pace(seconds: float) -> str:
-    return f"{tables.duration(seconds) if seconds >= 0.1 else f'{1000 * seconds:.0f} ms'} a round"
+    return f"{wording.duration(seconds) if seconds >= 0.1 else f'{1000 * seconds:.0f} ms'} a round"
 
 
 def _epsilon_tile(run: Run) -> dict[str, str]:
@@ -331,8 +331,8 @@ def _runs_table(groups: Sequence[Group]) -> Table:
         "Method": [group.label for group, _, _ in every],
         "seed": ["–" if run.seed is None else str(run.seed) for _, run, _ in every],
         "rounds": [str(found["rounds"]) for _, _, found in every],
-        "final %": [tables.percent(found["final_accuracy"]) for _, _, found in every],
-        "best %": [tables.percent(found["best_accuracy"]) for _, _, found in every],
+        "final %": [wording.percent(found["final_accuracy"]) for _, _, found in every],
+        "best %": [wording.percent(found["best_accuracy"]) for _, _, found in every],
         "ε of the mechanism" if seeded else "ε proven": [
             epsilon_text(found["proven_epsilon"]) for _, _, found in every
         ],
@@ -340,5 +340,5 @@ def _runs_table(groups: Sequence[Group]) -> Table:
     if any(audited := [statement.short(run) for _, run, _ in every]):
         columns["ε audited"] = [text or "–" for text in audited]
     if any(found["seconds"] for _, _, found in every):
-        columns["time"] = [tables.duration(found["seconds"]) for _, _, found in every]
+        columns["time"] = [wording.duration(found["seconds"]) for _, _, found in every]
     return Table("Every run; best is chosen on test data", list(columns), list(zip(*columns.values())), left=2)

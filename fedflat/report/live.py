@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.report import metrics, pages, tables
+from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, column, section
 from fedflat.report.summary import cautions
+from fedflat.report.wording import asset, filled
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -72,7 +73,7 @@ class Live:
         spent = "ε of the mechanism" if any(map(metrics.seeded, runs)) else "ε spent"
         heads = ["Run", "Method", "Rounds", "Accuracy %", "Loss", spent, "Time left"]
         table = pages.Table("Runs", heads, [_row(run) for run in runs], left=2)
-        return pages.filled(
+        return filled(
             "live_body.html", table=table, warnings=warned, replies=self._replies(runs) if self.private else None,
             cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
         )  # fmt: skip
@@ -89,9 +90,9 @@ class Live:
 
     def page(self) -> str:
         """Return the whole page."""
-        script = pages.asset("live.js")
-        return pages.filled(
-            "live.html", title=self.folder.resolve().name, body=self.body(), style=Markup(pages.asset("page.css")),
+        script = asset("live.js")
+        return filled(
+            "live.html", title=self.folder.resolve().name, body=self.body(), style=Markup(asset("page.css")),
             script=Markup(script), script_hash=pages.digest(script),
         )  # fmt: skip
 
@@ -110,7 +111,7 @@ def _row(run: Run) -> list[str]:
     claims = metrics.section(run.recipe, "privacy").get("protocol") == "published"
     return [
         run.name, run.algorithm, f"{done} of {planned:g}" if planned is not None else str(done),
-        tables.percent(metrics.final_accuracy(run)), "–" if loss is None else f"{loss:.4g}",
+        wording.percent(metrics.final_accuracy(run)), "–" if loss is None else f"{loss:.4g}",
         "–" if spent is None or claims else f"{metrics.epsilon_text(spent)}{limit}", _left(run, planned),
     ]  # fmt: skip
 
@@ -122,7 +123,7 @@ def _left(run: Run, planned: float | None) -> str:
     seconds = [value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")]][-RECENT:]
     if not seconds or planned is None:
         return "–"
-    return tables.duration(fmean(seconds) * max(0.0, planned - len(run.metrics)))
+    return wording.duration(fmean(seconds) * max(0.0, planned - len(run.metrics)))
 
 
 def app_of(live: Live) -> Starlette:

@@ -6,23 +6,19 @@ Templates escape whatever is put into them; no page refers to a network.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import html
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from fedflat.core.checks import wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
+from fedflat.report.wording import asset, environment, filled
 
 PRIVATE = "Private to the simulation, not covered by the guarantee"
 
@@ -80,11 +76,6 @@ def digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def filled(template: str, **values: Any) -> Markup:
-    """Return a template with ``values`` in it, escaped."""
-    return Markup(environment().get_template(template).render(values))
-
-
 def write(text: str, target: Path, mode: int = 0o644) -> Path:
     """Write a page to the file ``target``, replaced in one step."""
     # Whoever reads the page sees the old one or the new one, never half of one.
@@ -96,33 +87,6 @@ def write(text: str, target: Path, mode: int = 0o644) -> Path:
     except PermissionError as error:
         raise wrong("--out", f"{target}, which cannot be written ({error.strerror})", "another file") from error
     return target
-
-
-@functools.cache
-def environment() -> Environment:
-    """Return where templates come from, with what they call."""
-    found = Environment(
-        loader=PackageLoader("fedflat.report"),
-        autoescape=select_autoescape(["html", "svg"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
-    found.globals |= {"draw": draw, "numbers": numbers, "PRIVATE": PRIVATE}
-    found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    return found
-
-
-def _markdown(text: str) -> str:
-    """Return a text in one line whose marks Markdown and HTML do not read."""
-    marked = re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", html.escape(text, quote=False))
-    return " ".join(marked.split())
-
-
-def asset(name: str) -> str:
-    """Return a style sheet or script of the package."""
-    return resources.files("fedflat.report").joinpath(name).read_text(encoding="utf-8")
 
 
 WIDTH, HEIGHT = 480, 260
@@ -396,3 +360,6 @@ def _way(values: tuple[float, ...]) -> str:
 def value_text(figure: Figure, value: float) -> str:
     """Return a value as this figure's readers know it."""
     return f"{100 * value:.2f} %" if figure.percent else f"{value:.4g}"
+
+
+environment().globals |= {"draw": draw, "numbers": numbers, "PRIVATE": PRIVATE}

@@ -19,7 +19,8 @@ from fedflat.privacy.accounting.budget import Row, approximation_against, epsilo
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
-from fedflat.report.pages import DECADES, Section, cards, filled, page
+from fedflat.report.pages import DECADES, Section, cards, page
+from fedflat.report.wording import filled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.imports import missing
 from fedflat.core.process import listening_to_progress
-from fedflat.report import metrics, tables
+from fedflat.report import metrics, wording
 from fedflat.report.groups import flatten
 from fedflat.report.metrics import number, own_metrics
 
@@ -221,10 +221,10 @@ def _newer(value: Any, old: float | None) -> float | None:
 
 def _numbers(facts: _Facts) -> list[str]:
     """Return the facts that are known, each a few words."""
-    found = [] if facts.accuracy is None else [f"accuracy {tables.percent(facts.accuracy)} %"]
+    found = [] if facts.accuracy is None else [f"accuracy {wording.percent(facts.accuracy)} %"]
     found += [f"{name} {value:.4g}" for name, value in facts.tested.items()]
     if facts.personal is not None:
-        found.append(f"personal {tables.percent(facts.personal)} %")
+        found.append(f"personal {wording.percent(facts.personal)} %")
     if facts.shows_epsilon and facts.epsilon is not None:
         limit = "" if facts.budget is None else f" of {metrics.epsilon_text(facts.budget)}"
         found.append(f"{facts.epsilon_name} {metrics.epsilon_text(facts.epsilon)}{limit}")
@@ -236,7 +236,7 @@ def _numbers(facts: _Facts) -> list[str]:
 
 
 def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f"{tables.clock(seconds)} left"
+    return "" if seconds is None else f"{wording.clock(seconds)} left"
 
 
 def waiting_text(what: str, done: int, total: int) -> str:
@@ -317,7 +317,7 @@ class ExperimentProgress:
             return f"{head}: failed. {event.note}"
         if event.state == "stopped":
             return f"{head}: stopped after {event.round} of {event.rounds} rounds"
-        accuracy = "" if event.accuracy is None else f", accuracy {tables.percent(event.accuracy)} %"
+        accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
         left = _left(self.seconds_left())
         return f"{head}: done{accuracy}" + (f"; {left}" if left else "")
 
@@ -344,7 +344,7 @@ class ExperimentProgress:
         lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, left)]
         running = [event for event in self._runs.values() if event.state == "running" or _turn(event) == event.note]
         for event in running[: self.SHOWN]:
-            accuracy = "" if event.accuracy is None else f"  accuracy {tables.percent(event.accuracy)} %"
+            accuracy = "" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %"
             lines.append(_clipped(event.run, f"  {_turn(event)}{accuracy}", self._screen.console.width))
         if len(running) > self.SHOWN:
             lines.append(Text(f"and {len(running) - self.SHOWN} more", style="dim"))

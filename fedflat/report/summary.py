@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedflat.report import metrics, tables
+from fedflat.report import metrics, tables, wording
 from fedflat.report.metrics import FATES, Record, Run, column, epsilon_text, first_lost, guess, number, own_metrics
 from fedflat.report.progress import ASKED, WIDTH, console_now
 
@@ -82,7 +82,7 @@ def _chance(released: Sequence[Record]) -> list[str]:
     found = guess(released)
     if found is None:
         return []
-    accuracy = tables.percent(found.accuracy)
+    accuracy = wording.percent(found.accuracy)
     if found.one_class:
         return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
     return [f"Test accuracy {accuracy} % is what guessing among {found.classes} classes gives."]
@@ -184,7 +184,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     if recipe.evaluation.keep != "last":
         rows.append(("model", "of the best round by public test data, on which it was chosen"))
     if (personal := metrics.personal_accuracy(run)) is not None:
-        rows.append(("personal accuracy", f"{tables.percent(personal)} % ({NOT_COVERED})"))
+        rows.append(("personal accuracy", f"{wording.percent(personal)} % ({NOT_COVERED})"))
     rows.append(("ε of the mechanism" if seeded else "proven ε", _proven(run)))
     if (claimed := metrics.claimed_epsilon(run)) is not None:
         rows.append(("claimed ε", f"{epsilon_text(claimed)} by the paper's formula, which does not cover what ran"))
@@ -194,7 +194,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
         rows.append(("malformed", f"{sum(broken):g} messages in {len(broken)} rounds, counted as zero ({NOT_COVERED})"))
     rows.append(("trust", str(privacy.get("trust", "–"))))
     rows += [("noise", "from the seed: it can be drawn again, so this model protects nobody")] if seeded else []
-    return [*rows, ("time", tables.duration(metrics.seconds(run)))]
+    return [*rows, ("time", wording.duration(metrics.seconds(run)))]
 
 
 def _tested(run: Run) -> tuple[str, str]:
@@ -205,9 +205,9 @@ def _tested(run: Run) -> tuple[str, str]:
             return "test loss", _final(run, "test_loss")
         return "test accuracy", "not measured: there is no test data (data.test or data.test_clients; in Python test=)"
     if found := metrics.fate(run):
-        return "test accuracy", f"{tables.percent(final)} % final: the run {FATES[found]}"
-    top = f"{tables.percent(best[1])} % after round {best[0] + 1} (chosen on test data)"
-    return "test accuracy", f"{tables.percent(final)} % final; best {top}"
+        return "test accuracy", f"{wording.percent(final)} % final: the run {FATES[found]}"
+    top = f"{wording.percent(best[1])} % after round {best[0] + 1} (chosen on test data)"
+    return "test accuracy", f"{wording.percent(final)} % final; best {top}"
 
 
 def _final(run: Run, key: str) -> str:
@@ -232,7 +232,7 @@ def print_stages(stages: Mapping[str, float]) -> None:
     table.add_column("share", justify="right")
     total = math.fsum(stages.values()) or 1.0
     for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
-        table.add_row(name, tables.duration(seconds), f"{100 * seconds / total:.0f} %")
+        table.add_row(name, wording.duration(seconds), f"{100 * seconds / total:.0f} %")
     console_now().print(table)
 
 
@@ -245,7 +245,7 @@ def print_comparison(found: Any, seconds: float) -> None:
     if found.left:
         print(f"Stopped with {found.left} of {found.total} runs unfinished; the same command goes on with them.")
     done = found.total - found.left - len(found.failed)
-    ended = f"{done} run{'' if done == 1 else 's'} done, {tables.duration(seconds)}"
+    ended = f"{done} run{'' if done == 1 else 's'} done, {wording.duration(seconds)}"
     if found.table is None:
         print(ended)
         return

@@ -6,12 +6,11 @@ printed beside the proven one.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import wrong
@@ -33,6 +32,7 @@ from fedflat.report.groups import (
     targets,
 )
 from fedflat.report.metrics import Run, epsilon_text
+from fedflat.report.wording import clock, duration, epsilon_spread, percent, percent_spread, text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -145,36 +145,6 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
 # ---------------------------------------------------------------------------------------------------------- wording
 
 
-def percent(value: float | None) -> str:
-    """Return a share as per cent with two decimals, without the sign."""
-    return "–" if value is None else f"{100 * value:.2f}"
-
-
-def percent_spread(value: Spread | None) -> str:
-    """Return ``78.41 ± 0.32``, in per cent."""
-    if value is None:
-        return "–"
-    return percent(value.mean) + ("" if value.sd is None else f" ± {percent(value.sd)}")
-
-
-def epsilon_spread(value: Spread | None) -> str:
-    """Return ``3.41 ± 0.12``; a dash where no ε was read."""
-    if value is None:
-        return "–"
-    sd = "" if value.sd is None else f" ± {value.sd:.3g}" if value.mean < 1 else f" ± {value.sd:.2f}"
-    return epsilon_text(value.mean) + sd
-
-
-def duration(value: float | None) -> str:
-    """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    if value is None:
-        return "–"
-    if value < 59.95:
-        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def difference_text(value: Difference | None) -> str:
     """``+1.20 [+0.31, +2.09]``, in percentage points; without an interval where the seeds agree to the last example."""
     if value is None:
@@ -242,88 +212,37 @@ def _equal_columns(table: Comparison) -> list[tuple[bool, Column]]:
 
 def notes(table: Comparison) -> list[str]:
     """Return what a reader must know beside the table: what was found, then what publishing all of it costs."""
-    rows = table.rows
-    found = [table.headline] if table.headline else []
-    found += [SEEDED.replace("this run", "these runs").replace("its seed", "their seeds")] if table.seeded else []
-    found += metrics.cost_sentences(table.together)
-    found.append("Accuracy: test accuracy of the shared model after the last round, mean ± sd over seeds.")
-    if any(row.difference for row in rows):
-        found.append(DIFFERENCES)
-    deltas = sorted({row.delta for row in rows if row.proven_epsilon is not None and row.delta is not None})
-    if len(deltas) > 1:
-        found.append(f"ε is stated at different δ ({', '.join(f'{delta:g}' for delta in deltas)}): not one scale.")
-    found += _equal_notes(table.equal)
-    if any(row.personal for row in rows):
-        found.append(PRIVATE_NOTE)
-    found += _fates(rows)
-    for row in rows:
-        if row.proven_epsilon is None:
-            found.append(f"{row.method}: no finite ε is proven. {' '.join(row.reasons[:1])}".strip())
-        elif row.claimed_epsilon is not None:
-            found.append(f"{row.method}: claimed is the paper's formula. {' '.join(row.reasons[:1])}".strip())
-    return found
-
-
-def _fates(rows: Sequence[Row]) -> list[str]:
-    return [
-        f"{metrics.MARKS[kind]} {row.method}: {row.fates.count(kind)} of {row.seeds} runs {metrics.FATES[kind]}."
-        for row in rows
-        for kind in dict.fromkeys(row.fates)
-    ]
-
-
-def _equal_notes(equal: Targets | None) -> list[str]:
-    """Return the rule behind the targets, and why nobody may stop by them."""
-    if equal is None:
-        return []
-    accuracy, limit = percent(equal.accuracy), epsilon_text(equal.epsilon)
-    found = [
-        f"Equal accuracy: ε spent when the shared model's test accuracy first reached {accuracy} %, the lowest final "
-        "accuracy of any private run. Read off the test curve, so a comparison and no rule to stop by."
-    ]
-    if equal.one_epsilon:
-        return [*found, f"Equal ε: every private run ends at ε = {limit}, so the accuracy column compares at equal ε."]
-    rule = f"Equal ε: the shared model's test accuracy at ε = {limit}, the smallest final ε of any private run"
-    rule += "; a dash where the first evaluation is past it."
-    return [*found, rule]
+    marked = [(row, kind) for row in table.rows for kind in dict.fromkeys(row.fates)]
+    deltas = sorted({row.delta for row in table.rows if row.proven_epsilon is not None and row.delta is not None})
+    costs = metrics.cost_sentences(table.together)
+    words = {"fates": metrics.FATES, "marks": metrics.MARKS, "differences": DIFFERENCES, "private_note": PRIVATE_NOTE}
+    found = text("notes.txt", table=table, costs=costs, marked=marked, deltas=deltas, seeded=SEEDED, **words)
+    return [" ".join(line.split()) for line in found.splitlines() if line.strip()]
 
 
 # -------------------------------------------------------------------------------------------------------- renderers
 
 
-def clock(value: float | None) -> str:
-    """Return the seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
-    if value is None:
-        return "–"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def to_rich(table: Comparison, width: int = 80) -> Table:
-    """Return the terminal's table, at most ``width`` columns wide: long method names fold, then the time goes."""
+def to_rich(table: Comparison) -> Table:
+    """Return the terminal's table: long method names fold, and a crowded table has no time."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     rows = table.rows
     crowded = sum(column.key in ("difference", "personal", "claimed_epsilon") for column in columns(table)) > 1
     left_out = {*EQUAL, "seeds" if len({row.seeds for row in rows}) == 1 else "", "seconds" if crowded else ""}
     shown = [column for column in columns(table) if column.key not in left_out]
     heads = {"proven_epsilon": "ε, mechanism" if table.seeded else "ε", "claimed_epsilon": "claimed"}
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), width=None)
-    cells = [[_narrow(column, row) for column in shown] for row in rows]
-    rest = sum(
-        max(len(heads.get(column.key, column.heading)), *(len(line[place]) for line in cells)) + 2
-        for place, column in enumerate(shown)
-        if not column.left
-    )
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in shown:
         side: Literal["left", "right"] = "left" if column.left else "right"
-        most = max(8, width - rest) if column.left else None
         heading = heads.get(column.key, column.heading)
-        made.add_column(heading, justify=side, overflow="fold", max_width=most, no_wrap=not column.left)
-    for place, line in enumerate(cells):
-        last = place + 1 < len(rows) and not rows[place + 1].against and any(row.against for row in rows)
-        made.add_row(*_texts(line), end_section=last)
+        made.add_column(heading, justify=side, overflow="fold", no_wrap=not column.left)
+    for row, after in zip(rows, [*rows[1:], None]):
+        last = after is not None and not after.against and any(row.against for row in rows)
+        # As Text, a name in [brackets] is not taken for markup.
+        made.add_row(*(Text(_narrow(column, row)) for column in shown), end_section=last)
     return made
 
 
@@ -333,19 +252,12 @@ def _narrow(column: Column, row: Row) -> str:
     return column.text(row)
 
 
-def _texts(cells: Sequence[str]) -> list[Any]:
-    from rich.text import Text
-
-    # As Text, a name in [brackets] is not taken for markup.
-    return [Text(cell) for cell in cells]
-
-
 def to_terminal(table: Comparison, width: int = 80) -> str:
     """Return the terminal's table and the notes that matter most, in ``BENEATH`` lines of ``width`` at most."""
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(to_rich(table, width))
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(to_rich(table))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join([*lines, "", *beneath(table, width)]) + "\n"
 
@@ -374,16 +286,7 @@ def _few(names: Sequence[str]) -> str:
 
 def to_markdown(table: Comparison) -> str:
     """Return a Markdown table with its notes."""
-
-    def safe(text: str) -> str:
-        return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
-
-    cells = columns(table)
-    lines = [" | ".join(column.heading for column in cells)]
-    lines.append(" | ".join(":--" if column.left else "--:" for column in cells))
-    lines += [" | ".join(safe(column.text(row)) for column in cells) for row in table.rows]
-    body = "\n".join(f"| {line} |" for line in lines)
-    return body + "\n\n" + "\n".join(f"- {safe(note)}" for note in notes(table)) + "\n"
+    return text("table.md", table=table, columns=columns(table), notes=notes(table))
 
 
 def record_of(table: Comparison) -> dict[str, Any]:
@@ -391,13 +294,10 @@ def record_of(table: Comparison) -> dict[str, Any]:
 
     All values are plain; what is absent or infinite is None.
     """
-    equal = None if table.equal is None else metrics.plain(asdict(table.equal))
-    together = [metrics.plain(metrics.cost_record(cost)) for cost in table.together]
-    return {"rows": _records(table), "equal": equal, "together": together, "notes": notes(table)}
-
-
-def _records(table: Comparison) -> list[dict[str, Any]]:
-    return [metrics.plain(asdict(row)) for row in table.rows]
+    shown = asdict(replace(table, together=()))
+    together = [metrics.cost_record(cost) for cost in table.together]
+    found: dict[str, Any] = metrics.plain({"rows": shown["rows"], "equal": shown["equal"], "together": together})
+    return found | {"notes": notes(table)}
 
 
 def to_json(table: Comparison) -> str:
@@ -407,13 +307,14 @@ def to_json(table: Comparison) -> str:
 
 def to_csv(table: Comparison) -> str:
     """Return one line per row with full precision; nested values as ``final.mean``, ``difference.low`` and so on."""
-    records = [_flat(record) for record in _records(table)]
-    names = list(dict.fromkeys(name for record in records for name in record))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
+    return _csv([_flat(record) for record in metrics.plain([asdict(row) for row in table.rows])])
+
+
+def _csv(records: Sequence[Mapping[str, Any]]) -> str:
+    import pandas
+
+    text: str = pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def runs_csv(groups: Sequence[Group]) -> str:
@@ -423,32 +324,33 @@ def runs_csv(groups: Sequence[Group]) -> str:
     """
     settings = {group.label: setting(group.runs[0]) for group in groups}
     keys = [key for key in differing(list(settings.values())) if key not in ("name", "algorithm.name")]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     measured = ["rounds", "final_accuracy", "best_accuracy", "final_loss", "proven_epsilon", "claimed_epsilon", "delta"]
     own = sorted({key for group in groups for run in group.runs for key in metrics.own_metrics(run.metrics)})
-    writer.writerow(["label", "method", "recipe", *keys, "seed", *measured, *own, "ended", "seconds", "folder"])
+    records = []
     for group in groups:
         for run in group.runs:
             found = metrics.summary(run)
-            values = [settings[group.label].get(key) for key in keys]
-            points = [metrics.column(run.metrics, key) for key in own]
-            last = [each[-1][1] if each else None for each in points]
-            line = [group.label, run.algorithm, found["recipe"], *values, run.seed, *(found[key] for key in measured)]
-            writer.writerow([*line, *last, metrics.fate(run), f"{found['seconds']:.3f}", "/".join(run.path.parts[-2:])])
-    return out.getvalue()
+            line = {"label": group.label, "method": run.algorithm, "recipe": found["recipe"]}
+            line |= {key: settings[group.label].get(key) for key in keys} | {"seed": run.seed}
+            line |= {key: found[key] for key in measured} | {key: metrics.last(run.metrics, key) for key in own}
+            ended = {"ended": metrics.fate(run), "seconds": f"{found['seconds']:.3f}"}
+            records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
+    return _csv(records)
+
+
+MEAN_SD, INTERVAL = ("mean", "sd"), ("mean", "low", "high", "pairs")
+NESTED = {
+    **dict.fromkeys(("final", "best", "personal", "seconds", "gap", "rounds_to_accuracy", *EQUAL), MEAN_SD),
+    **dict.fromkeys(("difference", "personal_difference"), INTERVAL),
+}
+"""The parts of a row's values that have a column each."""
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    parts = {
-        "difference": ("mean", "low", "high", "pairs"),
-        "personal_difference": ("mean", "low", "high", "pairs"),
-        **dict.fromkeys(("final", "best", "personal", "seconds", "gap", "rounds_to_accuracy", *EQUAL), ("mean", "sd")),
-    }
     flat: dict[str, Any] = {}
     for key, value in record.items():
-        if key in parts:
-            flat |= {f"{key}.{part}": (value or {}).get(part) for part in parts[key]}
+        if key in NESTED:
+            flat |= {f"{key}.{part}": (value or {}).get(part) for part in NESTED[key]}
         else:
             flat[key] = " ".join(value) if isinstance(value, list) else value
     return flat
@@ -456,33 +358,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 def to_latex(table: Comparison) -> str:
     """Return a ``tabular`` with booktabs rules; its notes follow as comments."""
-    cells = columns(table)
-    lines = ["\\begin{tabular}{" + "".join("l" if column.left else "r" for column in cells) + "}", "\\toprule"]
-    lines.append(" & ".join(_latex(column.heading) for column in cells) + " \\\\")
-    lines.append("\\midrule")
-    lines += [" & ".join(_latex(column.text(row)) for column in cells) + " \\\\" for row in table.rows]
-    lines += ["\\bottomrule", "\\end{tabular}"]
-    lines += ["% " + note.replace("\n", " ") for note in notes(table)]
-    return "\n".join(lines) + "\n"
-
-
-_LATEX = {
-    "\\": "\\textbackslash{}",
-    **{mark: "\\" + mark for mark in "&%$#_{}"},
-    "~": "\\textasciitilde{}",
-    "^": "\\textasciicircum{}",
-    "±": "$\\pm$",
-    "ε": "$\\varepsilon$",
-    "∞": "$\\infty$",
-    "Δ": "$\\Delta$",
-    "−": "$-$",
-    "–": "--",
-    "\n": " ",
-}
-
-
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(mark, mark) for mark in text)
+    return text("table.tex", table=table, columns=columns(table), notes=notes(table))
 
 
 RENDERERS: dict[str, Callable[[Comparison], str]] = {

@@ -13,7 +13,7 @@ from scipy import stats
 from synthetic_runs import write_many, write_run
 
 from fedflat.core.checks import InputError
-from fedflat.report import groups, metrics, tables
+from fedflat.report import groups, metrics, tables, wording
 
 
 def grouped(folders: list[Path]) -> list[groups.Group]:
@@ -198,5 +198,5 @@ def test_nothing_to_compare() -> None:
      (7800, "2 h 10 min", "2:10:00"), (None, "–", "–")],
 )  # fmt: skip
 def test_durations(value: float | None, text: str, short: str) -> None:
-    assert tables.duration(value) == text
-    assert tables.clock(value) == short
+    assert wording.duration(value) == text
+    assert wording.clock(value) == short

@@ -1,0 +1,114 @@
+"""Fill in templates, and write numbers as every table, page and command shows them."""
+
+from __future__ import annotations
+
+import functools
+import html
+import re
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from fedflat.report.groups import Spread
+from fedflat.report.metrics import epsilon_text
+
+
+def text(template: str, **values: Any) -> str:
+    """Return a template with ``values`` in it, which HTML and SVG escape."""
+    return environment().get_template(template).render(values)
+
+
+def filled(template: str, **values: Any) -> Markup:
+    """Return a template of HTML or SVG with ``values`` in it, as markup that a page takes as it is."""
+    return Markup(text(template, **values))
+
+
+@functools.cache
+def environment() -> Environment:
+    """Return where templates come from, with what they call."""
+    found = Environment(
+        loader=PackageLoader("fedflat.report"),
+        autoescape=select_autoescape(["html", "svg"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
+    found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex}
+    found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
+    return found
+
+
+def _markdown(text: str) -> str:
+    """Return a text in one line whose marks Markdown and HTML do not read."""
+    marked = re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", html.escape(text, quote=False))
+    return " ".join(marked.split())
+
+
+def _cell(text: str) -> str:
+    """Return a text for a cell of a Markdown table."""
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+LATEX = {
+    "\\": "\\textbackslash{}",
+    **{mark: "\\" + mark for mark in "&%$#_{}"},
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "±": "$\\pm$",
+    "ε": "$\\varepsilon$",
+    "∞": "$\\infty$",
+    "Δ": "$\\Delta$",
+    "−": "$-$",
+    "–": "--",
+    "\n": " ",
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(LATEX.get(mark, mark) for mark in text)
+
+
+def asset(name: str) -> str:
+    """Return a style sheet or script of the package."""
+    return resources.files("fedflat.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def percent(value: float | None) -> str:
+    """Return a share as per cent with two decimals, without the sign."""
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+def percent_spread(value: Spread | None) -> str:
+    """Return ``78.41 ± 0.32``, in per cent."""
+    if value is None:
+        return "–"
+    return percent(value.mean) + ("" if value.sd is None else f" ± {percent(value.sd)}")
+
+
+def epsilon_spread(value: Spread | None) -> str:
+    """Return ``3.41 ± 0.12``; a dash where no ε was read."""
+    if value is None:
+        return "–"
+    sd = "" if value.sd is None else f" ± {value.sd:.3g}" if value.mean < 1 else f" ± {value.sd:.2f}"
+    return epsilon_text(value.mean) + sd
+
+
+def duration(value: float | None) -> str:
+    """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if value is None:
+        return "–"
+    if value < 59.95:
+        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock(value: float | None) -> str:
+    """Return the seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
+    if value is None:
+        return "–"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
