@@ -20,7 +20,16 @@ from fedflat.papers.outcome import UNSEEN, Row
 from fedflat.papers.rows import accounted, finished, lacking, measured, planned
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, load, named
-from fedflat.report.figures import NORMS, Figure, Series, by_round, figures_of_groups, figures_of_run, quantiles, thin
+from fedflat.report.figures import (
+    Figure,
+    Series,
+    by_round,
+    declared,
+    figures_of_groups,
+    figures_of_run,
+    quantiles,
+    thin,
+)
 from fedflat.report.groups import Group, spread, styles
 from fedflat.report.metrics import FATES, Run, column, fate
 from fedflat.report.progress import RunEvent
@@ -342,7 +351,7 @@ def _spread(panel: Panel, ran: Ran) -> list[Figure]:
         low, high = (tuple(a + sign * b for a, b in zip(y, sd)) for sign in (-1, 1))
         series.append(Series(line.label, {"round": tuple(map(float, turns))}, y, low, high, style))
     note = "Mean over the cohort with one standard deviation over clients, before the clip; means over seeds."
-    return [replace(NORMS, note=note, series=tuple(series), y_title="Update norm")]
+    return [replace(declared("run", "norms"), note=note, series=tuple(series), y_title="Update norm")]
 
 
 def _styles(ran: Ran) -> list[int]:

@@ -6,10 +6,13 @@ before training, and what round r of the records released stands at r + 1.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import yaml
 
 from fedflat.report import metrics
 from fedflat.report.groups import (
@@ -26,6 +29,7 @@ from fedflat.report.groups import (
     without_epsilon,
 )
 from fedflat.report.metrics import Run, column, number
+from fedflat.report.wording import asset
 
 MAX_POINTS = 600
 """Beyond that a line shows every second, third … round."""
@@ -108,13 +112,97 @@ def thin(count: int, most: int = MAX_POINTS) -> list[int]:
     return places
 
 
-def _series(label: str, points: Sequence[tuple[int, float]], spent: Mapping[int, float], style: int = 0) -> Series:
-    places = thin(len(points))
-    turns = [points[place][0] for place in places]
+@functools.cache
+def _declared() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(asset("figures.yaml"))
+    return found
+
+
+def declared(page: str, key: str) -> Figure:
+    """Return a figure of ``figures.yaml`` without its series. page: ``run`` or ``groups``."""
+    said = {name: value for name, value in _declared()[page][key].items() if name != "of"}
+    return Figure(key, series=(), **said)
+
+
+Points = Callable[[Run], Sequence[tuple[int, float]]]
+
+
+def points_of(name: str) -> Points:
+    """Return what reads (round, value) from a run: a key of its records, ``spent`` or ``worst``."""
+    if name == "spent":
+        return spent_from_start
+    if name == "worst":
+        return _worst
+    # No key is in both of a run's records.
+    return lambda run: _sizes(run.metrics, name) or _sizes(run.private, name)
+
+
+def _sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return ``column``, with a list (a cohort given by its members) counted."""
+    counted = [{**record, key: len(record[key])} if isinstance(record.get(key), list) else record for record in records]
+    return column(counted, key)
+
+
+def _worst(run: Run) -> list[tuple[int, float]]:
+    known = [(r.get("round"), quantiles(r, "client_accuracy_quantiles").get("0.05")) for r in run.private]
+    return column([{"round": turn, "q": value} for turn, value in known], "q")
+
+
+def spent_from_start(run: Run) -> list[tuple[int, float]]:
+    """Return (round, proven ε so far), with nothing spent before round 0; empty where no ε is proven."""
+    found = metrics.spent(run)
+    return [(-1, 0.0), *found] if found else []
+
+
+def _series(
+    group: Group, points: Points, *, spent: bool = False, share: bool = False, most: int = MAX_POINTS
+) -> Series:
+    """Return the mean over a group's runs with a band of one standard deviation; one run has no band.
+
+    spent: by ε too, where it is known at every point. share: the values are shares, and so are the band's edges.
+    """
+    values = by_round(map(points, group.runs))
+    means = {turn: found for turn, each in values.items() if (found := spread(each)) is not None}
+    turns = _thin_with_highest(means, most)
+    sds = [means[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
-    if spent and all(turn in spent for turn in turns):
-        x["epsilon"] = tuple(spent[turn] for turn in turns)
-    return Series(label, x, tuple(points[place][1] for place in places), style=style)
+    # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
+    known = {turn: max(each) for turn, each in by_round(map(metrics.spent, group.runs)).items()} if spent else {}
+    if known and turns and all(turn in known for turn in turns):
+        x["epsilon"] = tuple(known[turn] for turn in turns)
+    y = tuple(means[turn].mean for turn in turns)
+    return Series(group.label, x, y, *_band(y, sds, share), group.style)
+
+
+def _thin_with_highest(means: Mapping[int, Spread], most: int) -> list[int]:
+    """Return about ``most`` of the rounds, the one with the highest value among them: a page names it as the best."""
+    turns = [*means]
+    kept = {turns[place] for place in thin(len(turns), most)}
+    return sorted(kept | {max(turns, key=lambda turn: means[turn].mean)}) if turns else []
+
+
+def _band(y: Values, sds: Sequence[float], share: bool) -> tuple[Values, Values]:
+    """Return the edges of a band of one standard deviation; empty where nothing varies."""
+    # A share cannot be below 0 or above 100 %.
+    least, most = (0.0, 1.0) if share else (-math.inf, math.inf)
+    if not any(sds):
+        return (), ()
+    return tuple(max(least, a - sd) for a, sd in zip(y, sds)), tuple(min(most, a + sd) for a, sd in zip(y, sds))
+
+
+def by_round(runs: Iterable[Sequence[tuple[int, float]]]) -> dict[int, list[float]]:
+    """Return the values of several runs' points at each round, the rounds in order."""
+    found: dict[int, list[float]] = {}
+    for points in runs:
+        for turn, value in points:
+            found.setdefault(turn, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | None:
+    """Return the figure with those of the series that have values; None where none has."""
+    kept = tuple(each for each in series if each.y or each.low)
+    return replace(figure, series=kept, **changes) if kept else None
 
 
 # ------------------------------------------------------------------------------------------------------ one run
@@ -122,28 +210,23 @@ def _series(label: str, points: Sequence[tuple[int, float]], spent: Mapping[int,
 
 def figures_of_run(run: Run) -> list[Figure]:
     """Return every figure the run has records for; an absent key leaves its figure out."""
-    spent = metrics.spent(run)
-
-    def public(figure: Figure, key: str, **changes: Any) -> Figure | None:
-        return _of_records(figure, run.metrics, [("", key)], spent, **changes)
-
-    def private(figure: Figure, *keys: tuple[str, str]) -> Figure | None:
-        return _of_records(figure, run.private, keys)
-
-    found = [
-        public(ACCURACY, "test_accuracy", lines=chance_line([run])), public(LOSS, "test_loss"),
-        *(public(replace(LOSS, key=key, title=_title(key)), key) for key in metrics.own_metrics(run.metrics)),
-        _privacy(run), _clip(run),
-        class_bars([(metrics.section(run.recipe, "algorithm").get("name", "") or run.name, run)], overlay=False),
-        _norms(run), private(CLIPPED, ("", "clipped_fraction")), private(SIGNAL, ("", "signal_to_noise")),
-        private(FACTORS, ("ᾱ mean", "alpha_mean"), ("α̃ spread", "alpha_spread")),
-        private(ERRORS, ("Clip bias, at most", "clip_bias"), ("Noise", "noise_norm")),
-        private(TRAIN, ("", "train_accuracy")), private(TRAIN_LOSS, ("", "train_loss")),
-        private(PERSONAL, ("", "personal_accuracy")), _bands(run, "client_accuracy_quantiles", SPREAD),
-        private(COHORT, ("", "cohort")),
-    ]  # fmt: skip
+    own = {key: (key,) for key in metrics.own_metrics(run.metrics)}
+    found: list[Figure | None] = []
+    for key, said in _declared()["run"].items():
+        figure = declared("run", key)
+        lines = [
+            _line(run, label or figure.title, name, place)
+            for place, (label, name) in enumerate(said.get("of", {}).items())
+        ]
+        found.append(SPECIAL.get(key, _as_declared)(run, figure, lines))
+        if key == "loss":
+            found += [with_series(replace(figure, key=k, title=_title(k)), [_line(run, _title(k), k)]) for k in own]
     style = style_of(run.algorithm)
     return [_styled(figure, style) for figure in found if figure is not None]
+
+
+def _line(run: Run, label: str, name: str, style: int = 0) -> Series:
+    return _series(Group(label, (run,), style), points_of(name), spent=name.startswith(("test_", "private_")))
 
 
 def _styled(figure: Figure, style: int) -> Figure:
@@ -156,54 +239,12 @@ def _title(key: str) -> str:
     return key.replace("_", " ").capitalize()
 
 
-def _private(key: str, title: str, unit: str, note: str, **more: Any) -> Figure:
-    return Figure(key, title, (), unit, note, private=True, **more)
+def _as_declared(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    return with_series(figure, lines)
 
 
-ACCURACY = Figure("accuracy", "Test accuracy", (), "%", "Shared model, public test data.", percent=True)
-LOSS = Figure("loss", "Test loss", (), note="Public test data.")
-CLIPPED = _private(
-    "clipped", "Clipped share", "%", "Share of updates with a norm above the clip.", percent=True, zero=True
-)
-SIGNAL = _private("signal", "Signal to noise", "", "Norm of the clipped mean over the norm of its noise.", zero=True)
-TRAIN = _private("train-accuracy", "Training accuracy", "%", "Mean over the round's cohort.", percent=True)
-TRAIN_LOSS = _private("train-loss", "Training loss", "", TRAIN.note)
-PERSONAL = _private(
-    "personal", "Personal accuracy", "%", "Mean over clients, each its own model and held-back data.", percent=True
-)
-SPREAD = _private("spread", "Accuracy by client", "%", "Quantiles over clients.", percent=True)
-COHORT = _private("cohort", "Cohort size", "clients", "Clients that took part; the draw is secret.", zero=True)
-NORMS = _private("norms", "Update norm before the clip", "L2", "Quantiles over the cohort, with the clip.")
-FACTORS = _private(
-    "alpha", "Clipping factors ᾱ and α̃", "", "α = min(1, clip/norm): mean, and mean distance from it.", zero=True
-)
-ERRORS = _private(
-    "errors", "Clip bias and noise", "L2",
-    "Norms of what the clip took from the round's sum (at most) and of what the noise added to it.",
-)  # fmt: skip
-
-
-def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | None:
-    kept = tuple(each for each in series if each.y or each.low)
-    return replace(figure, series=kept, **changes) if kept else None
-
-
-def _of_records(
-    figure: Figure, records: Sequence[Mapping[str, Any]], keys: Sequence[tuple[str, str]],
-    spent: Sequence[tuple[int, float]] = (), **changes: Any,
-) -> Figure | None:  # fmt: skip
-    """Return the figure with a line for each label and key of the records; None where they have none of them."""
-    lines = [
-        _series(label or figure.title, sizes(records, key), dict(spent), place)
-        for place, (label, key) in enumerate(keys)
-    ]
-    return with_series(figure, lines, **changes)
-
-
-def sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return ``column``, with a list (a cohort given by its members) counted."""
-    counted = [{**record, key: len(record[key])} if isinstance(record.get(key), list) else record for record in records]
-    return column(counted, key)
+def _accuracy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    return with_series(figure, lines, lines=chance_line([run]))
 
 
 def chance_line(runs: Sequence[Run]) -> tuple[tuple[str, float], ...]:
@@ -213,27 +254,15 @@ def chance_line(runs: Sequence[Run]) -> tuple[tuple[str, float], ...]:
     return (("guessing", 1 / count),) if count > 1 else ()
 
 
-def _privacy(run: Run) -> Figure | None:
+def _privacy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
     privacy = metrics.section(run.recipe, "privacy")
     budget = number(privacy.get("epsilon") or privacy.get("budget"))
-    lines = (("budget", budget),) if budget is not None else ()
     note = f"{metrics.epsilon_name(run)} of everything released so far."
-    figure = Figure("epsilon", "Privacy spent", (), "ε", note, lines=lines, zero=True)
-    return with_series(figure, [_series("ε spent", spent_from_start(run), {})])
+    return with_series(figure, lines, note=note, lines=(("budget", budget),) if budget is not None else ())
 
 
-def spent_from_start(run: Run) -> list[tuple[int, float]]:
-    """Return (round, proven ε so far), with nothing spent before round 0; empty where no ε is proven."""
-    found = metrics.spent(run)
-    return [(-1, 0.0), *found] if found else []
-
-
-def _clip(run: Run) -> Figure | None:
-    points = column(run.metrics, "clip")
-    if len({value for _, value in points}) < 2:
-        return None
-    figure = Figure("clip", "Clipping threshold", (), "L2", "Adapted privately; part of what is released.")
-    return with_series(figure, [_series("Clip", points, {})])
+def _clip(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    return with_series(figure, [line for line in lines if len(set(line.y)) > 1])
 
 
 def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
@@ -252,7 +281,8 @@ def _quantile_name(name: Any) -> str:
         return {"median": "0.5"}.get(str(name), str(name))
 
 
-def _bands(run: Run, key: str, figure: Figure, extra: Sequence[Series] = (), **changes: Any) -> Figure | None:
+def _bands(run: Run, key: str) -> list[Series]:
+    """Return the 5 to 95 % and the 25 to 75 % bands of a round's quantiles, and their median."""
     rows = [(metrics.turn(record, place), quantiles(record, key)) for place, record in enumerate(run.private)]
     rows = [row for row in rows if row[1]]
     rows = [rows[place] for place in thin(len(rows))]
@@ -263,23 +293,26 @@ def _bands(run: Run, key: str, figure: Figure, extra: Sequence[Series] = (), **c
         return Series(label, x, (), tuple(item[1] for item in kept), tuple(item[2] for item in kept))
 
     middle = [(turn, found["0.5"]) for turn, found in rows if "0.5" in found]
-    series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75"), _series("Median", middle, {})]
-    return with_series(figure, [*series, *extra], **changes) if rows else None
+    series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75")]
+    return [*series, _series(Group("Median", (run,)), lambda _: middle)] if rows else []
 
 
-def _norms(run: Run) -> Figure | None:
-    clips = column(run.metrics, "clip")
-    levels = {value for _, value in clips}
-    constant = next(iter(levels)) if len(levels) == 1 else None
-    if not clips:
-        constant = number(metrics.section(run.recipe, "privacy").get("clip"))
-    extra = [_series("Clip", clips, {}, style=-1)] if len(levels) > 1 else []
-    lines = ((f"clip {constant:g}", constant),) if constant is not None else ()
-    found = _bands(run, "update_norm_quantiles", NORMS, extra, lines=lines)
-    mean = _series("Mean norm", column(run.private, "update_norm_mean"), {})
-    return found or (
-        with_series(NORMS, [mean, *extra], lines=lines, note="Mean over the cohort, with the clip.") if mean.y else None
-    )
+def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    """Return the quantiles of the norms, or their mean where no quantiles are recorded, with the clip."""
+    clip = _line(run, "Clip", "clip", style=-1)
+    levels: set[float | None] = {*clip.y} or {number(metrics.section(run.recipe, "privacy").get("clip"))}
+    constant = levels.pop() if len(levels) == 1 else None
+    extra = [clip] if constant is None else []
+    across = ((f"clip {constant:g}", constant),) if constant is not None else ()
+    if bands := _bands(run, "update_norm_quantiles"):
+        return with_series(figure, [*bands, *extra], lines=across)
+    if not lines[0].y:
+        return None
+    return with_series(figure, [*lines, *extra], lines=across, note="Mean over the cohort, with the clip.")
+
+
+def _spread(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    return with_series(figure, _bands(run, "client_accuracy_quantiles"))
 
 
 def last_classes(run: Run) -> list[float | None]:
@@ -302,64 +335,55 @@ def class_names(run: Run) -> list[str]:
     return [{False: "no", True: "yes"}.get(name, str(name)) for name in listed] if isinstance(listed, list) else []
 
 
-def class_bars(named: Sequence[tuple[str, Run | Group]], *, overlay: bool) -> Figure | None:
-    """Return the accuracy by class at the last evaluation: one series per run, or per group (mean over its seeds)."""
+def _classes_of_run(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    label = metrics.section(run.recipe, "algorithm").get("name", "") or run.name
+    return class_bars(figure, [Group(label, (run,))])
+
+
+def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
+    """Return the accuracy by class at the last evaluation: one series per group, the mean over its seeds."""
     series = []
-    for place, (label, item) in enumerate(named):
-        rows = [row for row in map(last_classes, item.runs if isinstance(item, Group) else (item,)) if row]
-        width = min(map(len, rows)) if rows else 0
-        means = [spread(row[index] for row in rows) for index in range(width)]
+    for group in groups:
+        rows = [row for row in map(last_classes, group.runs) if row]
+        means = [spread(values) for values in zip(*rows)]
         kept = [(float(index), found.mean) for index, found in enumerate(means) if found is not None]
         x = {"round": tuple(index for index, _ in kept)}
-        style = item.style if isinstance(item, Group) else place
-        series.append(Series(label, x, tuple(value for _, value in kept), style=style))
-    figure = Figure("classes", "Accuracy by class", (), "%", "Last evaluation, public test data.", percent=True)
-    runs = [run for _, item in named for run in (item.runs if isinstance(item, Group) else (item,))]
-    every = {tuple(class_names(run)) for run in runs}
+        series.append(Series(group.label, x, tuple(value for _, value in kept), style=group.style))
+    every = {tuple(class_names(run)) for group in groups for run in group.runs}
     names = every.pop() if len(every) == 1 else ()
-    used = names if series and len(names) > max(max(one.x["round"], default=-1) for one in series) else ()
-    return with_series(figure, series, kind="bars", x_title="class", zero=True, overlay=overlay, names=used)
+    most = max((index for each in series for index in each.x["round"]), default=-1)
+    return with_series(figure, series, names=names if len(names) > most else ())
 
+
+SPECIAL: dict[str, Callable[[Run, Figure, Sequence[Series]], Figure | None]] = {
+    "accuracy": _accuracy,
+    "epsilon": _privacy,
+    "clip": _clip,
+    "classes": _classes_of_run,
+    "norms": _norms,
+    "spread": _spread,
+}
+"""The figures of a run that show more than the records that they declare."""
+
+
+# ------------------------------------------------------------------------------------------------- several groups
 
 MAX_OVERLAID = 3000
 """Points of all lines of an overlay together."""
 FOLDED = -2
 """Style of a line that stands for several methods: in the text colour."""
-Points = Callable[[Run], Sequence[tuple[int, float]]]
 
 
 def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
     """Return overlays of several groups: means over seeds with bands of one standard deviation."""
-
-    def public(key: str) -> Points:
-        return lambda run: column(run.metrics, key)
-
-    def private(key: str) -> Points:
-        return lambda run: sizes(run.private, key)
-
-    def lowest(run: Run) -> list[tuple[int, float]]:
-        known = [(r.get("round"), quantiles(r, "client_accuracy_quantiles").get("0.05")) for r in run.private]
-        return column([{"round": turn, "q": value} for turn, value in known], "q")
-
-    about = "5 % quantile over clients."
-    worst = Figure("spread", "Accuracy of the worst-off clients", (), "%", about, True, percent=True)
-    mean_norm = Figure("norms", "Update norm before the clip", (), "L2", "Mean over the cohort.", True)
-    alpha = Figure("alpha", "Mean clipping factor ᾱ", (), "", "α = min(1, clip/norm).", True, zero=True)
-    tilde = Figure("alpha-spread", "Spread of the clipping factor α̃", (), "", "Mean distance from ᾱ.", True, zero=True)
-    wanted: list[tuple[Figure, Points, bool]] = [
-        (ACCURACY, public("test_accuracy"), True),
-        (Figure("loss", "Test loss", (), note="Public test data."), public("test_loss"), True),
-        (Figure("epsilon", "Privacy spent", (), "ε", "Proven ε so far.", zero=True), spent_from_start, False),
-        (mean_norm, private("update_norm_mean"), False), (CLIPPED, private("clipped_fraction"), False),
-        (SIGNAL, private("signal_to_noise"), False), (alpha, private("alpha_mean"), False),
-        (tilde, private("alpha_spread"), False), (TRAIN, private("train_accuracy"), False),
-        (PERSONAL, private("personal_accuracy"), False),
-        (worst, lowest, False),
-    ]  # fmt: skip
-    found = [_overlay(figure, groups, points, by_epsilon) for figure, points, by_epsilon in wanted]
-    found = [_folded(figure) if figure is not None and figure.key == "epsilon" else figure for figure in found]
-    found.insert(3, class_bars([(group.label, group) for group in groups], overlay=True))
-    return [figure for figure in (by_epsilon(groups), *found) if figure is not None]
+    found: list[Figure | None] = [by_epsilon(groups)]
+    for key, said in _declared()["groups"].items():
+        figure = replace(declared("groups", key), overlay=True)
+        if key == "classes":
+            found.append(class_bars(figure, groups))
+        elif key != "by-epsilon":
+            found.append(_overlay(figure, groups, said["of"][""]))
+    return [_folded(figure) if figure.key == "epsilon" else figure for figure in found if figure is not None]
 
 
 def by_epsilon(groups: Sequence[Group]) -> Figure | None:
@@ -379,22 +403,19 @@ def by_epsilon(groups: Sequence[Group]) -> Figure | None:
         low = tuple(max(0.0, value - sd) for value, sd in zip(y, sds)) if any(sds) else ()
         high = tuple(min(1.0, value + sd) for value, sd in zip(y, sds)) if any(sds) else ()
         series.append(Series(label, {"round": tuple(epsilon for epsilon, _, _ in points)}, y, low, high, style))
-    note = "Shared model, public test data; mean and standard deviation over seeds."
     lines = chance_line([run for group in groups for run in group.runs])
-    return Figure(
-        "by-epsilon", "Final accuracy by ε", tuple(series), "%", note, percent=True, lines=lines, kind="points",
-        x_title="proven ε", zero=True, y_title="Test accuracy",
-    )  # fmt: skip
+    return replace(declared("groups", "by-epsilon"), series=tuple(series), lines=lines)
 
 
-def _overlay(figure: Figure, groups: Sequence[Group], points: Points, by_epsilon: bool) -> Figure | None:
-    most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
-    series = [_mean_series(group, points, by_epsilon, most, figure.percent) for group in groups]
-    changes: dict[str, Any] = {"overlay": True}
-    if figure.key == ACCURACY.key:
+def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | None:
+    most, tested = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups))), name.startswith("test_")
+    points = points_of(name)
+    series = [_series(group, points, spent=tested, share=figure.percent, most=most) for group in groups]
+    changes: dict[str, Any] = {}
+    if name == "test_accuracy":
         changes["lines"] = chance_line([run for group in groups for run in group.runs])
     absent = [each.label for each in series if each.y and "epsilon" not in each.x]
-    if by_epsilon and absent and len(absent) < len(series):
+    if tested and absent and len(absent) < len(series):
         # By ε only what has a proven ε can be drawn; the caption says who is missing.
         changes["note"] = f"{figure.note} Without a proven ε, so by round only: {', '.join(absent)}."
     return with_series(figure, series, **changes)
@@ -423,33 +444,3 @@ def _alike(one: Series, other: Series) -> bool:
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]])
-
-
-def by_round(runs: Iterable[Sequence[tuple[int, float]]]) -> dict[int, list[float]]:
-    """Return the values of several runs' points at each round, the rounds in order."""
-    found: dict[int, list[float]] = {}
-    for points in runs:
-        for turn, value in points:
-            found.setdefault(turn, []).append(value)
-    return dict(sorted(found.items()))
-
-
-def _mean_series(group: Group, points: Points, by_epsilon: bool, most: int, percent: bool = False) -> Series:
-    values = by_round(map(points, group.runs))
-    rounds = [[*values][place] for place in thin(len(values), most)]
-    spreads = [each for turn in rounds if (each := spread(values[turn])) is not None]
-    sds = [each.sd or 0.0 for each in spreads]
-    x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in rounds)}
-    # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
-    spent = {turn: max(each) for turn, each in by_round(map(metrics.spent, group.runs)).items()}
-    if by_epsilon and rounds and all(turn in spent for turn in rounds):
-        x["epsilon"] = tuple(spent[turn] for turn in rounds)
-    banded = any(sds)
-    # A share cannot be below 0 or above 100 %.
-    least, highest = (0.0, 1.0) if percent else (-math.inf, math.inf)
-    return Series(
-        label=group.label, x=x, y=tuple(each.mean for each in spreads),
-        low=tuple(max(least, each.mean - sd) for each, sd in zip(spreads, sds, strict=True)) if banded else (),
-        high=tuple(min(highest, each.mean + sd) for each, sd in zip(spreads, sds, strict=True)) if banded else (),
-        style=group.style,
-    )  # fmt: skip
