@@ -5,35 +5,35 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fedflat.core.imports import install
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import spread, styles
-from fedflat.report.pages import Section, Table, cards, page
+from fedflat.report.pages import Section, Table, cards, filled, page
 from fedflat.report.plates import draw_on
 from fedflat.report.tables import PLAINLY
 
 FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)
-PATCHES, NATURAL, NONE = "random process", "public natural data", "none"
-EVERYBODY = {"cohort.size": 500, "privacy.delta": 0.002}
-ALL_SPEAKERS = {"cohort.size": 252, "privacy.delta": 0.004}
-LITE = ("efficientnet_lite_pytorch", "vision")
+PATCHES, NATURAL = "random process", "public natural data"
 FOLDER = "FOLDER"
 """What commands call the folder with public weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A data set of the leaderboard and how its clients differ.
+    """A data set of the leaderboard and how its clients differ, as in ``board.yaml``.
 
     alpha: Dirichlet's, or None where the data say whose they are. base: what all of its rows change in the recipe.
     public: whether the recipe takes public weights from a folder. second: whether its data have another task with
-    another prior before it. needs: a module that must be installed, and the extra that brings it.
+    another prior before it. needs: a module that must be installed, and the extra that
+    brings it.
     """
 
     data: str
@@ -44,7 +44,7 @@ class Task:
     base: Mapping[str, Any] = field(default_factory=dict)
     public: bool = False
     second: bool = False
-    needs: tuple[str, str] | None = None
+    needs: Sequence[str] = ()
 
     @property
     def title(self) -> str:
@@ -63,27 +63,13 @@ class Task:
         return {**folder, **split, **self.base}
 
 
-TASKS = (
-    Task("cifar10", 0.6, "CIFAR-10", "cifar10-representation"),
-    Task("cifar10", 0.1, "CIFAR-10", "cifar10-representation"),
-    Task("cifar10", 0.6, "CIFAR-10 public", "cifar10-image-encoder", NATURAL, second=True, needs=LITE),
-    Task("cifar10", 0.1, "CIFAR-10 public", "cifar10-image-encoder", NATURAL, second=True, needs=LITE),
-    Task("mnist", 0.6, "MNIST", "mnist-representation"),
-    Task("fashion-mnist", 0.6, "Fashion-MNIST", "fashion-mnist-representation"),
-    Task("digits", 0.6, "digits", "digits-representation"),
-    Task("sst2", 0.6, "SST-2", "sst2-encoder", NATURAL, {**EVERYBODY, "engine.precision": "bf16"}, public=True),
-    Task("mrpc", 0.6, "MRPC", "mrpc-encoder", NATURAL, {"cohort.size": 100, "privacy.delta": 0.01}, public=True),
-    Task("shakespeare", None, "Shakespeare", "shakespeare-dp-fedavg", NONE, ALL_SPEAKERS),
-)
+_DATA = yaml.safe_load(Path(__file__).with_name("board.yaml").read_text(encoding="utf-8"))
+TASKS = tuple(Task(**entry) for entry in _DATA["tasks"])
+PARTNERS: list[list[str]] = _DATA["partners"]
+"""Methods that add one idea to another, and that other."""
 MEASURED_AT = 8
 """The ε at which all methods are tuned."""
 PAIRED = "Points of accuracy over the plain method that it is added to, paired over seeds, with 95 % t intervals."
-PARTNERS = (
-    ("dp-fedsam", "dp-fedavg"), ("dp-fedpgn", "dp-fedavg"), ("dp-fedpgn", "dp-fedpgn (rho 0)"),
-    ("dp-fedavg-ls", "dp-fedavg"), ("dp-fedpgn-ls", "dp-fedpgn"), ("dp-fedavg-blur", "dp-fedavg"),
-    ("dp-fedavg-lus", "dp-fedavg"), ("dp-fedavg-la", "dp-fedavg"),
-)  # fmt: skip
-"""Methods that add one idea to another, and that other."""
 HEADS = (
     "data", "Dirichlet", "ε", "method", "accuracy %", "seeds", "ε of the mechanism", "audited ε", "seconds", "prior"
 )  # fmt: skip
@@ -110,9 +96,9 @@ def recipe_for(source: str) -> tuple[str, str] | None:
     return there[0].recipe, f"{source}: takes {there[0].recipe}; measured at ε = {MEASURED_AT}: {', '.join(said)}"
 
 
-def load(path: Path = FILE) -> dict[str, Any]:
+def load() -> dict[str, Any]:
     """Return ``rows``, ``ceilings`` (per cent, by data set) and ``about``."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
@@ -161,11 +147,6 @@ def cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def brief(texts: Sequence[str]) -> list[str]:
-    """Return a row's texts for the page of the docs: without seeds, ε of the mechanism and audits."""
-    return [*texts[:5], *texts[8:]]
-
-
 def method_name(row: Row) -> str:
     """Return the method, with the options that are not its defaults."""
     options = [f"{key} {value}" for key, value in row["method"].items() if key != "name"]
@@ -182,12 +163,11 @@ def summary(found: Mapping[str, Any], short: bool = False) -> list[list[str]]:
     """Return each task's best accuracy at every ε, and its ceiling; what nobody measured says so. short: for 80
     columns.
     """
-    top = best(found["rows"])
-    table = []
+    top, table = best(found["rows"]), []
+    digits, unknown = (1, "–") if short else (2, "not measured")
     for task in TASKS:
         rows = [top.get((task, epsilon)) for epsilon in EPSILONS]
         ceiling = found["ceilings"].get(task.features)
-        digits, unknown = (1, "–") if short else (2, "not measured")
         shown = [unknown if row is None else spread_of(row, digits) for row in rows]
         name = task.title.replace("Dirichlet ", "").replace(" clients", "") if short else task.title
         table.append([name, *shown, unknown if ceiling is None else f"{ceiling:.{digits}f}"])
@@ -238,42 +218,31 @@ def _difference(row: Row | None, plain: Row | None) -> str:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """Return the text of ``docs/leaderboard.md``."""
-    rows = ordered(found["rows"])
-    heads = ["", *(f"ε = {epsilon}" for epsilon in EPSILONS), "ceiling, no privacy"]
-    at = MEASURED_AT
-    lines = [
-        "# Leaderboard", "", "<!-- Written by `fedflat leaderboard --out docs`, from leaderboard.json. -->", "",
-        *found["about"], "", PLAINLY, "",
-        "## The best at each ε", "", *_grid(heads, summary(found)), "",
-        "![Accuracy against ε, with the ceiling](images/leaderboard.svg)", "",
-        f"## All methods at ε = {at}", "", *_grid(*methods(found, at)), "",
-        f"## What an idea adds, at ε = {at}", "",
-        PAIRED, "They are not corrected for their number. [What to make of them](flatness.md#on-the-leaderboard).", "",
-        *_grid(*paired(found, at)), "", "## All rows", "",
-        "Seeds, ε of the mechanism and audits of each row: `fedflat leaderboard --json`.", "",
-        *_grid(list(brief(HEADS)), [brief(cells(row)) for row in rows]), "", "## The command of each row", "",
-        "With its first seed; the others differ in `seed` alone, and digits and Shakespeare draw another test set.",
-        "", "```console",
-        *(f"$ {command(row)}" for row in rows), "```", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    rows, at = ordered(found["rows"]), MEASURED_AT
+    # On the page of the docs a row has no seeds, ε of the mechanism and audits.
+    brief = [[*texts[:5], *texts[8:]] for texts in (HEADS, *map(cells, rows))]
+    return filled(
+        "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=_heads(), best=summary(found),
+        methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
+    )  # fmt: skip
 
 
 def html(found: Mapping[str, Any], version: str) -> str:
     """Return the page: curves, then the tables."""
-    rows = ordered(found["rows"])
-    heads = ["", *(f"ε = {epsilon}" for epsilon in EPSILONS), "ceiling"]
     caption, at = "Test accuracy in per cent, mean ± sd over seeds that tuning never saw.", MEASURED_AT
-    sections = [
-        Section("curves", "Accuracy against ε", "cards", cards(figures(found))),
-        Section("best", "The best at each ε", "table", Table(caption, heads, summary(found))),
-        Section("methods", f"All methods at ε = {at}", "table", Table(caption, *methods(found, at))),
-        Section(
-            "paired", f"What an idea adds, at ε = {MEASURED_AT}", "table", Table(PAIRED, *paired(found, MEASURED_AT))
-        ),
-        Section("rows", "All rows", "table", Table(caption, HEADS, [cells(row) for row in rows], left=1)),
-    ]
+    tables = {
+        "best": ("The best at each ε", Table(caption, ["", *_heads(), "ceiling"], summary(found))),
+        "methods": (f"All methods at ε = {at}", Table(caption, *methods(found, at))),
+        "paired": (f"What an idea adds, at ε = {at}", Table(PAIRED, *paired(found, at))),
+        "rows": ("All rows", Table(caption, HEADS, [cells(row) for row in ordered(found["rows"])])),
+    }
+    curves = Section("curves", "Accuracy against ε", "cards", cards(figures(found)))
+    sections = [curves, *(Section(key, heading, "table", shown) for key, (heading, shown) in tables.items())]
     return page("Leaderboard", " ".join(found["about"][:1]), sections, version)
+
+
+def _heads() -> list[str]:
+    return [f"ε = {epsilon}" for epsilon in EPSILONS]
 
 
 def figures(found: Mapping[str, Any]) -> list[Figure]:
@@ -281,17 +250,23 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
     made = []
     for task in TASKS:
         lines: dict[str, list[Row]] = {}
-        for row in ordered(found["rows"]):
-            if task_of(row) is task:
-                lines.setdefault(method_name(row), []).append(row)
+        for row in ordered(row for row in found["rows"] if task_of(row) is task):
+            lines.setdefault(method_name(row), []).append(row)
         drawn = styles([str(own[0]["method"]["name"]) for own in lines.values()])
-        series = [_series(name, own, style) for (name, own), style in zip(lines.items(), drawn)]
+        series = [
+            Series(
+                name, {"round": tuple(float(row["epsilon"]) for row in own)},
+                tuple(_mean(row) / 100 for row in own), style=style,
+            )
+            for (name, own), style in zip(lines.items(), drawn)
+        ]  # fmt: skip
         ceiling = found["ceilings"].get(task.features)
         level = () if ceiling is None else (("ceiling, no privacy", ceiling / 100),)
         if series:
             key = f"{task.data}-{task.alpha}{'-public' if task.second else ''}"
-            shown = Figure(key, task.title, tuple(series), "%", percent=True, lines=level)
-            made.append(replace(shown, x_title="ε", y_title="Test accuracy"))
+            made.append(Figure(
+                key, task.title, tuple(series), "%", percent=True, lines=level, x_title="ε", y_title="Test accuracy"
+            ))  # fmt: skip
     return made
 
 
@@ -315,15 +290,5 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def _series(name: str, rows: Sequence[Row], style: int) -> Series:
-    x = tuple(float(row["epsilon"]) for row in rows)
-    return Series(name, {"round": x}, tuple(_mean(row) / 100 for row in rows), style=style)
-
-
 def _mean(row: Row) -> float:
     return statistics.fmean(row["accuracy"])
-
-
-def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]

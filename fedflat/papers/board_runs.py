@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedflat.assembly.inputs import module_of
 from fedflat.assembly.plans import algorithm_of, server_of
@@ -44,10 +43,6 @@ FACTORS = (0.25, 0.5, 1.0, 2.0)
 """What of the advised ``server.lr`` is tried, with the packaged recipe's rounds, clip and local steps."""
 BEYOND = 4
 """At most so many more, each twice or half the last, while the best is at the border."""
-FITTED = 100
-"""Steps of L-BFGS for a ceiling without features."""
-PENALTIES = tuple(10.0**power for power in range(-5, 4))
-"""Of ridge regression, per example."""
 Told = Callable[[str], None]
 
 
@@ -88,42 +83,32 @@ class Cell:
 
 @dataclass(frozen=True)
 class Examples:
-    """Features and targets of a data set's training and test examples, and an untrained head for them.
+    """A data set's features, and an untrained head for them. natural: whether its clients are those of the data."""
 
-    natural: rows of every client where the data say whose they are, or None.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    test_inputs: Tensor
-    test_targets: Tensor
-    classes: int
-    name: str
+    data: FederatedData
     head: torch.nn.Module
-    natural: tuple[Indices, ...] | None = None
-    vocabulary: int = 0
+    natural: bool = False
 
     def federation(self, alpha: float | None, clients: int, seed: int, tuning: bool) -> FederatedData:
         """Return the clients by Dirichlet(alpha), or the natural ones. tuning: of nine tenths, with a tenth that the
         seed draws as test set.
         """
-        test, test_targets = self.test_inputs, self.test_targets
-        known, held = self.apart(seed) if tuning else (np.arange(len(self.targets)), None)
-        if held is not None:
-            test, test_targets = self.inputs[torch.from_numpy(held)], self.targets[torch.from_numpy(held)]
-        if self.natural is not None:
-            parts = tuple(rows[np.isin(rows, known)] for rows in self.natural)
+        data = self.data
+        known, held = self.apart(seed) if tuning else (np.arange(len(data.targets)), None)
+        if self.natural:
+            parts = tuple(rows[np.isin(rows, known)] for rows in data.parts)
         else:
-            targets = self.targets[torch.from_numpy(known)]
-            found = partition(targets.numpy(), {"kind": "dirichlet", "alpha": alpha}, clients, seed, None)
+            targets = data.targets[torch.from_numpy(known)].numpy()
+            found = partition(targets, {"kind": "dirichlet", "alpha": alpha}, clients, seed, None)
             parts = tuple(known[rows] for rows in found)
-        return FederatedData(
-            self.inputs, self.targets, parts, (), test, test_targets, self.classes, self.name, self.vocabulary
-        )
+        if held is not None:
+            rows = torch.from_numpy(held)
+            data = replace(data, test_inputs=data.inputs[rows], test_targets=data.targets[rows])
+        return replace(data, parts=parts)
 
     def apart(self, seed: int) -> tuple[Indices, Indices]:
         """Return the rows that trials are trained on, and those that are held back from them, both sorted."""
-        order = stream(seed, "leaderboard: held back").permutation(len(self.targets))
+        order = stream(seed, "leaderboard: held back").permutation(len(self.data.targets))
         count = int(HELD_BACK * len(order))
         return np.sort(order[count:]), np.sort(order[:count])
 
@@ -141,16 +126,18 @@ def examples(task: Task, public: str | None = None) -> Examples:
     loaded = load(section, 0)
     module, _, _ = module_of(recipe, None, loaded, CROSS_ENTROPY)
     found = with_features(loaded, module)
-    if found.test_inputs is None or found.test_targets is None:
+    if found.test_inputs is None:
         raise wrong("leaderboard --data", task.data, "a data set with a test set")
     head = module
     if isinstance(module, Headed):
         only = module.get_submodule(module.trained.rstrip("."))
         head = only if isinstance(only, torch.nn.Sequential) else torch.nn.Sequential(only)
-    return Examples(
-        found.inputs, found.targets, found.test_inputs, found.test_targets, found.classes, found.name, head,
-        found.parts if task.alpha is None else None, found.vocabulary,
+    # What a cell runs on has no names, preparation or bounds of its own.
+    data = FederatedData(
+        found.inputs, found.targets, found.parts, (), found.test_inputs, found.test_targets, found.classes, found.name,
+        found.vocabulary,
     )  # fmt: skip
+    return Examples(data, head, task.alpha is None)
 
 
 def measure(cell: Cell, known: Examples, told: Told = print) -> dict[str, Any]:
@@ -187,56 +174,6 @@ def measure(cell: Cell, known: Examples, told: Told = print) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ceiling(known: Examples) -> float:
-    """Test accuracy in per cent of ridge regression on the features, without privacy; its penalty by held-back data.
-
-    Where there are no features, of the model itself, fitted to all training examples at once.
-    """
-    if not known.inputs.is_floating_point():
-        return _fitted(known)
-    rows, held = (torch.from_numpy(part) for part in known.apart(TUNING))
-    inputs, test = known.inputs.double(), known.test_inputs.double()
-    targets = known.targets
-    tried = _ridge(inputs[rows], targets[rows], inputs[held], targets[held], known.classes, PENALTIES)
-    chosen = _best(tried)
-    return _ridge(inputs, targets, test, known.test_targets, known.classes, (chosen,))[chosen]
-
-
-def _fitted(known: Examples) -> float:
-    """Test accuracy in per cent of a model with a convex loss, after ``FITTED`` steps of L-BFGS on its mean loss."""
-    model = copy.deepcopy(known.head)
-    search = torch.optim.LBFGS(model.parameters(), max_iter=FITTED, history_size=20, line_search_fn="strong_wolfe")
-
-    def loss() -> float:
-        search.zero_grad()
-        total = 0.0
-        for x, y in zip(known.inputs.split(1000), known.targets.split(1000)):
-            part = CROSS_ENTROPY(model(x), y)[0].sum() / len(known.targets)
-            part.backward()
-            total += part.item()
-        return total
-
-    search.step(loss)
-    with torch.no_grad():
-        right = (model(known.test_inputs).argmax(-1) == known.test_targets).double().mean()
-    return round(100 * float(right), 2)
-
-
-def _ridge(
-    x: Tensor, y: Tensor, test: Tensor, test_y: Tensor, classes: int, penalties: Sequence[float]
-) -> dict[float, float]:
-    """Return the accuracy in per cent of ridge regression for each penalty."""
-    mean, wanted = x.mean(0), torch.nn.functional.one_hot(y, classes).double()
-    centred = x - mean
-    gram, moment = centred.T @ centred / len(x), centred.T @ (wanted - wanted.mean(0)) / len(x)
-    found = {}
-    for penalty in penalties:
-        weights = torch.linalg.solve(gram + penalty * torch.eye(x.shape[1], dtype=x.dtype), moment)
-        guess = ((test - mean) @ weights + wanted.mean(0)).argmax(1)
-        found[penalty] = round(100 * float((guess == test_y).double().mean()), 2)
-    return found
-
-
 def _best(tried: Mapping[float, float]) -> float:
     return max(sorted(tried), key=lambda rate: tried[rate])
 
@@ -252,6 +189,3 @@ def _accuracy(cell: Cell, known: Examples, seed: int, setting: Mapping[str, Any]
     # Training changes the head, and every cell must begin from the same one.
     result = run(recipe, model=copy.deepcopy(known.head), data=federation)
     return round(100 * result.history[-1]["test_accuracy"], 2), float(result.privacy["proven_epsilon"])
-
-
-__all__ = ["REPORTED", "TUNING", "Cell", "Examples", "ceiling", "examples", "measure"]

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from benchmarks.leaderboard import ceiling
 from fedflat.cli.main import _assemble, app
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
+from fedflat.data.clients import FederatedData
 from fedflat.papers import board
-from fedflat.papers.board_runs import REPORTED, TUNING, Cell, Examples, ceiling, measure
+from fedflat.papers.board_runs import REPORTED, TUNING, Cell, Examples, measure
 
 TASK = next(task for task in board.TASKS if task.data == "mnist")
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -31,7 +33,8 @@ def small() -> Examples:
     draw = torch.Generator().manual_seed(0)
     y = torch.arange(200) % 4
     x = torch.randn(200, 6, generator=draw) + nn.functional.one_hot(y, 6)
-    return Examples(x[:160], y[:160], x[160:], y[160:], 4, "small features", nn.Sequential(nn.Linear(6, 4)))
+    data = FederatedData(x[:160], y[:160], (), (), x[160:], y[160:], 4, "small features")
+    return Examples(data, nn.Sequential(nn.Linear(6, 4)))
 
 
 def test_the_page_of_the_docs_is_made_of_the_results() -> None:
@@ -58,7 +61,7 @@ def test_a_cell_is_tuned_on_training_examples_alone(monkeypatch: pytest.MonkeyPa
         rows = {tuple(row.tolist()) for row in data.test_inputs}
         used = [tuple(data.inputs[i].tolist()) for part in data.parts for i in part]
         assert not rows & set(used)
-        assert tuning == (len(used) == 144) and (tuning or torch.equal(data.test_inputs, known.test_inputs))
+        assert tuning == (len(used) == 144) and (tuning or torch.equal(data.test_inputs, known.data.test_inputs))
         seen.append((seed, tuning))
         return data
 
@@ -85,7 +88,8 @@ def test_a_method_with_an_optimizer_of_its_own_starts_from_its_own_rate() -> Non
 
 def test_clients_that_the_data_name_keep_their_examples() -> None:
     parts = (torch.arange(100).numpy(), torch.arange(100, 160).numpy())
-    known = dataclasses.replace(small(), natural=parts)
+    known = small()
+    known = dataclasses.replace(known, data=dataclasses.replace(known.data, parts=parts), natural=True)
     held = set(known.apart(TUNING)[1].tolist())
     for part, own in zip(known.federation(None, 0, TUNING, True).parts, parts, strict=True):
         assert set(part.tolist()) == set(own.tolist()) - held
