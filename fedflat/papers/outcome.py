@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -26,14 +26,53 @@ LEVEL = 0.95
 DRAWS = 50_000
 NAMED = 4
 """Orderings of a kind that the verdict names."""
+Mean = tuple[float, float | None]
+"""A mean and its standard deviation, None for a single value."""
+Sample = tuple[float, float | None, int]
+"""The same, and of how many values."""
+
+
+UNSEEN = ("engine.", "evaluation.", "name=", "seed=")
+"""Overrides that change no number that is compared."""
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """One method of a column: its cell, and ours by seed (inf: the target was never reached)."""
+class Row:
+    """One published number beside ours.
+
+    ours: by seed, in the cell's unit (inf: the target was never reached). claimed: ε as the paper has it for its own
+    setting. proven, delta: ε and δ of what runs here, inf where nothing finite is proven, None where nothing is known.
+    simulated: ε of the larger system whose noise is simulated. fates: how runs came to nothing, by seed. missing: why
+    there is no value of ours; void: because there is none to have, not because runs are missing.
+    """
 
     cell: Cell
-    ours: dict[int, float]
+    recipe: Recipe | None
+    claimed: float | None
+    proven: float | None
+    delta: float | None = None
+    simulated: float | None = None
+    ours: Mapping[int, float] = field(default_factory=dict)
+    fates: Mapping[int, str] = field(default_factory=dict)
+    missing: str = ""
+    void: bool = False
+
+    @property
+    def spread(self) -> Mean | None:
+        """Mean and standard deviation (n − 1; None for one seed) of ours, or None; inf if a seed never got there."""
+        values = list(self.ours.values())
+        if not values:
+            return None
+        if any(map(math.isinf, values)):
+            return math.inf, None
+        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the published mean."""
+        if self.spread is None or self.cell.value is None or math.isinf(self.spread[0]):
+            return None
+        return self.spread[0] - self.cell.value[0]
 
 
 @dataclass(frozen=True)
@@ -63,43 +102,27 @@ class Verdict:
         return [each for each in self.orderings if each.here == here and each.told == told]
 
 
-def judge(rows: Sequence[Ranked], seeds: int) -> Verdict | None:
+def judge(rows: Sequence[Row], seeds: int) -> Verdict | None:
     """Return the verdict on one column; None where fewer than two of its methods have both numbers. seeds: the
     trials."""
-    kept = [row for row in rows if row.cell.value is not None and row.ours]
+    known = [(row, row.cell.value, row.spread) for row in rows]
+    kept = [(row, (*theirs, seeds), (*ours, len(row.ours))) for row, theirs, ours in known if theirs and ours]
     if len(kept) < 2:
         return None
-    published = [_value(row)[0] for row in kept]
-    ours = [_mean(row) for row in kept]
-    return Verdict(_tau(published, ours), _interval(kept, seeds), tuple(_orderings(kept)))
-
-
-def _value(row: Ranked) -> tuple[float, float | None]:
-    # ``judge`` keeps only rows that have a value.
-    return row.cell.value or (math.nan, None)
-
-
-def _mean(row: Ranked) -> float:
-    values = list(row.ours.values())
-    return math.inf if any(map(math.isinf, values)) else statistics.fmean(values)
-
-
-def _tau(left: Sequence[float], right: Sequence[float]) -> float | None:
     from scipy.stats import kendalltau
 
-    found = float(kendalltau(left, right).statistic)
-    return found if math.isfinite(found) else None
+    judged, published, ours = zip(*kept)
+    tau = float(kendalltau(*([mean for mean, _, _ in side] for side in (published, ours))).statistic)
+    return Verdict(tau if math.isfinite(tau) else None, _interval(published, ours), tuple(_orderings(judged)))
 
 
-def _interval(rows: Sequence[Ranked], seeds: int) -> tuple[float, float] | None:
+def _interval(published: Sequence[Sample], ours: Sequence[Sample]) -> tuple[float, float] | None:
     """Return percentiles of τ over redrawn means; None where no method of ours has two seeds."""
-    if all(len(row.ours) < 2 for row in rows):
+    if all(count < 2 for _, _, count in ours):
         return None
     # A fixed seed gives the same table the same interval every time.
     draw = stream(0, "rank agreement")
-    theirs = np.stack([_redrawn(draw, _value(row)[0], _value(row)[1], seeds) for row in rows], 1)
-    ours = np.stack([_redrawn(draw, _mean(row), _sd(row), len(row.ours)) for row in rows], 1)
-    found = taus(theirs, ours)
+    found = taus(*(np.stack([_redrawn(draw, *each) for each in side], 1) for side in (published, ours)))
     found = found[np.isfinite(found)]
     if not found.size:
         return None
@@ -117,11 +140,6 @@ def taus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return found
 
 
-def _sd(row: Ranked) -> float | None:
-    values = list(row.ours.values())
-    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
-
-
 def _redrawn(draw: np.random.Generator, mean: float, sd: float | None, count: int) -> np.ndarray:
     """Return DRAWS means ``(DRAWS,)`` that could have been seen instead."""
     if not sd or count < 2:
@@ -129,33 +147,33 @@ def _redrawn(draw: np.random.Generator, mean: float, sd: float | None, count: in
     return mean + sd / math.sqrt(count) * draw.standard_t(count - 1, DRAWS)
 
 
-def _orderings(rows: Sequence[Ranked]) -> list[Ordering]:
-    found = []
+def _orderings(rows: Sequence[Row]) -> Iterator[Ordering]:
     for one, other in combinations(rows, 2):
-        gap = _value(one)[0] - _value(other)[0]
-        if gap == 0:
-            # The paper prints them as equal, which orders nothing.
-            continue
-        better, worse = (one, other) if (gap > 0) != (one.cell.measure in LOWER) else (other, one)
-        ahead = _mean(better), _mean(worse)
-        lead = 0.0 if ahead[0] == ahead[1] else ahead[0] - ahead[1]
-        here = int(np.sign(lead)) * (-1 if one.cell.measure in LOWER else 1)
-        found.append(Ordering(better.cell.method, worse.cell.method, here, _told(better, worse)))
-    return found
+        sign = -1 if one.cell.measure in LOWER else 1
+        # What the paper prints as equal orders nothing.
+        if gap := _lead(one.cell.value, other.cell.value) * sign:
+            better, worse = (one, other) if gap > 0 else (other, one)
+            here = _lead(better.spread, worse.spread) * sign
+            yield Ordering(better.cell.method, worse.cell.method, here, _told(better, worse))
 
 
-def _told(one: Ranked, other: Ranked) -> bool:
+def _lead(one: Mean | None, other: Mean | None) -> int:
+    """Return which of two means is larger: 1, −1, or 0 for equal ones."""
+    left, right = (math.nan if each is None else each[0] for each in (one, other))
+    return (left > right) - (left < right)
+
+
+def _told(one: Row, other: Row) -> bool:
     """Return whether the paired t test over common seeds tells two methods apart, two-sided; never from a single
     seed."""
-    from scipy.stats import t
+    from scipy.stats import ttest_1samp
 
     gaps = [one.ours[seed] - other.ours[seed] for seed in one.ours if seed in other.ours]
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
         return False
-    mean, sd = statistics.fmean(gaps), statistics.stdev(gaps)
-    if sd == 0:
-        return mean != 0
-    return 2 * float(t.sf(abs(mean) / sd * math.sqrt(len(gaps)), len(gaps) - 1)) < 1 - LEVEL
+    if min(gaps) == max(gaps):
+        return gaps[0] != 0
+    return bool(ttest_1samp(gaps, 0).pvalue < 1 - LEVEL)
 
 
 def sentences(found: Verdict | None) -> list[str]:
@@ -166,25 +184,16 @@ def sentences(found: Verdict | None) -> list[str]:
     if found.tau is not None and found.interval is not None:
         tau += f" [{_signed(found.interval[0])}, {_signed(found.interval[1])}]"
     said = [f"Rank agreement: Kendall τ {tau}."]
-    total = len(found.orderings)
-    if total:
-        sure, loose = found.which(1, True), found.which(1, False)
-        holds = len(sure) + len(loose)
-        told = "holds" if holds == 1 else "hold"
-        said.append(f"Of the paper's {total} orderings {holds} {told} here, {len(sure)} of them at 95 %{_list(sure)}.")
-        against, leaning = found.which(-1, True), found.which(-1, False)
-        if against:
-            said.append(f"Not here, at 95 %: {_names(against)}.")
-        if leaning:
-            said.append(f"Not here, within the seeds' spread: {_names(leaning)}.")
-        equal = [each for each in found.orderings if each.here == 0]
-        if equal:
-            said.append(f"Equal here: {_names(equal)}.")
-    return said
-
-
-def _list(sure: Sequence[Ordering]) -> str:
-    return f" ({_names(sure)})" if sure else ""
+    if total := len(found.orderings):
+        sure = found.which(1, True)
+        holds = len(sure) + len(found.which(1, False))
+        told, of = "holds" if holds == 1 else "hold", f" ({_names(sure)})" if sure else ""
+        said.append(f"Of the paper's {total} orderings {holds} {told} here, {len(sure)} of them at 95 %{of}.")
+    others = {
+        "Not here, at 95 %": found.which(-1, True), "Not here, within the seeds' spread": found.which(-1, False),
+        "Equal here": [each for each in found.orderings if each.here == 0],
+    }  # fmt: skip
+    return said + [f"{words}: {_names(orderings)}." for words, orderings in others.items() if orderings]
 
 
 def _names(found: Sequence[Ordering]) -> str:
@@ -195,49 +204,6 @@ def _names(found: Sequence[Ordering]) -> str:
 
 def _signed(value: float) -> str:
     return f"{value:.2f}".replace("-", "−")
-
-
-UNSEEN = ("engine.", "evaluation.", "name=", "seed=")
-"""Overrides that change no number that is compared."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One published number beside ours.
-
-    ours: by seed, in the cell's unit (inf: the target was never reached). claimed: ε as the paper has it for its own
-    setting. proven, delta: ε and δ of what runs here, inf where nothing finite is proven, None where nothing is known.
-    simulated: ε of the larger system whose noise is simulated. fates: how runs came to nothing, by seed. missing: why
-    there is no value of ours; void: because there is none to have, not because runs are missing.
-    """
-
-    cell: Cell
-    recipe: Recipe | None
-    claimed: float | None
-    proven: float | None
-    delta: float | None = None
-    simulated: float | None = None
-    ours: Mapping[int, float] = field(default_factory=dict)
-    fates: Mapping[int, str] = field(default_factory=dict)
-    missing: str = ""
-    void: bool = False
-
-    @property
-    def spread(self) -> tuple[float, float | None] | None:
-        """Mean and standard deviation (n − 1; None for one seed) of ours, or None; inf if a seed never got there."""
-        values = list(self.ours.values())
-        if not values:
-            return None
-        if any(map(math.isinf, values)):
-            return math.inf, None
-        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-
-    @property
-    def difference(self) -> float | None:
-        """Ours minus the published mean."""
-        if self.spread is None or self.cell.value is None or math.isinf(self.spread[0]):
-            return None
-        return self.spread[0] - self.cell.value[0]
 
 
 @dataclass(frozen=True)
@@ -289,8 +255,5 @@ class Outcome:
 
     def verdicts(self) -> dict[str, Verdict]:
         """Return for each column with two methods or more that ran whether it ranks them as the paper does."""
-        judged = {
-            name: judge([Ranked(row.cell, dict(row.ours)) for row in rows], self.table.seeds)
-            for name, rows in self.columns().items()
-        }
+        judged = {name: judge(rows, self.table.seeds) for name, rows in self.columns().items()}
         return {name: found for name, found in judged.items() if found is not None}

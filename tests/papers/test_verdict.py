@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from fedflat.papers.outcome import Ranked, judge, sentences, taus
+from fedflat.papers.outcome import Row, judge, sentences, taus
 from fedflat.papers.tables import Cell
 
 
-def ranked(method: str, published: str, ours: list[float], measure: str = "final") -> Ranked:
-    return Ranked(Cell("A", method, published, None, measure=measure), dict(enumerate(ours)))
+def ranked(method: str, published: str, ours: list[float], measure: str = "final") -> Row:
+    return Row(Cell("A", method, published, None, measure=measure), None, None, None, ours=dict(enumerate(ours)))
 
 
 ROWS = [
