@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter
 
 from fedflat.core.checks import InputError, one_line, wrong
 from fedflat.papers.figures import Drawn, PaperFigure
@@ -22,7 +23,7 @@ from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.rows import dry
 from fedflat.papers.scales import Chosen, options_of
 from fedflat.papers.tables import ROMAN, Table
-from fedflat.report.figures import Figure, Series
+from fedflat.report.figures import Figure
 from fedflat.report.metrics import plain
 
 FOLDER = Path(__file__).parent / "measured"
@@ -46,6 +47,25 @@ class Source:
             f"Measured {self.date} by `{self.command}`: {self.machine}; {self.software}, commit {self.commit}; "
             f"{self.seconds / 60:.0f} minutes of rounds."
         )
+
+
+Rounded = Annotated[float, AfterValidator(lambda value: round(value, 4))]
+
+
+class Kept(BaseModel):
+    """What a record has of a row, besides whose it is: the fields of ``Row`` that are measured; ∞ is a text there."""
+
+    model_config = ConfigDict(from_attributes=True, ser_json_inf_nan="strings")
+    ours: dict[int, Rounded]
+    fates: dict[int, str]
+    proven: Rounded | None
+    delta: float | None
+    simulated: float | None
+    missing: str
+    void: bool
+
+
+FIGURES = TypeAdapter(tuple[Figure, ...])
 
 
 def stem_of(found: Table | PaperFigure) -> str:
@@ -82,7 +102,8 @@ def keep(path: Path, command: str, found: Outcome | Drawn, overrides: Sequence[s
     records = _read(path)
     old = max((_numbers(each) for each in records if each["command"] == command), default=0)
     source = Source(command, machine(), software(), commit(), datetime.date.today().isoformat(), round(seconds, 1))
-    record = asdict(source) | (_table(found, overrides) if isinstance(found, Outcome) else _figure(found, overrides))
+    record = asdict(source) | {"scale": found.scale, "overrides": list(overrides)}
+    record |= _table(found) if isinstance(found, Outcome) else _figure(found)
     if not (new := _numbers(record)):
         return f"--keep: nothing was measured, so {path} is as it was."
     # A command that was stopped early must not replace the numbers of a whole one.
@@ -103,46 +124,22 @@ def _numbers(record: Record) -> int:
     return sum(len(row["ours"]) for row in record.get("rows", ())) + drawn + len(record.get("landscapes", ()))
 
 
-def _table(found: Outcome, overrides: Sequence[str]) -> Record:
+def _table(found: Outcome) -> Record:
     return {
-        "scale": found.scale, "protocol": found.protocol, "overrides": list(overrides),
-        "changed": {name: list(texts) for name, texts in found.changed.items()},
-        "rows": [_row(row) for row in found.rows],
-        "tuned": found.tuned, "chosen": _chosen(found),
+        "protocol": found.protocol, "changed": {name: list(texts) for name, texts in found.changed.items()},
+        "rows": [_row(row) for row in found.rows], "tuned": found.tuned,
+        "chosen": [[*key, one.strength, list(map(list, one.tried.items()))] for key, one in found.chosen.items()],
     }  # fmt: skip
-
-
-def _chosen(found: Outcome) -> list[list[Any]]:
-    return [[*key, one.strength, list(map(list, one.tried.items()))] for key, one in found.chosen.items()]
 
 
 def _row(row: Row) -> Record:
-    return {
-        "column": row.cell.column, "method": row.cell.method, "published": row.cell.published,
-        "ours": {str(seed): _out(value) for seed, value in row.ours.items()},
-        "fates": {str(seed): fate for seed, fate in row.fates.items()},
-        "proven": _out(row.proven), "delta": row.delta, "simulated": row.simulated,
-        "missing": row.missing, "void": row.void,
-    }  # fmt: skip
+    whose = {key: getattr(row.cell, key) for key in ("column", "method", "published")}
+    return whose | json.loads(Kept.model_validate(row).model_dump_json())
 
 
-def _out(value: float | None) -> float | str | None:
-    """Return a number for JSON: four decimals of a value, ``inf`` for what has no end."""
-    if value is None:
-        return None
-    return round(value, 4) if math.isfinite(value) else "inf"
-
-
-def _in(value: float | str | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _figure(found: Drawn, overrides: Sequence[str]) -> Record:
-    return {
-        "scale": found.scale, "overrides": list(overrides), "missing": list(found.missing),
-        "remarks": list(found.remarks),
-        "figures": plain([asdict(figure) for figure in found.figures]), "landscapes": plain(list(found.landscapes)),
-    }  # fmt: skip
+def _figure(found: Drawn) -> Record:
+    texts = {"missing": list(found.missing), "remarks": list(found.remarks)}
+    return texts | plain({"figures": [asdict(each) for each in found.figures], "landscapes": found.landscapes})
 
 
 def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
@@ -154,22 +151,21 @@ def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
     found = []
     records = _read(FOLDER / f"{stem_of(table)}.json")
     for record in records:
-        rows = {(row["column"], row["method"]): row for row in record["rows"]}
-        kept = [cell for cell in table.cells if (cell.column, cell.method) in rows]
-        if kept:
-            part = replace(table, cells=tuple(kept))
-            planned = dry(part, record["scale"], record["protocol"], record["overrides"])
-            recipes = {(row.cell.of, row.cell.method): row.recipe for row in planned.rows}
-            chosen = {
-                (of, method): Chosen(options_of(recipe, strength), strength, dict(tried))
-                for of, method, strength, tried in record.get("chosen", [])
-                if (recipe := recipes.get((of, method))) is not None
-            }
-            filled = tuple(_filled(row, rows[row.cell.column, row.cell.method]) for row in planned.rows)
-            changed = {name: tuple(texts) for name, texts in record["changed"].items()}
-            tuned = record.get("tuned", bool(chosen))
-            filled_in = replace(planned, rows=filled, changed=changed, tuned=tuned, chosen=chosen)
-            found.append((_source(record), filled_in))
+        rows = {(row["column"], row["method"]): Kept.model_validate(row) for row in record["rows"]}
+        cells = tuple(cell for cell in table.cells if (cell.column, cell.method) in rows)
+        if not cells:
+            continue
+        planned = dry(replace(table, cells=cells), record["scale"], record["protocol"], record["overrides"])
+        recipes = {(row.cell.of, row.cell.method): row.recipe for row in planned.rows}
+        chosen = {
+            (of, method): Chosen(options_of(recipe, strength), strength, dict(tried))
+            for of, method, strength, tried in record.get("chosen", [])
+            if (recipe := recipes.get((of, method))) is not None
+        }
+        filled = tuple(replace(row, **dict(rows[row.cell.column, row.cell.method])) for row in planned.rows)
+        changed = {name: tuple(texts) for name, texts in record["changed"].items()}
+        tuned = record.get("tuned", bool(chosen))
+        found.append((_source(record), replace(planned, rows=filled, changed=changed, tuned=tuned, chosen=chosen)))
     if not found:
         asked = "; ".join(dict.fromkeys(cell.column for cell in table.cells))
         have = dict.fromkeys(row["column"] for record in records for row in record["rows"])
@@ -184,23 +180,13 @@ def _nothing(of: str, asked: str, have: Iterable[str]) -> InputError:
     return wrong("--measured", f"no results of {of}", _known())
 
 
-def _filled(row: Row, record: Mapping[str, Any]) -> Row:
-    return replace(
-        row,
-        ours={int(seed): float(value) for seed, value in record["ours"].items()},
-        fates={int(seed): fate for seed, fate in record["fates"].items()},
-        proven=_in(record["proven"]), delta=record["delta"], simulated=record["simulated"],
-        missing=record["missing"], void=record["void"],
-    )  # fmt: skip
-
-
 def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
     """Return the records of a figure, of the panels that ``figure`` has. Raises InputError where there is none."""
     found = []
     records = _read(FOLDER / f"{stem_of(figure)}.json")
     titles = tuple(panel.title for panel in figure.panels)
     for record in records:
-        figures = tuple(_figure_of(each) for each in record["figures"] if each["title"].startswith(titles))
+        figures = tuple(each for each in FIGURES.validate_python(record["figures"]) if each.title.startswith(titles))
         landscapes = tuple(record["landscapes"])
         if figures or landscapes:
             missing, remarks = tuple(record["missing"]), tuple(record.get("remarks", ()))
@@ -212,19 +198,7 @@ def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
     return found
 
 
-def _figure_of(record: Mapping[str, Any]) -> Figure:
-    series = tuple(
-        Series(
-            each["label"], {axis: tuple(values) for axis, values in each["x"].items()}, tuple(each["y"]),
-            tuple(each["low"]), tuple(each["high"]), each["style"],
-        )
-        for each in record["series"]
-    )  # fmt: skip
-    lines = tuple((label, value) for label, value in record["lines"])
-    return Figure(**{**record, "series": series, "lines": lines, "names": tuple(record["names"])})
-
-
-def _source(record: Mapping[str, Any]) -> Source:
+def _source(record: Record) -> Source:
     return Source(**{key: record[key] for key in Source.__dataclass_fields__})
 
 
