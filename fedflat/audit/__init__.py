@@ -12,18 +12,81 @@ without a hostile client. ``audit_noise`` compares the noise of real rounds with
 ``audit_all`` run one round through the real server path many times and bound ε from below.
 """
 
-from fedflat.audit.bounds import AuditResult
-from fedflat.audit.mechanism import audit_all, audit_method, audit_recipe, audit_run, write_audit
-from fedflat.audit.movements import audit_worlds
-from fedflat.audit.noise import audit_noise
+from __future__ import annotations
 
-__all__ = [
-    "AuditResult",
-    "audit_all",
-    "audit_method",
-    "audit_noise",
-    "audit_recipe",
-    "audit_run",
-    "audit_worlds",
-    "write_audit",
-]
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedflat.assembly.jobs import prepare
+from fedflat.assembly.tasks import refuse_other_tasks
+from fedflat.audit.bounds import AuditResult
+from fedflat.audit.injection import one_run, one_shot
+from fedflat.audit.mechanism import RUNS, audit_all, audit_method
+from fedflat.audit.movements import audit_worlds, is_given
+from fedflat.audit.noise import audit_noise
+from fedflat.config.recipe import Recipe
+from fedflat.core import durable
+from fedflat.core.checks import one_of, whole, wrong
+
+__all__ = ["AuditResult", "audit_all", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
+
+KINDS = ("quick", "worlds", "noise", "mechanism", "canaries", "one-run", "all")
+AUDITED = {"clip", "trust", "protocol", "published", "secure_rng"}
+"""What of a recipe's ``privacy`` the mechanism's audit keeps."""
+
+
+def audit_run(
+    recipe: Recipe | Mapping[str, Any] | str | Path, *, kind: str = "quick", canaries: int = 500,
+    runs: int = RUNS, model: nn.Module | None = None, clients: Sequence[Any] | None = None, test: Any = None,
+    folder: Path | None = None,
+) -> list[AuditResult]:  # fmt: skip
+    """Audit a recipe (a Recipe, a dict, a packaged name, a path, a run folder).
+
+    kind: ``quick`` (worlds for about 40 s, noise and mechanism), ``worlds`` (pairs of worlds on every back end, on all
+    data), ``noise`` (the noise and the cohorts of real rounds, measured against the plan),
+    ``mechanism`` (its method, one round, the fixed configuration), ``canaries`` (estimate for the whole run),
+    ``one-run`` (lower bound for the whole run), ``all``. The two before train the recipe once each, with ``canaries``
+    additional clients. runs: of the mechanism audit. model, clients, test: as for ``fedflat.run``.
+    folder: of the run whose recipe it is (a path of a run says so itself).
+    Raises InputError for an unknown kind, fewer than 20 canaries, or a method that is not private.
+    """
+    one_of("--kind", kind, KINDS)
+    whole("--canaries", canaries, 20)
+    parsed = Recipe.of(recipe)
+    refuse_other_tasks("audit", parsed)
+    folder = Path(recipe) if isinstance(recipe, (str, Path)) and Path(recipe).is_dir() and clients is None else folder
+    chosen = {"quick": ("worlds", "noise", "mechanism"), "all": KINDS}.get(kind, (kind,))
+    given: dict[str, Any] = {"model": model, "clients": clients, "test": test}
+    found = []
+    if "worlds" in chosen:
+        found.append(audit_worlds(parsed, thorough=kind != "quick", folder=folder, **given))
+    if "noise" in chosen and not (folder is not None and is_given(parsed, model, clients)):
+        found.append(audit_noise(parsed, **given))
+    if "mechanism" in chosen:
+        privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
+        sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
+        method = parsed.algorithm
+        found.append(audit_method(method.name, options=method.options, sections=sections, runs=runs))
+    for name, audited in {"canaries": one_shot, "one-run": one_run}.items():
+        if name in chosen:
+            job = prepare(parsed, **given)
+            if not job.parts.plan.private:
+                found_method = f"{job.parts.algorithm.name}, which is not private"
+                raise wrong("audit", found_method, "a private method for canary audits")
+            found.append(audited(job, canaries))
+    return found
+
+
+def write_audit(folder: Path, results: Sequence[AuditResult]) -> Path:
+    """Write ``audit.json`` in a run folder, {"audits": […]} with the newest of each kind and method; return it."""
+    path = folder / "audit.json"
+    durable.replace(
+        path,
+        json.dumps({"audits": [result.as_dict() for result in results]}, indent=2, ensure_ascii=False) + "\n",
+        mode=0o644,
+    )
+    return path

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
@@ -237,6 +238,8 @@ def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) ->
     return World(broadcast, accumulator.result(), accumulator.divisor)
 
 
+Slots = dict[str, Tensor]
+Stepped = tuple[Tensor, Slots]
 CHECKED = 150
 """Single calls per world that are compared with the copies."""
 
@@ -284,14 +287,11 @@ def single(neighbours: Neighbours, present: bool, key: bytes, world: World | Non
 def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) -> Tensor:
     """Return ``copies`` runs in one call of the real ``finish_round``: ``(copies, width)``."""
     bench = neighbours.bench
-    algorithm = replace(bench.parts.algorithm, server=tuple(_EachStep(s, copies) for s in bench.parts.algorithm.server))
+    method, mask = bench.parts.algorithm, world.broadcast.mask
+    algorithm = replace(method, server=tuple(_EachStep(step, copies) for step in method.server))
     parts = replace(bench.parts, algorithm=algorithm, optimizer=_each_optimizer(bench.parts.optimizer, copies))
-    state = replace(
-        bench.state,
-        shared=bench.state.shared.repeat(copies),
-        slots={name: value.repeat(copies) for name, value in bench.state.slots.items()},
-    )
-    mask = world.broadcast.mask
+    slots = {name: value.repeat(copies) for name, value in bench.state.slots.items()}
+    state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
     aggregate = replace(world.aggregate, total=world.aggregate.total.repeat(copies))
     new, _ = finish_round(parts, state, broadcast, aggregate, key, _ignore, divisor=world.divisor)
@@ -381,35 +381,24 @@ class _EachStep:
         initial: dict[str, Tensor] = self.step.initial(shared)
         return initial
 
-    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
-        def one(row: Tensor, slots: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            found: tuple[Tensor, dict[str, Tensor]] = self.step(row, replace(view, slots=slots))
+    def __call__(self, mean: Tensor, view: ServerView) -> Stepped:
+        def one(mean: Tensor, slots: Slots) -> Stepped:
+            found: Stepped = self.step(mean, replace(view, slots=slots))
             return found
 
-        return _flat(torch.func.vmap(one)(_rows(mean, self.copies), _rows_of(view.slots, self.copies)))
+        return _each(one, self.copies, mean, view.slots)
 
 
 def _each_optimizer(optimizer: Callable[[MeanView], Optimizer], copies: int) -> Callable[[MeanView], Optimizer]:
     """Return the real server optimiser on each of ``copies`` copies."""
-
-    def each(view: MeanView, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        made = optimizer(view)
-        mapped = torch.func.vmap(lambda w, mean, slots: made(w, mean, slots))
-        return _flat(mapped(_rows(w, copies), _rows(mean, copies), _rows_of(slots, copies)))
-
-    return lambda view: functools.partial(each, view)
+    return lambda view: functools.partial(_each, optimizer(view), copies)
 
 
-def _rows(vector: Tensor, copies: int) -> Tensor:
-    return vector.reshape(copies, -1)
-
-
-def _rows_of(slots: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
-    return {name: _rows(value, copies) for name, value in slots.items()}
-
-
-def _flat(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    return found[0].reshape(-1), {name: value.reshape(-1) for name, value in found[1].items()}
+def _each(function: Callable[..., Stepped], copies: int, *given: Any) -> Stepped:
+    """Return what ``function`` makes of each copy, when ``copies`` of every tensor lie side by side."""
+    rows = tree_map(lambda tensor: tensor.reshape(copies, -1), given)
+    found: Stepped = tree_map(lambda tensor: tensor.reshape(-1), torch.func.vmap(function)(*rows))
+    return found
 
 
 Floats = NDArray[np.float64]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import beta, binom
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]
@@ -16,8 +17,6 @@ Counts = NDArray[np.integer[Any]]
 
 def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Return a lower Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
-    from scipy.stats import beta
-
     k = np.asarray(successes, dtype=np.float64)
     limit: Floats = np.where(k > 0, beta.ppf(failure, np.maximum(k, 1), trials - k + 1), 0.0)
     return limit
@@ -25,8 +24,6 @@ def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -
 
 def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Clopper–Pearson: an upper limit of the success probability that is wrong with probability ≤ ``failure``."""
-    from scipy.stats import beta
-
     k = np.asarray(successes, dtype=np.float64)
     limit: Floats = np.where(k < trials, beta.ppf(1 - failure, k + 1, np.maximum(trials - k, 1)), 1.0)
     return limit
@@ -53,6 +50,13 @@ class Event:
         return (hits[1], hits[0]) if self.first else (hits[0], hits[1])
 
 
+def bound_of(likely: Counts | int, unlikely: Counts | int, trials: int, delta: float, failure: float) -> Floats:
+    """Return the lower bound on ε from how often an event occurred in ``trials`` runs of either world; wrong with
+    probability ≤ ``failure``."""
+    high, low = lowest_rate(likely, trials, failure / 2), highest_rate(unlikely, trials, failure / 2)
+    return epsilon_from_rates(high, low, delta)
+
+
 def choose_event(absent: Floats, present: Floats, delta: float, failure: float) -> tuple[Event, float]:
     """Return the event with the best bound on these runs, and that bound (it is optimistic: evaluate it on other runs).
 
@@ -62,19 +66,14 @@ def choose_event(absent: Floats, present: Floats, delta: float, failure: float) 
     # Thresholds lie where the tails are, as leaks show there, and evenly in between.
     pooled = np.sort(np.concatenate([absent, present]))
     extreme = np.unique(np.geomspace(1, len(pooled) / 2, 80).astype(np.int64)) - 1
-    places = np.unique(
-        np.concatenate([extreme, len(pooled) - 1 - extreme, np.linspace(0, len(pooled) - 1, 60).astype(int)])
-    )
-    thresholds = np.unique(pooled[places])
+    even = np.linspace(0, len(pooled) - 1, 60).astype(int)
+    thresholds = np.unique(pooled[np.concatenate([extreme, len(pooled) - 1 - extreme, even])])
     over = [trials - np.searchsorted(np.sort(x), thresholds, side="right") for x in (absent, present)]
     best = Event(float(thresholds[0]), True, True), -1.0
     for above in (True, False):
         zero, one = over if above else (trials - over[0], trials - over[1])
         for first in (True, False):
-            likely, unlikely = (one, zero) if first else (zero, one)
-            found = epsilon_from_rates(
-                lowest_rate(likely, trials, failure / 2), highest_rate(unlikely, trials, failure / 2), delta
-            )
+            found = bound_of(*((one, zero) if first else (zero, one)), trials, delta, failure)
             place = int(found.argmax())
             if found[place] > best[1]:
                 best = Event(float(thresholds[place]), above, first), float(found[place])
@@ -83,11 +82,7 @@ def choose_event(absent: Floats, present: Floats, delta: float, failure: float) 
 
 def event_bound(event: Event, absent: Floats, present: Floats, delta: float, failure: float) -> float:
     """Return the lower bound on ε from fresh runs ``(n,)`` of each world; wrong with probability ≤ ``failure``."""
-    likely, unlikely = event.counts(absent, present)
-    trials = len(absent)
-    return float(
-        epsilon_from_rates(lowest_rate(likely, trials, failure / 2), highest_rate(unlikely, trials, failure / 2), delta)
-    )
+    return float(bound_of(*event.counts(absent, present), len(absent), delta, failure))
 
 
 def gaussian_pair_epsilon(
@@ -118,11 +113,16 @@ def _smallest(log_p: Floats, log_q: Floats, step: float, delta: float, top: floa
         return 0.0
     if excess(top) > delta:
         return top
-    low, high = 0.0, top
+    return _halved(lambda epsilon: excess(epsilon) > delta, top)[1]
+
+
+def _halved(holds: Callable[[float], bool], high: float) -> tuple[float, float]:
+    """Return the ends of where ``holds`` stops to be true between 0 and ``high``, after 50 halvings."""
+    low = 0.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if excess(middle) <= delta else (middle, high)
-    return high
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
@@ -131,8 +131,6 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
     β = P[Bin(r, e^ε/(1+e^ε)) ≥ v], plus 2mδ·max_i P[v > Bin ≥ v − i]/i.
     """
-    from scipy.stats import binom
-
     if correct == 0:
         return 1.0
     accuracy = 1 / (1 + math.exp(-epsilon))
@@ -147,17 +145,16 @@ def one_run_bound(canaries: int, guesses: int, correct: int, delta: float, failu
     """Return the largest ε that the guesses refute at significance ``failure``: a lower bound on ε; 0 if none is
     refuted.
     """
-    if one_run_p_value(canaries, guesses, correct, 0.0, delta) >= failure:
+
+    def refuted(epsilon: float) -> bool:
+        return one_run_p_value(canaries, guesses, correct, epsilon, delta) < failure
+
+    if not refuted(0.0):
         return 0.0
     high = 1.0
-    while one_run_p_value(canaries, guesses, correct, high, delta) < failure:
+    while refuted(high):
         high *= 2
-    low = 0.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        refuted = one_run_p_value(canaries, guesses, correct, middle, delta) < failure
-        low, high = (middle, high) if refuted else (low, middle)
-    return low
+    return _halved(refuted, high)[0]
 
 
 @dataclass(frozen=True)

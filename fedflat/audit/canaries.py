@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.audit.bench import ENTRIES, Bench, Client, Neighbours, World, coupled_difference, prepare_job, run_key
-from fedflat.core.types import ServerView
+from fedflat.audit.bench import ENTRIES, Bench, Client, Neighbours, World, prepare_job, run_key, single
+from fedflat.audit.worlds import Recorder
 from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.job import Job
 from fedflat.engine.round import accumulator_of, broadcast_of
@@ -29,6 +29,11 @@ class Canary:
 
     name: str
     make: Callable[[Bench, float], tuple[Client, Client]]
+
+    def neighbours(self, bench: Bench) -> Neighbours:
+        """Return the pair at the bench's own C, 1 where it has none."""
+        clip = bench.state.clip
+        return Neighbours(bench, *self.make(bench, clip if math.isfinite(clip) else 1.0))
 
 
 def _silence(bench: Bench) -> Client:
@@ -111,10 +116,7 @@ def contract_violations(bench: Bench, name: str = "", options: Mapping[str, Any]
 
     name, options, sections: as for ``bench_of``; with a name the whole released module is checked as well.
     """
-    found: list[str] = []
-    for canary in canaries_for(bench):
-        others, client = canary.make(bench, bench.state.clip if math.isfinite(bench.state.clip) else 1.0)
-        found += [f"{canary.name}: {fault}" for fault in _differences(Neighbours(bench, others, client))]
+    found = [f"{c.name}: {fault}" for c in canaries_for(bench) for fault in _differences(c.neighbours(bench))]
     found += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
     if name:
         found += outside_faults(lambda inputs: prepare_job(name, options, sections, inputs))
@@ -141,11 +143,7 @@ def _differences(neighbours: Neighbours) -> list[str]:
     # Where clients round or add noise, worlds cannot be coupled; only the sampled audit is left.
     if random:
         return faults
-    plain = replace(bench.parts.algorithm, server=(_Show(bench.parts.broadcast),))
-    bare = Neighbours(bench.changed(algorithm=plain), neighbours.others, neighbours.canary)
-    start, width = bench.state.shared.numel(), bench.parts.message_length
-    # Behind the mean, an adaptive clip's next threshold, from a count with its own noise.
-    shifts = [coupled_difference(bare, number)[start : start + width] for number in range(KEYS)]
+    shifts = [_mean_shift(neighbours, number) for number in range(KEYS)]
     mean_limit = limit / bench.parts.plan.divisor
     longest = max(float(torch.linalg.vector_norm(shift)) for shift in shifts)
     if longest > mean_limit * (1 + ROUNDING) + ROUNDING:
@@ -156,29 +154,22 @@ def _differences(neighbours: Neighbours) -> list[str]:
     return faults
 
 
+def _mean_shift(neighbours: Neighbours, number: int) -> Tensor:
+    """Return how far the mean that is released moves under one key; server steps come behind it."""
+    recorder = Recorder()
+    bench = replace(neighbours.bench, parts=recorder.in_front_of(neighbours.bench.parts))
+    for present in (True, False):
+        single(replace(neighbours, bench=bench), present, run_key(number, "coupled", 0))
+    return recorder.means[0] - recorder.means[1]
+
+
 def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     """Return whether the mechanism draws bit for bit the same noise in both worlds, key by key."""
-    bound = bench.parts.clip.bound(zero.broadcast.clip)
-    draws = []
-    for world in (zero, one):
-        for number in range(KEYS):
-            key = run_key(number, "exact noise", 0)
-            draws.append(bench.parts.mechanism.noise(key, 0, world.broadcast, world.aggregate, bound))
-    return all(torch.equal(a, b) for a, b in zip(draws[:KEYS], draws[KEYS:]))
-
-
-@dataclass(frozen=True)
-class _Show:
-    """A server step that shows the mean, in the first of the slots, and hands on nothing; clients receive as ever."""
-
-    broadcast: tuple[str, ...]
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """No slots."""
-        return {}
-
-    def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
-        return torch.zeros_like(mean[: view.tensors[-1].stop]), {"": mean}
+    bound, noise = bench.parts.clip.bound(zero.broadcast.clip), bench.parts.mechanism.noise
+    keys = [run_key(number, "exact noise", 0) for number in range(KEYS)]
+    return all(
+        torch.equal(*(noise(key, 0, world.broadcast, world.aggregate, bound) for world in (zero, one))) for key in keys
+    )
 
 
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
 from fedflat.core.rng import stream
@@ -46,29 +48,11 @@ class Case:
         return said + (", last" if self.last else "") + (", same noise" if self.noise else "")
 
 
-CASES: tuple[Case, ...] = (
-    Case("ordinary"), Case("cancelling 1e6", start="even"), Case("no gradient", start="even"),
-    Case("pixels", others="pixels", start="even"), Case("ordinary", others="cancelling 1e6"), Case("huge 1e14"),
-    Case("ordinary", others="opposite 1e6"), Case("no gradient", others="constant", start="even", last=True),
-    Case("ordinary", others="empty"), Case("cancelling 1e14", start="even"), Case("cancelling 1e6"), Case("huge 3e38"),
-    Case("huge 1e6", start="later"), Case("ordinary", noise=True), Case("ordinary", others="pixels", start="even"),
-    Case("ordinary", others="cancelling 1e6", start="even"), Case("huge 1e6"), Case("tiny 1e-30"), Case("duplicated"),
-    Case("one class"), Case("constant"), Case("huge 1e14", others="huge 1e14"), Case("cancelling 1e6", start="later"),
-    Case("no gradient", start="even", noise=True),
-)  # fmt: skip
-"""In the order in which they are tried where time is short."""
-TOKENS: tuple[Case, ...] = (
-    Case("ordinary"), Case("one text, all labels"), Case("one token"), Case("padding"),
-    Case("ordinary", others="one text, all labels"), Case("no gradient", start="even"), Case("duplicated"),
-    Case("one class"), Case("ordinary", others="empty"), Case("one text, all labels", start="later"),
-    Case("ordinary", noise=True),
-)  # fmt: skip
-"""The same for token ids."""
-
-
 def cases_for(data: FederatedData) -> tuple[Case, ...]:
-    """Return the cases that mean something for a federation's examples."""
-    return CASES if data.inputs.is_floating_point() else TOKENS
+    """Return the cases of ``cases.yaml`` that mean something for a federation's examples."""
+    text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
+    kind = "numbers" if data.inputs.is_floating_point() else "tokens"
+    return tuple(Case(**each) for each in yaml.safe_load(text)[kind])
 
 
 @dataclass(frozen=True)

@@ -42,20 +42,17 @@ class Directions:
     seed: int
     count: int
     dimension: int
-    _kept: list[Tensor] = field(default_factory=list, repr=False)
+    _kept: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
-    def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (number of the first, ``(n, d)``) for consecutive blocks."""
+    def block(self, start: int) -> Tensor:
+        """Return the directions ``(n, d)`` of the block that begins with number ``start``."""
+        if start in self._kept:
+            return self._kept[start]
+        block = self.rows(range(start, min(start + BLOCK, self.count)))
         # Drawing directions again costs time, keeping them costs memory.
-        keep = self.count * self.dimension <= KEPT_ENTRIES
-        for index, start in enumerate(range(0, self.count, BLOCK)):
-            if index < len(self._kept):
-                yield start, self._kept[index]
-                continue
-            block = self.rows(range(start, min(start + BLOCK, self.count)))
-            if keep:
-                self._kept.append(block)
-            yield start, block
+        if self.count * self.dimension <= KEPT_ENTRIES:
+            self._kept[start] = block
+        return block
 
     def rows(self, numbers: range | list[int]) -> Tensor:
         """Return the chosen directions ``(n, d)``."""
@@ -72,7 +69,7 @@ class Directions:
         if not norm > 0 or not math.isfinite(norm):
             return np.zeros(self.count)
         unit = vector / norm
-        return torch.cat([block @ unit for _, block in self.blocks()]).double().numpy()
+        return torch.cat([self.block(start) @ unit for start in range(0, self.count, BLOCK)]).double().numpy()
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from fedflat.audit.worlds import (
     STEPS,
     Engine,
     Movement,
-    Recorder,
     Scenario,
     Worlds,
+    recorded_run,
     world_recipe,
 )
 from fedflat.config.reading import GIVEN
@@ -37,11 +37,9 @@ from fedflat.core.checks import InputError
 from fedflat.core.params import layout_of
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
-from fedflat.engine.job import Job
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
-from fedflat.simulation import run as simulation
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
@@ -90,7 +88,7 @@ def audit_worlds(
     if not method.private or recipe.privacy.protocol == "published":
         what = f"{method.name}, which is not private" if not method.private else "a published protocol"
         return _nothing(method, f"{what}: no bound is claimed that a message keeps.")
-    if folder is not None and given(recipe, model, clients):
+    if folder is not None and is_given(recipe, model, clients):
         if thorough:
             raise InputError(_given(folder))
         return _nothing(method, _given(folder))
@@ -113,7 +111,7 @@ def audit_worlds(
     )  # fmt: skip
 
 
-def given(recipe: Recipe, model: object, clients: object) -> bool:
+def is_given(recipe: Recipe, model: object, clients: object) -> bool:
     """Return whether the recipe's model or data were given in Python and are not given now."""
     asked = (recipe.model.name, model), (recipe.data.dataset, clients)
     return any(name == GIVEN and value is None for name, value in asked)
@@ -193,49 +191,34 @@ CHANGED = "The data at hand are not those that the run had: their shapes were us
 
 ALIKE = 0.99
 """Cosine from which two noises are one; independent ones of a few entries stay below it."""
-OTHER: Mapping[str, tuple[str, ...]] = {
-    "local.lr": ("local.lr=0.0123",), "privacy.clip": ("privacy.clip=0.0321",), "server.lr": ("server.lr=0.5",),
-    "seed": ("seed=987654",), "data": (),
-}  # fmt: skip
-"""What the second run has otherwise; its data is another federation's where it is ``data``."""
+OTHER = ("local.lr=0.0123", "privacy.clip=0.0321", "server.lr=0.5", "seed=987654")
+"""What the second run has otherwise."""
 
 
 def shared_noise(stage: Scenario) -> tuple[str, ...]:
-    """Return the settings in ``OTHER`` in which a second run of the stage still has the first one's noise.
+    """Return the settings in which a second run may differ from the first and still has its noise.
 
     Raises InputError where the recipe cannot run, RunError where it stops.
     """
-    first = _noise(stage, (), "ordinary")
-    if _cosine(first, _noise(stage, (), "ordinary")) < ALIKE:
+
+    def noise(*changes: str, data: str = "ordinary") -> Tensor:
+        return _mean(stage, changes, data, True) - _mean(stage, changes, data, False)
+
+    first = noise()
+    if _cosine(first, noise()) < ALIKE:
         return ("nothing at all (the same run twice has other noise)",)
-    found = {
-        name: _noise(stage, changes, "duplicated" if name == "data" else "ordinary")
-        for name, changes in OTHER.items()
-        if name != "server.lr" or stage.method.kind != "votes"
-    }
-    return tuple(name for name, noise in found.items() if _cosine(first, noise) >= ALIKE)
-
-
-def _noise(stage: Scenario, changes: tuple[str, ...], data: str) -> Tensor:
-    noisy, plain = (_mean(stage, changes, data, noise) for noise in (True, False))
-    return noisy - plain
+    # Votes have no server rate.
+    kept = [text for text in OTHER if stage.method.kind != "votes" or not text.startswith("server.lr")]
+    found = {text.partition("=")[0]: noise(text) for text in kept} | {"data": noise(data="duplicated")}
+    return tuple(name for name, other in found.items() if _cosine(first, other) >= ALIKE)
 
 
 def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Tensor:
-    maker, recorder = Maker(stage.template), Recorder()
-    recipe = Recipe.of(
-        world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, Case(kind, noise=noise)), changes
-    )
-    pairs = [maker.make(kind, client) for client in range(stage.clients)]
-
-    def start(job: Job) -> None:
-        if stage.change is not None:
-            stage.change(job)
-        job.parts = recorder.in_front_of(job.parts)
-
-    given: dict[str, Any] = {"algorithm": stage.algorithm, "data": federation(stage.template, pairs, maker.public())}
-    simulation.run(recipe, stage.module, on_start=start, progress=False, **given)
-    return recorder.mean if recorder.mean is not None else torch.zeros(1)
+    maker, case = Maker(stage.template), Case(kind, noise=noise)
+    recipe = Recipe.of(world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, case), changes)
+    data = federation(stage.template, [maker.make(kind, client) for client in range(stage.clients)], maker.public())
+    found = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=data).mean
+    return torch.zeros(1) if found is None else found
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:

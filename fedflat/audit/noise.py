@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.bounds import AuditResult
 from fedflat.audit.hostile import Case, Maker, federation
-from fedflat.audit.worlds import CLIENTS, Engine, Recorder, world_recipe
+from fedflat.audit.worlds import CLIENTS, Engine, Recorder, recorded_run, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
 from fedflat.core.rng import digest
@@ -34,7 +35,6 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of
 from fedflat.engine.train import train
-from fedflat.simulation import run as simulation
 
 Floats = NDArray[np.float64]
 
@@ -84,30 +84,26 @@ def audit_noise(
     model, clients, test: as for ``fedflat.run``. Raises InputError where the recipe cannot run.
     """
     began, method = time.perf_counter(), algorithm_of(recipe)
-    reason = not_applicable(recipe, method.private, method.kind)
-    if reason:
+    silent = not method.private or recipe.privacy.noise_multiplier == 0
+    reasons = {
+        "There is no noise to measure: the run is not private.": silent,
+        "A published procedure: the mechanism audit measures what it leaks.": recipe.privacy.protocol == "published",
+        "Votes: the mechanism audit measures what they leak.": method.kind != "update",
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), ""):
         return AuditResult("noise", method.name, assumptions=(reason,), details={"ratio": None, "reason": reason})
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
     with using_threads(1):
         found = measure(recipe, module, data)
-        faults = (*noise_faults(found), *key_faults(found, recipe), *cohort_faults(recipe))
+        faults = (*noise_faults(found), *cohort_faults(recipe))
+        if found.again and recipe.privacy.randomness == "secret":
+            faults += ("a second start of the same recipe has the same noise, though its randomness is secret",)
     return AuditResult(
         "noise", method.name, confidence=1 - FAILURE, canary="clients without data",
         statistic="std over the planned one", runs=found.noise.shape[0], seconds=time.perf_counter() - began,
         assumptions=ASSUMPTIONS, violations=faults, details={"ratio": math.sqrt(float(np.square(found.noise).mean()))},
     )  # fmt: skip
-
-
-def not_applicable(recipe: Recipe, private: bool, kind: str) -> str:
-    """Return why a recipe's noise is not measured so, or an empty string."""
-    if not private or recipe.privacy.noise_multiplier == 0:
-        return "There is no noise to measure: the run is not private."
-    if recipe.privacy.protocol == "published":
-        return "A published procedure: the mechanism audit measures what it leaks."
-    if kind != "update":
-        return "Votes: the mechanism audit measures what they leak."
-    return ""
 
 
 def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
@@ -124,7 +120,7 @@ def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
         if number and sum(run.shape[1] for run in runs) >= ENTRIES:
             break
     # Two starts by the command's own path show whether a secret key is drawn anew.
-    starts = [_started(small, module, empty) for _ in range(2)]
+    starts = [recorded_run(small, module, data=empty).means[0].double().numpy() for _ in range(2)]
     scales, planned = _plan(first.parts, lines)
     width = min(run.shape[1] for run in runs)
     noise = np.stack([run[:, :width] for run in runs]) / scales[:, None]
@@ -143,17 +139,6 @@ def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
     maker = Maker(data)
     empty = federation(data, [maker.make("empty", client) for client in range(CLIENTS)], maker.public())
     return Recipe.of(small.dump() | {"privacy": privacy}), empty
-
-
-def _started(small: Recipe, module: nn.Module, empty: FederatedData) -> Floats:
-    """Return the noise of round 0 as a user's run has it, with the key that ``simulation.run`` takes."""
-    recorder = Recorder()
-
-    def start(job: Job) -> None:
-        job.parts = recorder.in_front_of(job.parts)
-
-    simulation.run(small, module, on_start=start, data=empty, progress=False)
-    return recorder.means[0].double().numpy()
 
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float | None]:
@@ -270,30 +255,6 @@ def _largest_lag(noise: Floats) -> tuple[int, float]:
     return lag + 1, float(found[lag])
 
 
-def key_faults(found: Measured, recipe: Recipe) -> tuple[str, ...]:
-    """Return what is wrong with the noise key: a second start of a secret run must have other noise."""
-    if found.again and secret(recipe):
-        return ("a second start of the same recipe has the same noise, though its randomness is secret",)
-    return ()
-
-
-def secret(recipe: Recipe) -> bool:
-    """Return whether the recipe's noise comes from operating-system entropy."""
-    return recipe.privacy.randomness == "secret"
-
-
-class CohortRecorder:
-    """A back end that keeps the cohorts it is given, in front of a real one."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.name, self.cohorts = inner, inner.name, list[tuple[int, ...]]()
-
-    def train(self, cohort: NDArray[np.int64], *rest: Any) -> Any:
-        """Record the cohort, then train it."""
-        self.cohorts.append(tuple(cohort.tolist()))
-        return self.inner.train(cohort, *rest)
-
-
 def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
     """Return what is wrong with secret cohorts: the same under two keys, in two rounds, or of the wrong size."""
     kind = recipe.cohort.sampling
@@ -324,7 +285,13 @@ def _cohorts(kind: str, number: int) -> list[tuple[int, ...]]:
     nobody = [(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))] * COHORT_CLIENTS
     job = prepare(Recipe.of(recipe), nn.Linear(2, 2), nobody, (torch.zeros(2, 2), torch.tensor([0, 1])))
     job.key = digest(job.key, "audit: cohorts", number)
-    recorder = CohortRecorder(job.backend)
-    job.backend = recorder
+    cohorts: list[tuple[int, ...]] = []
+    real = job.backend.train
+
+    def observed(cohort: NDArray[np.int64], *rest: Any) -> Any:
+        cohorts.append(tuple(cohort.tolist()))
+        return real(cohort, *rest)
+
+    job.backend = SimpleNamespace(name="cohorts", train=observed)
     train(job)
-    return recorder.cohorts
+    return cohorts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.round import RoundParts
 from fedflat.engine.train import train
+from fedflat.simulation import run as simulation
 
 SLACK = 0.002
 """What rounding may add to C, relatively."""
@@ -140,6 +141,20 @@ class Recorder:
         return mean, {}
 
 
+def recorded_run(recipe: Recipe, module: nn.Module, stage: Scenario | None = None, **given: Any) -> Recorder:
+    """Return the means of a run as a user's own has them, with the key that ``simulation.run`` takes. stage: whose
+    change is made in its job."""
+    recorder = Recorder()
+
+    def start(job: Job) -> None:
+        if stage is not None and stage.change is not None:
+            stage.change(job)
+        job.parts = recorder.in_front_of(job.parts)
+
+    simulation.run(recipe, module, on_start=start, progress=False, **given)
+    return recorder
+
+
 @dataclass(frozen=True)
 class _Continued(RoundParts):
     """Parts of a run that goes on from a released state."""
@@ -210,7 +225,9 @@ class Worlds:
         outcome, parts = self._run(engine, pairs, recorder, case, state)
         if recorder.mean is None:
             raise Aborted("the round was aborted, so nothing was released")
-        return _Release(recorder.mean, outcome.state.shared, parts.plan.divisor / _bound(parts, outcome.state.clip))
+        # What accounting takes for the longest message, the rounding to a grid included.
+        longest = parts.mechanism.longest(parts.clip.bound(outcome.state.clip))
+        return _Release(recorder.mean, outcome.state.shared, parts.plan.divisor / longest)
 
     def _after_a_round(self) -> RoundState:
         """Return the released state after a round of ordinary data."""
@@ -235,7 +252,7 @@ class Worlds:
         if stage.change is not None and planted:
             stage.change(job)
         recorded = recorder.in_front_of(job.parts)
-        job.parts = _Continued(**{f.name: getattr(recorded, f.name) for f in fields(RoundParts)}, state=state)
+        job.parts = _Continued(**vars(recorded), state=state)
         try:
             with using_threads(1):
                 return train(job), job.parts
@@ -285,12 +302,6 @@ def headless(module: nn.Module) -> nn.Module:
     found = copy.deepcopy(module)
     zero(found, last_linear(found))
     return found
-
-
-def _bound(parts: RoundParts, threshold: float) -> float:
-    """Return the L2 norm that accounting takes for the longest message, the rounding to a grid included."""
-    noise = parts.mechanism
-    return noise.longest(parts.clip.bound(threshold))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -134,12 +134,13 @@ def _table(found: Outcome) -> Record:
 
 def _row(row: Row) -> Record:
     whose = {key: getattr(row.cell, key) for key in ("column", "method", "published")}
-    return whose | json.loads(Kept.model_validate(row).model_dump_json())
+    measured: Record = json.loads(Kept.model_validate(row).model_dump_json())
+    return whose | measured
 
 
 def _figure(found: Drawn) -> Record:
-    texts = {"missing": list(found.missing), "remarks": list(found.remarks)}
-    return texts | plain({"figures": [asdict(each) for each in found.figures], "landscapes": found.landscapes})
+    drawn: Record = plain({"figures": [asdict(each) for each in found.figures], "landscapes": found.landscapes})
+    return {"missing": list(found.missing), "remarks": list(found.remarks)} | drawn
 
 
 def outcomes(table: Table) -> list[tuple[Source, Outcome]]:

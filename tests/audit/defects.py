@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.audit.bench import DELTA, SIGMA, AuditModel, Bench, bench_of, prepare_job
-from fedflat.audit.bounds import epsilon_from_rates, highest_rate, lowest_rate
+from fedflat.audit.bounds import bound_of
 from fedflat.audit.canaries import CANARIES, contract_violations, outside_faults
 from fedflat.audit.mechanism import CONFIDENCE, audit_bench
 from fedflat.backends.sequential import Sequential
@@ -29,8 +29,7 @@ from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 def largest_bound(runs: int, delta: float, failure: float) -> float:
     """Return what ``runs`` perfectly separated runs of each world show: half of them choose, half evaluate."""
     trials = runs - runs // 2
-    high, low = lowest_rate(trials, trials, failure / 2), highest_rate(0, trials, failure / 2)
-    return float(epsilon_from_rates(high, low, delta))
+    return float(bound_of(trials, 0, trials, delta, failure))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from fedflat.assembly.jobs import prepare
-from fedflat.audit import AuditResult, audit_run
+from fedflat.audit import AuditResult, audit_run, write_audit
 from fedflat.audit.injection import CanaryBackend, Directions, estimate, guess, observe, spread, with_canaries
-from fedflat.audit.mechanism import write_audit
 from fedflat.cli.audit import table
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError

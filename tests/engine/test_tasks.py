@@ -295,7 +295,7 @@ def test_memory_that_shows_only_in_training_ends_the_run() -> None:
 
 
 def test_other_commands_decline(tmp_path: Path) -> None:
-    from fedflat.audit.mechanism import audit_run
+    from fedflat.audit import audit_run
 
     with pytest.raises(InputError, match="audit: task: found regression"):
         audit_run({**RECIPE, "task": "regression"})
