@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, whole, wrong
 
@@ -27,7 +27,45 @@ from fedflat.core.checks import in_range, whole, wrong
 ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *map(float, range(11, 256)))
 
 
-def squared_sensitivity_sam(*, lr: float, steps: int, smoothness: float, rho: float) -> float:
+LARGEST = 1e30
+"""Of a constant: products of a few are still numbers."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The theorems' constants.
+
+    Public numbers of a run: lr η, server_lr η_g, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
+    dimension d. Given: smoothness L, gap f(w¹) − f*, local_std σ_l, global_std σ_g. alpha_mean, alpha_spread: ᾱ^t and
+    α̃^t by round, measured; one number stands for all rounds.
+    """
+
+    lr: float
+    steps: int
+    rounds: int
+    clients: int
+    cohort: float
+    clip: float
+    noise_multiplier: float
+    dimension: int
+    smoothness: float = 1.0
+    gap: float = 1.0
+    local_std: float = 1.0
+    global_std: float = 1.0
+    server_lr: float = 1.0
+    alpha_mean: Sequence[float] = (1.0,)
+    alpha_spread: Sequence[float] = (0.0,)
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "smoothness", "server_lr", "cohort"):
+            in_range(name, getattr(self, name), 0, LARGEST, open_low=True)
+        for name in ("gap", "local_std", "global_std", "clip", "noise_multiplier"):
+            in_range(name, getattr(self, name), 0, LARGEST)
+        for name in ("steps", "rounds", "clients", "dimension"):
+            whole(name, getattr(self, name), 1)
+
+
+def squared_sensitivity_sam(facts: Facts, *, rho: float) -> float:
     """Return E S² of an unclipped SAM update ≤ 6η²ρ²KL²(12K²L²η² + 10) / (1 − 2η²L²K).
 
     Shi et al. 2023a, Eq. 10; Shi et al. 2023b, Eq. 13.
@@ -36,24 +74,18 @@ def squared_sensitivity_sam(*, lr: float, steps: int, smoothness: float, rho: fl
     every solver, so Remark 1 there is no privacy claim. At ρ = 0 it is 0 and does not meet the SGD bound below.
     Raises ``InputError`` where 2η²L²K ≥ 1 (the bound is void).
     """
-    lr, smoothness, rho = _rates(lr, smoothness, rho)
-    squared = lr**2 * smoothness**2 * whole("steps", steps, 1)
+    squared = facts.lr**2 * facts.smoothness**2 * facts.steps
     rest = in_range("1 − 2η²L²K", 1 - 2 * squared, 0, open_low=True)
-    return 6 * rho**2 * squared * (12 * steps * squared + 10) / rest
+    return 6 * rho**2 * squared * (12 * facts.steps * squared + 10) / rest
 
 
-def squared_sensitivity_sgd(*, lr: float, steps: int, smoothness: float, gradient_std: float) -> float:
+def squared_sensitivity_sgd(facts: Facts) -> float:
     """Return E S² of an unclipped SGD update ≤ 6η²σ_l²K / (1 − 3η²KL²) (Shi et al. 2023a, under Eq. 11).
 
     Enters no privacy statement, for the reasons given at :func:`squared_sensitivity_sam`.
     """
-    lr, smoothness, gradient_std = _rates(lr, smoothness, gradient_std)
-    rest = in_range("1 − 3η²KL²", 1 - 3 * lr**2 * whole("steps", steps, 1) * smoothness**2, 0, open_low=True)
-    return 6 * lr**2 * gradient_std**2 * steps / rest
-
-
-def _rates(lr: float, smoothness: float, last: float) -> tuple[float, float, float]:
-    return in_range("lr", lr, 0), in_range("smoothness", smoothness, 0), in_range("rho or gradient_std", last, 0)
+    rest = in_range("1 − 3η²KL²", 1 - 3 * facts.lr**2 * facts.steps * facts.smoothness**2, 0, open_low=True)
+    return 6 * facts.lr**2 * facts.local_std**2 * facts.steps / rest
 
 
 def renyi_divergence(q: float, noise_multiplier: float, alpha: float) -> float:
@@ -99,29 +131,6 @@ def renyi_epsilon(
     return min(values)
 
 
-def sufficient_noise_multiplier(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
-    """Return the smallest σ of Zhang et al. 2024, Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε <
-    2ln(1/δ).
-
-    The formula is lost in the paper's text; this follows from its Lemmas 2–4 at α = 1 + 2ln(1/δ)/ε. Enters no privacy
-    statement: it takes sensitivity C where sampling without replacement (replace-one) needs 2C.
-    """
-    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
-    log_delta = -math.log(delta)
-    epsilon = in_range("epsilon", epsilon, 0, 2 * log_delta, open_low=True, open_high=True)
-    q = in_range("q", q, 0, 1, open_low=True)
-    return math.sqrt(max(0.7, 7 * q**2 * whole("rounds", rounds, 1) * (epsilon + 2 * log_delta) / epsilon**2))
-
-
-def rdp_001(q: float, noise_multiplier: float, order: float) -> float:
-    """3.5·q²α/σ², one round's RDP at order α, where :func:`order_limit_001` allows it (Zhang et al. 2024, Lemma 4).
-
-    Enters no privacy statement, for the reason given at :func:`sufficient_noise_multiplier`.
-    """
-    sigma = in_range("noise_multiplier", noise_multiplier, 0, open_low=True)
-    return 3.5 * in_range("q", q, 0, 1) ** 2 * in_range("alpha", order, 1, open_low=True) / sigma**2
-
-
 def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
     """Return the right side of Lemma 4's condition α ≤ 1 + ⅔σ²·ln(1/(qα(1 + σ²))), beside σ² ≥ 0.7.
 
@@ -153,32 +162,28 @@ class NoiseCondition:
 
 
 def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) -> NoiseCondition:
-    """Return :func:`sufficient_noise_multiplier` with Lemma 4's condition on α checked. Enters no privacy statement."""
-    sigma = sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
+    """Return the smallest σ of Zhang et al. 2024, Theorem 2: σ² ≥ 7q²T(ε + 2ln(1/δ))/ε², with σ² ≥ 0.7 and ε <
+    2ln(1/δ); and Lemma 4's condition on α checked.
+
+    The formula is lost in the paper's text; this follows from its Lemmas 2–4 at α = 1 + 2ln(1/δ)/ε. Enters no privacy
+    statement: it takes sensitivity C where sampling without replacement (replace-one) needs 2C.
+    """
+    log_delta = -math.log(in_range("delta", delta, 0, 1, open_low=True, open_high=True))
+    epsilon = in_range("epsilon", epsilon, 0, 2 * log_delta, open_low=True, open_high=True)
+    sigma = math.sqrt(max(0.7, 7 * q**2 * rounds * (epsilon + 2 * log_delta) / epsilon**2))
     order = 1 - 2 * math.log(delta) / epsilon
     return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
 
 
-def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float, c2: float = 1.0) -> float:
-    """σ ≥ c₂·q√(T·ln(1/δ))/ε, q = P/N (Cheng et al. 2022, Theorem 1), for ε < c₁q²T; it says only that c₁, c₂ exist.
+def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
+    """q√(T·ln(1/δ))/ε, q = P/N: Cheng et al. 2022, Theorem 1 asks for σ ≥ c₂ times that, for ε < c₁q²T; it says only
+    that c₁, c₂ exist.
 
-    Enters no privacy statement. :func:`constant_004` gives the c₂ that a proven σ amounts to.
+    Enters no privacy statement. A proven σ over this is the c₂ that it amounts to.
     """
     delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
-    wanted = in_range("epsilon", epsilon, 0, open_low=True)
-    scale = in_range("q", q, 0, 1) * math.sqrt(whole("rounds", rounds, 1) * -math.log(delta))
-    return in_range("c2", c2, 0, open_low=True) * scale / wanted
-
-
-def constant_004(noise_multiplier: float, *, q: float, rounds: int, epsilon: float, delta: float) -> float:
-    """Return c₂ = σε/(q√(T·ln(1/δ))) of Cheng et al. 2022, Theorem 1 for a σ that is proven to give (ε, δ).
-
-    Enters no privacy statement.
-    """
-    sigma = in_range("noise_multiplier", noise_multiplier, 0)
-    return sigma / noise_multiplier_004(
-        q=in_range("q", q, 0, 1, open_low=True), rounds=rounds, epsilon=epsilon, delta=delta
-    )
+    scale = in_range("q", q, 0, 1, open_low=True) * math.sqrt(rounds * -math.log(delta))
+    return scale / in_range("epsilon", epsilon, 0, open_low=True)
 
 
 def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -206,10 +211,7 @@ class RoundPrivacy:
     delta: float
 
 
-def sample_round_privacy(
-    *, samples: int, cohort: int, smoothness: float, rho: float, noise_multiplier: float, clip: float, dimension: int,
-    delta_tilde: float, rounds: int,
-) -> RoundPrivacy:  # fmt: skip
+def sample_round_privacy(facts: Facts, *, samples: int, cohort: int, rho: float, delta_tilde: float) -> RoundPrivacy:
     """Return (ε̃, δ) of Shi et al. 2023b, Theorem 4 (Eq. 19), N = ``samples``, m = ``cohort`` at ‖v‖ = 2Lρ/m.
 
     ε̃ = ln((N−m)/N + (m/N)·exp(Lρ√(2 ln(1/δ̃))/(σCd) + (√2·Lρ/(σCd))²)),
@@ -217,12 +219,8 @@ def sample_round_privacy(
 
     Enters no privacy statement: the unit is a sample, and Lρ stands where the clip's sensitivity should.
     """
-    whole("samples", samples, 1)
-    whole("cohort", cohort, 1, samples)
-    whole("rounds", rounds, 1)
-    in_range("delta_tilde", delta_tilde, 0, 1, open_low=True)
-    in_range("smoothness · rho", smoothness * rho, 0)
-    scale = in_range("σCd", noise_multiplier * clip * dimension, 0, open_low=True)
+    smoothness = facts.smoothness
+    scale = in_range("σCd", facts.noise_multiplier * facts.clip * facts.dimension, 0, open_low=True)
     log_tilde = math.log(1 / delta_tilde)
     ratio = smoothness * rho / scale
     share = cohort / samples
@@ -231,7 +229,7 @@ def sample_round_privacy(
     epsilon = exponent + math.log(share + (1 - share) * math.exp(-exponent))
     spread = 2 * smoothness * rho / cohort * scale / cohort
     best = math.sqrt(2 * log_tilde) / spread if spread else math.inf
-    t = min(max(best, 1.0), float(rounds))
+    t = min(max(best, 1.0), float(facts.rounds))
     delta = math.exp(min(0.0, -math.sqrt(2 * log_tilde) * t * spread + (t * spread) ** 2 / 2))
     return RoundPrivacy(epsilon, delta)
 
@@ -242,9 +240,7 @@ class Generalization:
 
     gap: float
     probability: float
-    epsilon_prime: float
     delta_prime: float
-    samples_needed: float
 
 
 def generalization_bound(
@@ -255,8 +251,7 @@ def generalization_bound(
     ``step`` is the (ε̃, δ) of Theorem 4. Enters no privacy statement: (ε', δ') are per sample and only serve the
     generalization bound. Raises ``InputError`` where ε' ≥ Tε̃ (too few rounds: δ' is not defined).
     """
-    eps, total = in_range("step.epsilon", step.epsilon, 0, open_low=True), whole("rounds", rounds, 1) * step.epsilon
-    in_range("delta_tilde", delta_tilde, 0, 1, open_low=True)
+    eps, total = in_range("step.epsilon", step.epsilon, 0, open_low=True), rounds * step.epsilon
     prime = math.sqrt(2 * rounds * math.log(1 / delta_tilde)) * eps + total * math.tanh(eps / 2)
     if prime >= total:
         raise wrong("rounds", rounds, f"more rounds: ε' = {prime:.3g} must be under T·ε̃ = {total:.3g}")
@@ -268,79 +263,7 @@ def generalization_bound(
     jumps = math.ceil(prime / eps)
     delta_prime = math.exp(log_first) + 2 - high**jumps * low ** (rounds - jumps) - low**rounds
     failure = 2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime)
-    needed = 2 / prime**2 * (math.log(16) + prime - math.log(delta_prime)) if delta_prime > 0 else math.inf
-    return Generalization(4 * prime, 1 - failure, prime, delta_prime, needed)
-
-
-def alpha(norms: ArrayLike, clip: float) -> NDArray[np.float64]:
-    """Return α_i = min(1, C/‖Δ_i‖) per client, ``(n,)`` (Shi et al. 2023a, Eq. 15).
-
-    1 for an update of zeros, 0 for one that is not finite.
-    Private to the simulation: it enters no privacy statement.
-    """
-    sizes = np.asarray(norms, dtype=np.float64)
-    in_range("clip", clip, 0, open_low=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(np.isfinite(sizes), np.minimum(1.0, clip / sizes), 0.0)
-
-
-def alpha_mean(norms: ArrayLike, clip: float) -> float:
-    """ᾱ, the mean of α_i over the clients given (Shi et al. 2023a, Eq. 15); NaN for none. In no privacy statement."""
-    values = alpha(norms, clip)
-    return float(values.mean()) if values.size else math.nan
-
-
-def alpha_spread(norms: ArrayLike, clip: float) -> float:
-    """α̃ = mean|α_i − ᾱ| over the clients given (Shi et al. 2023a, Eq. 15); NaN for none. In no privacy statement."""
-    values = alpha(norms, clip)
-    return float(np.abs(values - values.mean()).mean()) if values.size else math.nan
-
-
-def signal_to_noise(signal_norm: float, *, noise_std: float, dimension: int) -> float:
-    """Return ‖Σ clipped Δ_i‖ / (std·√d): the signal's norm over the noise's root-mean-square norm; inf without noise.
-
-    Private to the simulation (the signal is not released): it enters no privacy statement.
-    """
-    noise = in_range("noise_std", noise_std, 0) * math.sqrt(whole("dimension", dimension, 1))
-    return in_range("signal_norm", signal_norm, 0) / noise if noise else math.inf
-
-
-LARGEST = 1e30
-"""Of a constant: products of a few are still numbers."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The theorems' constants.
-
-    Public numbers of a run: lr η, server_lr η_g, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
-    dimension d. Given: smoothness L, gap f(w¹) − f*, local_std σ_l, global_std σ_g. alpha_mean, alpha_spread: ᾱ^t and
-    α̃^t by round, measured; one number stands for all rounds.
-    """
-
-    lr: float
-    steps: int
-    rounds: int
-    clients: int
-    cohort: float
-    clip: float
-    noise_multiplier: float
-    dimension: int
-    smoothness: float = 1.0
-    gap: float = 1.0
-    local_std: float = 1.0
-    global_std: float = 1.0
-    server_lr: float = 1.0
-    alpha_mean: Sequence[float] = (1.0,)
-    alpha_spread: Sequence[float] = (0.0,)
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "smoothness", "server_lr", "cohort"):
-            in_range(name, getattr(self, name), 0, LARGEST, open_low=True)
-        for name in ("gap", "local_std", "global_std", "clip", "noise_multiplier"):
-            in_range(name, getattr(self, name), 0, LARGEST)
-        for name in ("steps", "rounds", "clients", "dimension"):
-            whole(name, getattr(self, name), 1)
+    return Generalization(4 * prime, 1 - failure, delta_prime)
 
 
 @dataclass(frozen=True)

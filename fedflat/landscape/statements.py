@@ -127,121 +127,107 @@ class Statement:
 
 def statements(setting: Setting) -> list[Statement]:
     """Return every statement of the papers that has a value at this setting, in the order of the sections."""
-    parts = (_sensitivity, _noise, _per_sample, _drift, _convergence, _cost)
-    return [found for part in parts for found in part(setting)]
+    sections = {
+        "Sensitivity": _sensitivity, "Noise": _noise, "Per sample": _per_sample, "BLUR": _drift,
+        "Convergence": _convergence, "Cost of a round, for each client": _cost,
+    }  # fmt: skip
+    return [Statement(name, *each) for name, section in sections.items() for each in section(setting)]
 
 
-def _tried(section: str, reference: str, what: str, value: Callable[[], float], said: str = "") -> Statement:
+Line = tuple[str, str, float | None, str]
+"""A statement without its section."""
+
+
+def _tried(reference: str, what: str, value: Callable[[], float], said: str = "") -> Line:
     """Return the statement, void where its own condition fails."""
     try:
-        return Statement(section, reference, what, value(), said)
+        return reference, what, value(), said
     except InputError as error:
-        return Statement(section, reference, what, None, f"void: {error}")
+        return reference, what, None, f"void: {error}"
 
 
-def _root(section: str, reference: str, what: str, square: Callable[[], float], said: str) -> Statement:
-    return _tried(section, reference, what, lambda: math.sqrt(square()), said)
-
-
-def _sensitivity(setting: Setting) -> Iterator[Statement]:
-    facts, name = setting.facts, "Sensitivity"
+def _sensitivity(setting: Setting) -> Iterator[Line]:
+    facts, rho = setting.facts, setting.rho
     twice = setting.relation == "replace-one"
     said = "2C: a client's data are replaced" if twice else "C: a client's slot contributes nothing"
     whole = facts.clip * (2 if twice else 1)
-    yield Statement(name, "Zhang et al. 2024, Lemma 6", "of the sum of clipped updates", whole, said)
-    yield Statement(name, "Shi et al. 2023a, 2023b, Liu et al. 2025, Lemma 1", "of the mean, ÷ m", whole / facts.cohort)
+    yield "Zhang et al. 2024, Lemma 6", "of the sum of clipped updates", whole, said
+    yield "Shi et al. 2023a, 2023b, Liu et al. 2025, Lemma 1", "of the mean, ÷ m", whole / facts.cohort, ""
     before = "of an unclipped update, one sample changed: no client-level claim"
-    step: dict[str, Any] = {"lr": facts.lr, "steps": facts.steps, "smoothness": facts.smoothness}
-    if (rho := setting.rho) is not None:
-        sam = partial(bounds.squared_sensitivity_sam, **step, rho=rho)
-        yield _root(name, "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13", "√E S² with SAM", sam, before)
-    sgd = partial(bounds.squared_sensitivity_sgd, **step, gradient_std=facts.local_std)
-    yield _root(name, "Shi et al. 2023a, under Eq. 11", "√E S² with SGD", sgd, before)
+    if rho is not None:
+        papers = "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13"
+        sam = partial(bounds.squared_sensitivity_sam, facts, rho=rho)
+        yield _tried(papers, "√E S² with SAM", lambda: math.sqrt(sam()), before)
+    sgd = partial(bounds.squared_sensitivity_sgd, facts)
+    yield _tried("Shi et al. 2023a, under Eq. 11", "√E S² with SGD", lambda: math.sqrt(sgd()), before)
 
 
-def _noise(setting: Setting) -> Iterator[Statement]:
-    facts, name = setting.facts, "Noise"
-    private = facts.noise_multiplier > 0
-
-    known: dict[str, Any] = {"q": setting.q, "rounds": facts.rounds, "delta": setting.delta}
-    if private:
+def _noise(setting: Setting) -> Iterator[Line]:
+    sigma = setting.facts.noise_multiplier
+    known: dict[str, Any] = {"q": setting.q, "rounds": setting.facts.rounds, "delta": setting.delta}
+    if sigma > 0:
         papers = "Shi et al. 2023a, 2023b, Eq. 13–14, Liu et al. 2025, Eq. 24"
-        claimed = partial(bounds.renyi_epsilon, **known, noise_multiplier=facts.noise_multiplier)
-        yield _tried(name, papers, "ε of the formula, Poisson and one C", lambda: claimed()[0])
+        claimed = partial(bounds.renyi_epsilon, **known, noise_multiplier=sigma)
+        yield _tried(papers, "ε of the formula, Poisson and one C", lambda: claimed()[0])
     zhang, cheng = "Zhang et al. 2024, Theorem 2", "Cheng et al. 2022, Theorem 1"
     if not math.isfinite(setting.epsilon):
-        yield Statement(name, f"{zhang}, {cheng}", "σ for a finite ε", None, "void: no finite ε is proven")
+        yield f"{zhang}, {cheng}", "σ for a finite ε", None, "void: no finite ε is proven"
         return
     known["epsilon"] = setting.epsilon
     at = f"at the proven ε = {setting.epsilon:.4g}"
     try:
         found = bounds.noise_condition_001(**known)
     except InputError as error:
-        yield Statement(name, zhang, f"σ that it asks for {at}", None, f"void: {error}")
+        yield zhang, f"σ that it asks for {at}", None, f"void: {error}"
     else:
         limit = f"α = {found.order:.4g} ≤ {found.limit:.4g}"
         holds = f"Lemma 4's condition holds: {limit}" if found.holds else f"Lemma 4's condition FAILS: not {limit}"
-        yield Statement(name, zhang, f"σ that it asks for {at}", found.noise_multiplier, holds)
-    smallest, exist = partial(bounds.noise_multiplier_004, **known), "the theorem says only that c₁ and c₂ exist"
-    yield _tried(name, cheng, f"σ with c₂ = 1 {at}", smallest, exist)
-    if private:
-        constant = partial(bounds.constant_004, facts.noise_multiplier, **known)
-        yield _tried(name, cheng, "c₂ that the proven σ amounts to", constant)
+        yield zhang, f"σ that it asks for {at}", found.noise_multiplier, holds
+    least = partial(bounds.noise_multiplier_004, **known)
+    yield _tried(cheng, f"σ with c₂ = 1 {at}", least, "the theorem says only that c₁ and c₂ exist")
+    if sigma > 0:
+        yield _tried(cheng, "c₂ that the proven σ amounts to", lambda: sigma / least())
 
 
-def _per_sample(setting: Setting) -> Iterator[Statement]:
-    facts, name = setting.facts, "Per sample"
+def _per_sample(setting: Setting) -> Iterator[Line]:
+    facts, both = setting.facts, "Shi et al. 2023b, Theorems 4, 5"
     if setting.rho is None:
         return
     if setting.samples is None:
         why = "void: N, the number of training examples, is not known; data.max_examples or no --dimension gives it"
-        yield Statement(name, "Shi et al. 2023b, Theorems 4, 5", "generalisation", None, why)
+        yield both, "generalisation", None, why
         return
-    samples, cohort = setting.samples, min(setting.samples, max(1, round(facts.cohort)))
-    common: dict[str, Any] = {
-        "samples": samples,
-        "cohort": cohort,
-        "rounds": facts.rounds,
-        "delta_tilde": setting.delta_tilde,
-    }
+    cohort = min(setting.samples, max(1, round(facts.cohort)))
+    known: dict[str, Any] = {"samples": setting.samples, "cohort": cohort, "delta_tilde": setting.delta_tilde}
     try:
-        step = bounds.sample_round_privacy(
-            smoothness=facts.smoothness, rho=setting.rho, noise_multiplier=facts.noise_multiplier, clip=facts.clip,
-            dimension=facts.dimension, **common,
-        )  # fmt: skip
+        step = bounds.sample_round_privacy(facts, rho=setting.rho, **known)
         given = f"δ = {step.delta:.3g}, δ̃ given"
-        yield Statement(name, "Shi et al. 2023b, Theorem 4", "ε̃ of one round", step.epsilon, given)
-        found = bounds.generalization_bound(step, **common)
+        yield "Shi et al. 2023b, Theorem 4", "ε̃ of one round", step.epsilon, given
+        found = bounds.generalization_bound(step, rounds=facts.rounds, **known)
     except InputError as error:
-        yield Statement(name, "Shi et al. 2023b, Theorems 4, 5", "generalisation", None, f"void: {error}")
+        yield both, "generalisation", None, f"void: {error}"
         return
     sure = f"with probability > {found.probability:.3g}" if found.probability > 0 else "void: no positive probability"
-    gap = found.gap if found.probability > 0 else None
-    yield Statement(name, "Shi et al. 2023b, Theorem 5", "risk gap under", gap, sure)
+    yield "Shi et al. 2023b, Theorem 5", "risk gap under", found.gap if found.probability > 0 else None, sure
 
 
-def _drift(setting: Setting) -> Iterator[Statement]:
+def _drift(setting: Setting) -> Iterator[Line]:
     if setting.lam is None:
         return
-    facts, lam, name = setting.facts, setting.lam, "BLUR"
-
-    def discount(which: int, place: int) -> Callable[[], float]:
-        return lambda: float(bounds.discounts_004([True] * facts.steps, lam=lam, lr=facts.lr)[which][place])
-
+    far = partial(bounds.discounts_004, [True] * setting.facts.steps, lam=setting.lam, lr=setting.facts.lr)
     lemma, exact = "Cheng et al. 2022, Lemma 2", "by unrolling the steps: the first, not the last, is discounted most"
     last = "discount of the last step, all far, as printed"
-    yield _tried(name, lemma, last, discount(0, -1), "(1 − λη)^(Q−1)")
-    yield _tried(name, lemma, "discount of the first step, all far, exact", discount(1, 0), exact)
+    yield _tried(lemma, last, lambda: float(far()[0][-1]), "(1 − λη)^(Q−1)")
+    yield _tried(lemma, "discount of the first step, all far, exact", lambda: float(far()[1][0]), exact)
 
 
-def _convergence(setting: Setting) -> Iterator[Statement]:
-    facts = setting.facts
-    yield from _terms("Shi et al. 2023a, Theorem 3 (DP-FedSAM)", bounds.dp_fedsam(facts, rho=setting.rho or 0.0))
+def _convergence(setting: Setting) -> Iterator[Line]:
+    facts, sam = setting.facts, partial(bounds.dp_fedsam, setting.facts, rho=setting.rho or 0.0)
+    yield from _terms("Shi et al. 2023a, Theorem 3 (DP-FedSAM)", sam())
     if setting.keep is not None:
-        found = bounds.dp_fedsam(facts, rho=setting.rho or 0.0, keep=setting.keep)
         unsound = "noise on a client's own mask only, which is not sound"
-        yield from _terms("Shi et al. 2023b, Theorem 3 (top_k)", found, unsound)
-    yield Statement("Convergence", "Zhang et al. 2024, Theorem 1 (DP2-FedSAM)", "lost in the text", None)
+        yield from _terms("Shi et al. 2023b, Theorem 3 (top_k)", sam(keep=setting.keep), unsound)
+    yield "Zhang et al. 2024, Theorem 1 (DP2-FedSAM)", "lost in the text", None, ""
     yield from _terms("Liu et al. 2025, Theorem 1 (DP-FedPGN)", bounds.dp_fedpgn(facts, beta=setting.beta))
     yield from _terms("Cheng et al. 2022, Theorem 2 (BLUR, LUS)", bounds.blur_lus(facts))
     if math.isfinite(setting.epsilon):
@@ -249,19 +235,18 @@ def _convergence(setting: Setting) -> Iterator[Statement]:
         yield from _terms("Cheng et al. 2022, Corollary 1", found, "with Theorem 1's σ at the proven ε")
 
 
-def _cost(setting: Setting) -> Iterator[Statement]:
-    if setting.cost is None:
-        return
-    name, table = "Cost of a round, for each client", "Liu et al. 2025, Table I"
-    yield Statement(name, table, "gradient passes of a local step", setting.cost.per_step)
-    yield Statement(name, table, "gradient passes in all", setting.cost.passes)
-    yield Statement(name, "dense float32, before encryption", "bytes sent", setting.cost.up)
-    yield Statement(name, "dense float32, before encryption", "bytes received", setting.cost.down)
-
-
-def _terms(reference: str, found: Terms, said: str = "") -> Iterator[Statement]:
+def _terms(reference: str, found: Terms, said: str = "") -> Iterator[Line]:
     for term, value in found.terms.items():
-        yield Statement("Convergence", reference, term, value)
-    yield Statement("Convergence", reference, "sum", found.total, said)
+        yield reference, term, value, ""
+    yield reference, "sum", found.total, said
     for ratio, value in found.ratios.items():
-        yield Statement("Convergence", reference, f"asked for: {ratio}; here", value)
+        yield reference, f"asked for: {ratio}; here", value, ""
+
+
+def _cost(setting: Setting) -> Iterator[Line]:
+    if setting.cost is not None:
+        table, dense = "Liu et al. 2025, Table I", "dense float32, before encryption"
+        yield table, "gradient passes of a local step", setting.cost.per_step, ""
+        yield table, "gradient passes in all", setting.cost.passes, ""
+        yield dense, "bytes sent", setting.cost.up, ""
+        yield dense, "bytes received", setting.cost.down, ""

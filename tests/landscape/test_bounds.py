@@ -65,37 +65,41 @@ def test_orders_are_those_of_the_specification() -> None:
     assert bounds.ORDERS[-1] == 255 and len(bounds.ORDERS) == 99 + 245
 
 
+def facts(**change: float) -> bounds.Facts:
+    known = {
+        "lr": 0.1, "steps": 2, "rounds": 300, "clients": 500, "cohort": 50, "clip": 0.2, "noise_multiplier": 0.95,
+        "dimension": 10,
+    }  # fmt: skip
+    return bounds.Facts(**{**known, **change})  # type: ignore[arg-type]
+
+
 def test_sensitivity_bounds_of_000() -> None:
     # By hand: η = 0.1, K = 2, L = 1, ρ = 0.5: 6·0.01·0.25·2·(12·4·0.01 + 10)/(1 − 0.04)
-    sam = bounds.squared_sensitivity_sam(lr=0.1, steps=2, smoothness=1.0, rho=0.5)
-    assert sam == pytest.approx(0.03 * 10.48 / 0.96)
-    sgd = bounds.squared_sensitivity_sgd(lr=0.1, steps=2, smoothness=1.0, gradient_std=3.0)
-    assert sgd == pytest.approx(6 * 0.01 * 9 * 2 / (1 - 0.06))
+    small = facts(lr=0.1, steps=2, local_std=3.0)
+    assert bounds.squared_sensitivity_sam(small, rho=0.5) == pytest.approx(0.03 * 10.48 / 0.96)
+    assert bounds.squared_sensitivity_sgd(small) == pytest.approx(6 * 0.01 * 9 * 2 / (1 - 0.06))
     # At ρ = 0 SAM is SGD, but the bounds do not meet.
-    assert bounds.squared_sensitivity_sam(lr=0.1, steps=2, smoothness=1.0, rho=0.0) == 0.0
+    assert bounds.squared_sensitivity_sam(small, rho=0.0) == 0.0
     with pytest.raises(InputError, match="1 − 2η²L²K"):
-        bounds.squared_sensitivity_sam(lr=1.0, steps=2, smoothness=1.0, rho=0.5)
+        bounds.squared_sensitivity_sam(facts(lr=1.0, steps=2), rho=0.5)
     with pytest.raises(InputError, match="1 − 3η²KL²"):
-        bounds.squared_sensitivity_sgd(lr=1.0, steps=1, smoothness=1.0, gradient_std=1.0)
+        bounds.squared_sensitivity_sgd(facts(lr=1.0, steps=1))
 
 
 def test_theorem_2_of_001_solves_its_own_inequality() -> None:
     q, rounds, epsilon, delta = 0.1, 100, 2.0, 1e-3
-    sigma = bounds.sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=epsilon, delta=delta)
+    sigma = bounds.noise_condition_001(q=q, rounds=rounds, epsilon=epsilon, delta=delta).noise_multiplier
     order = 1 + 2 * math.log(1 / delta) / epsilon
     spent = rounds * 3.5 * q**2 * order / sigma**2 + math.log(1 / delta) / (order - 1)  # Lemmas 2-4
     assert spent == pytest.approx(epsilon, rel=1e-12)
-    assert bounds.sufficient_noise_multiplier(q=1e-3, rounds=1, epsilon=epsilon, delta=delta) == math.sqrt(0.7)
+    least = bounds.noise_condition_001(q=1e-3, rounds=1, epsilon=epsilon, delta=delta)
+    assert least.noise_multiplier == math.sqrt(0.7)
     with pytest.raises(InputError, match="epsilon: found 20"):
-        bounds.sufficient_noise_multiplier(q=q, rounds=rounds, epsilon=20, delta=delta)
+        bounds.noise_condition_001(q=q, rounds=rounds, epsilon=20, delta=delta)
 
 
-def step(**change: float) -> bounds.RoundPrivacy:
-    facts = {
-        "samples": 500, "cohort": 50, "smoothness": 1.0, "rho": 0.5, "noise_multiplier": 0.95, "clip": 0.2,
-        "dimension": 10, "delta_tilde": 1e-3, "rounds": 300,
-    }  # fmt: skip
-    return bounds.sample_round_privacy(**{**facts, **change})  # type: ignore[arg-type]
+def step(rho: float = 0.5, **change: float) -> bounds.RoundPrivacy:
+    return bounds.sample_round_privacy(facts(**change), samples=500, cohort=50, rho=rho, delta_tilde=1e-3)
 
 
 def test_theorem_4_of_003() -> None:
@@ -126,12 +130,10 @@ def test_theorem_5_of_003_against_high_precision() -> None:
     jumps = int(mpmath.ceil(prime / e))
     high, low = 1 - mpmath.exp(e) * miss / (1 + mpmath.exp(e)), 1 - miss / (1 + mpmath.exp(e))
     last = first + 2 - high**jumps * low ** (t - jumps) - low**t
-    assert got.epsilon_prime == pytest.approx(float(prime), rel=1e-12) and got.gap == 4 * got.epsilon_prime
+    assert got.gap == pytest.approx(4 * float(prime), rel=1e-12)
     assert got.delta_prime == pytest.approx(float(last), rel=1e-9)
     failure = 2 * mpmath.exp(-1.7 * prime) * last / prime * mpmath.log(2 / prime)
     assert got.probability == pytest.approx(float(1 - failure), rel=1e-9)
-    needed = 2 / prime**2 * mpmath.log(16 / (mpmath.exp(-prime) * last))
-    assert got.samples_needed == pytest.approx(float(needed), rel=1e-9)
 
 
 def test_theorem_5_of_003_at_its_edges() -> None:
@@ -141,27 +143,13 @@ def test_theorem_5_of_003_at_its_edges() -> None:
     never = bounds.generalization_bound(
         bounds.RoundPrivacy(3.0, 0.0), samples=500, cohort=50, rounds=10_000, delta_tilde=0.9
     )
-    assert never.delta_prime == 0.0 and never.samples_needed == math.inf
-
-
-def test_alpha_and_its_spread() -> None:
-    norms = [0.0, 0.1, 0.2, 0.4, 2.0, math.inf, math.nan]
-    assert bounds.alpha(norms, 0.2).tolist() == [1.0, 1.0, 1.0, 0.5, 0.1, 0.0, 0.0]
-    assert bounds.alpha_mean([0.1, 0.4], 0.2) == 0.75 and bounds.alpha_spread([0.1, 0.4], 0.2) == 0.25
-    assert math.isnan(bounds.alpha_mean([], 0.2)) and math.isnan(bounds.alpha_spread([], 0.2))
-    with pytest.raises(InputError, match="clip: found 0"):
-        bounds.alpha(norms, 0)
-
-
-def test_signal_to_noise() -> None:
-    assert bounds.signal_to_noise(3.0, noise_std=0.5, dimension=9) == 2.0
-    assert bounds.signal_to_noise(3.0, noise_std=0.0, dimension=9) == math.inf
+    assert never.delta_prime == 0.0 and never.probability == 1.0
 
 
 def test_every_bound_says_that_it_enters_no_privacy_statement() -> None:
     public = [f for name, f in inspect.getmembers(bounds, inspect.isfunction) if f.__module__ == bounds.__name__]
     named = [f for f in public if not f.__name__.startswith("_")]
-    assert len(named) == 22
+    assert len(named) == 15
     for function in named:
         text = " ".join((function.__doc__ or "").lower().split())
         assert "no privacy statement" in text, function.__name__
@@ -181,6 +169,11 @@ def without_replacement(q: float, sigma: float, order: int) -> float:
     return float(np.logaddexp.reduce([0.0, *terms])) / (order - 1)
 
 
+def rdp_001(q: float, sigma: float, order: int) -> float:
+    """One round's RDP at order α by Zhang et al. 2024, Lemma 4, where ``order_limit_001`` allows it."""
+    return 3.5 * q**2 * order / sigma**2
+
+
 def lemma_4_ratios(limit: float) -> list[float]:
     """The general bound over 3.5q²α/σ², wherever α is at most ``limit`` times what the condition allows."""
     found = []
@@ -188,7 +181,7 @@ def lemma_4_ratios(limit: float) -> list[float]:
         for q in (0.3, 0.1, 0.05, 0.01, 0.001, 1e-4):
             sigma = math.sqrt(squared)
             allowed = [a for a in range(2, 200) if a <= limit * bounds.order_limit_001(q, sigma, a)]
-            found += [without_replacement(q, sigma, a) / bounds.rdp_001(q, sigma, a) for a in allowed]
+            found += [without_replacement(q, sigma, a) / rdp_001(q, sigma, a) for a in allowed]
     return found
 
 
