@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from fedflat import papers, report
+from fedflat import report
 from fedflat.cli import (
     WIDTH,
     Count,
@@ -31,6 +31,8 @@ from fedflat.cli import (
 )
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.papers import CITED
+from fedflat.papers import figures, measured, outcome, scales, tables
+from fedflat.papers.rows import dry, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Request:
     def check(self, drawing: bool) -> None:
         """Raise InputError for options that have no meaning beside each other, before anything runs."""
         one_of("--protocol", self.protocol, ("sound", "published"))
-        one_of("--scale", self.size, papers.SCALES)
+        one_of("--scale", self.size, scales.SCALES)
         published = self.protocol != "sound"
         training: dict[str, Any] = {"--keep": self.keep, "--tuned": self.tuned}
         if self.measured:
@@ -84,16 +86,16 @@ class Request:
             only_tables = {"--method": self.method, "--protocol": published, "--tuned": self.tuned}
             _refuse("a figure", only_tables | {"--json": self.as_json}, "a table")
         if self.keep is not None:
-            papers.check_keep(self.keep)
+            measured.check_keep(self.keep)
 
     @property
     def size(self) -> str:
         """The scale, or its default."""
         return self.scale or ("full" if self.dry_run else "small")
 
-    def store(self, found: papers.Outcome | papers.Drawn, seconds: float) -> None:
+    def store(self, found: outcome.Outcome | figures.Drawn, seconds: float) -> None:
         """Add what was measured to the file of ``--keep``, or say why not."""
-        reason = papers.keep(self.keep, _command(), found, self.override or (), seconds) if self.keep else ""
+        reason = measured.keep(self.keep, _command(), found, self.override or (), seconds) if self.keep else ""
         if reason:
             print("\n".join(wrapped(reason)), file=sys.stderr)
 
@@ -133,8 +135,8 @@ def reproduce(
         list_all: What can be reproduced, one line each.
     """
     if list_all:
-        tables = {name: papers.load(name.replace(" ", "-")).about for name in papers.names()}
-        every = dict(sorted((tables | papers.abouts()).items()))
+        listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
+        every = dict(sorted((listed | figures.abouts()).items()))
         if request.as_json:
             print_json(every)
             return
@@ -144,12 +146,12 @@ def reproduce(
     if paper is None or table is None:
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
         raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
-    drawing = papers.is_figure(table)
+    drawing = figures.is_figure(table)
     request.check(drawing)
     if drawing:
-        _draw(papers.find_figure(paper, table).only(request.column or ()), request)
+        _draw(figures.find_figure(paper, table).only(request.column or ()), request)
     else:
-        _fill(papers.find(paper, table).only(request.column or (), request.method or ()), request)
+        _fill(tables.find(paper, table).only(request.column or (), request.method or ()), request)
 
 
 def _command() -> str:
@@ -165,10 +167,10 @@ def _command() -> str:
     return shlex.join(["fedflat", *kept])
 
 
-def _fill(table: papers.Table, request: Request) -> None:
+def _fill(table: tables.Table, request: Request) -> None:
     """Print a table with our numbers in it: measured before, only planned, or trained."""
     if request.measured:
-        kept = papers.outcomes(table)
+        kept = measured.outcomes(table)
         if request.as_json:
             print_json([as_dict(outcome) | {"source": vars(source)} for source, outcome in kept])
         else:
@@ -176,11 +178,11 @@ def _fill(table: papers.Table, request: Request) -> None:
             print("\n\n".join("\n".join(text) for text in texts))
         return
     if request.dry_run:
-        found = papers.dry(table, request.size, request.protocol, request.override or ())
+        found = dry(table, request.size, request.protocol, request.override or ())
     else:
         name = f"reproduce-{table.paper}-{table.table.lower().replace(' ', '-')}"
         with report.ExperimentProgress(quiet=request.as_json) as progress:
-            found = papers.train(
+            found = train(
                 table, request.out or Path("runs") / name, request.size, request.protocol, request.override or (),
                 request.seeds, request.processes, progress.update, request.tuned,
             )  # fmt: skip
@@ -193,27 +195,27 @@ def _fill(table: papers.Table, request: Request) -> None:
         raise typer.Exit(1)
 
 
-def _draw(figure: papers.PaperFigure, request: Request) -> None:
+def _draw(figure: figures.PaperFigure, request: Request) -> None:
     """Draw a figure: a page, and each drawing as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
     overrides, folder = request.override or (), request.out or Path("runs")
     if request.dry_run:
         print("\n".join(planned_lines(figure, request.size, overrides)))
         return
     if request.measured:
-        for place, (source, kept) in enumerate(papers.drawings(figure), start=1):
+        for place, (source, kept) in enumerate(measured.drawings(figure), start=1):
             _write_drawn(kept, folder, source.sentence(), "" if place == 1 else f"-{place}")
         return
     from fedflat.report.metrics import seconds
 
     with report.ExperimentProgress() as progress:
-        found = papers.draw(
+        found = figures.draw(
             figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
         )
     _write_drawn(found, folder)
     request.store(found, sum(map(seconds, found.runs)))
 
 
-def _write_drawn(found: papers.Drawn, parent: Path, source: str = "", suffix: str = "") -> None:
+def _write_drawn(found: figures.Drawn, parent: Path, source: str = "", suffix: str = "") -> None:
     from fedflat.report import flatness
 
     folder = parent / f"reproduce-{found.of.paper}-{found.of.name}{suffix}"
@@ -225,7 +227,7 @@ def _write_drawn(found: papers.Drawn, parent: Path, source: str = "", suffix: st
         say(text)
 
 
-def lines(found: papers.Outcome, dry_run: bool = False) -> list[str]:
+def lines(found: outcome.Outcome, dry_run: bool = False) -> list[str]:
     """Return the outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
     table = found.table
     shown = [*wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *wrapped(table.about)]
@@ -238,11 +240,11 @@ def lines(found: papers.Outcome, dry_run: bool = False) -> list[str]:
         shown += ["", *wrapped(column + target + by_hand), *_grid(_body(rows, dry_run, simulated))]
         why = dict.fromkeys(row.missing for row in rows if row.missing)
         shown += [text for reason in why for text in wrapped(f"  {reason}")]
-        shown += [text for said in papers.sentences(verdicts.get(column)) for text in wrapped(f"  {said}")]
+        shown += [text for said in outcome.sentences(verdicts.get(column)) for text in wrapped(f"  {said}")]
     return [*shown, "", *_remarks(found, dry_run)]
 
 
-def planned_lines(figure: papers.PaperFigure, scale: str, overrides: Sequence[str]) -> list[str]:
+def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[str]) -> list[str]:
     """Return what would run for a figure, as text of at most 80 columns: for each panel its runs and what is proven of
     them.
 
@@ -252,7 +254,7 @@ def planned_lines(figure: papers.PaperFigure, scale: str, overrides: Sequence[st
     total: set[str] = set()
     for panel in figure.panels:
         rows = [(line, line.planned(panel.table, scale, overrides)) for line in panel.lines]
-        seeds = papers.SCALES[scale].seeds or panel.table.seeds
+        seeds = scales.SCALES[scale].seeds or panel.table.seeds
         grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in rows), "δ"]]
         for line, row in rows:
             at = ", ".join(line.changes) or ("" if line.x is None else f"{panel.x} {line.x:g}")
@@ -267,13 +269,13 @@ def planned_lines(figure: papers.PaperFigure, scale: str, overrides: Sequence[st
     return [*shown, "", *(text for each in said for text in wrapped(each))]
 
 
-def _epsilon_head(rows: Iterable[papers.Row]) -> str:
+def _epsilon_head(rows: Iterable[outcome.Row]) -> str:
     """Return what the ε of the runs is called: with seeded noise it is only that of the mechanism."""
     seeded = any(row.recipe is not None and row.recipe.privacy.randomness == "seeded" for row in rows)
     return "mechanism's ε" if seeded else "proven ε"
 
 
-def _body(rows: Sequence[papers.Row], dry_run: bool, simulated: bool) -> list[list[str]]:
+def _body(rows: Sequence[outcome.Row], dry_run: bool, simulated: bool) -> list[list[str]]:
     """Return the heads and the cells of a column's rows."""
     ours, more = ([] if dry_run else ["ours", "diff."]), (["simul. ε"] if simulated else [])
     table = [["method", "published", *ours, "claimed ε", _epsilon_head(rows), *more, "δ"]]
@@ -288,7 +290,7 @@ def _epsilon(value: float | None) -> str:
     return report.epsilon_text(value, missing="–")
 
 
-def _delta(row: papers.Row) -> str:
+def _delta(row: outcome.Row) -> str:
     return "–" if row.delta is None else f"{row.delta:.2g}"
 
 
@@ -310,7 +312,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _remarks(found: papers.Outcome, dry_run: bool) -> list[str]:
+def _remarks(found: outcome.Outcome, dry_run: bool) -> list[str]:
     """Return what is to be said below a table, in lines."""
     from fedflat.report.metrics import FATES, MARKS
 
@@ -322,7 +324,7 @@ def _remarks(found: papers.Outcome, dry_run: bool) -> list[str]:
     kinds = dict.fromkeys(row.cell.measure for row in found.rows)
     private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
     remarks = [
-        f"Published and ours: mean ± sd over seeds, of {'; '.join(papers.MEASURES[kind] for kind in kinds)}{private}.",
+        f"Published and ours: mean ± sd over seeds, of {'; '.join(tables.MEASURES[kind] for kind in kinds)}{private}.",
         f"Claimed ε: {claimed} for its setting. {_sentence(head)}, at δ: {_PROVEN[head]} of {here}, {procedure}.",
     ]
     if any(row.simulated is not None for row in found.rows):
@@ -357,7 +359,7 @@ def _remarks(found: papers.Outcome, dry_run: bool) -> list[str]:
     return [text for remark in remarks for text in wrapped(remark)]
 
 
-def _choices(found: papers.Outcome) -> list[str]:
+def _choices(found: outcome.Outcome) -> list[str]:
     """Return the rule of ``--tuned``, what it chose, and whom it left alone."""
     if not found.tuned:
         return []
@@ -380,7 +382,7 @@ def _choices(found: papers.Outcome) -> list[str]:
     ]
 
 
-def _ours(row: papers.Row) -> str:
+def _ours(row: outcome.Row) -> str:
     """Return the mean ± sd, and a mark where runs came to nothing."""
     from fedflat.report.metrics import MARKS
 
@@ -391,7 +393,7 @@ def _ours(row: papers.Row) -> str:
     if math.isinf(found[0]):
         late = sum(map(math.isinf, row.ours.values()))
         return f"never{marks}" if late == len(row.ours) else f"never in {late} of {len(row.ours)}{marks}"
-    digits = 1 if row.cell.measure in papers.COUNTED else 2
+    digits = 1 if row.cell.measure in tables.COUNTED else 2
     text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")
 
@@ -400,14 +402,14 @@ def _points(value: float | None) -> str:
     return "–" if value is None else f"{value:+.1f}".replace("-", "−")
 
 
-def as_dict(found: papers.Outcome) -> dict[str, Any]:
+def as_dict(found: outcome.Outcome) -> dict[str, Any]:
     """Return the plain values for ``--json``; an infinite ε, or a target that was never reached, is null."""
     table, verdicts = found.table, found.verdicts()
     return {
         "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
         "comparable": found.comparable and found.complete, "protocol": found.protocol,
         "rows": [_record(row) for row in found.rows],
-        "verdicts": {name: report.plain(asdict(v)) | {"text": papers.sentences(v)} for name, v in verdicts.items()},
+        "verdicts": {name: report.plain(asdict(v)) | {"text": outcome.sentences(v)} for name, v in verdicts.items()},
         "changed": {name: list(texts) for name, texts in found.changed.items()},
         "tuned": found.tuned,
         "chosen": [
@@ -418,7 +420,7 @@ def as_dict(found: papers.Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _record(row: papers.Row) -> dict[str, Any]:
+def _record(row: outcome.Row) -> dict[str, Any]:
     values = {
         "column": row.cell.column, "method": row.cell.method, "measure": row.cell.measure, "target": row.cell.target,
         "published": row.cell.published, "ours": list(row.ours.values()), "seeds": list(row.ours),
@@ -429,7 +431,7 @@ def _record(row: papers.Row) -> dict[str, Any]:
     return found
 
 
-def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Path]:
+def write_pages(found: figures.Drawn, folder: Path, source: str = "") -> list[Path]:
     """Write ``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: of the numbers."""
     from fedflat.report import flatness, pages
 
@@ -448,7 +450,7 @@ def write_pages(found: papers.Drawn, folder: Path, source: str = "") -> list[Pat
     return written
 
 
-def notes(found: papers.Drawn, source: str = "") -> list[str]:
+def notes(found: figures.Drawn, source: str = "") -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
     scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
     differences = [f"{_sentence(text)}." for text in found.of.notes]

@@ -12,9 +12,11 @@ import pytest
 
 from fedflat.cli.reproduce import Request, reproduce, write_pages
 from fedflat.core.checks import InputError
-from fedflat.papers import SCALES, measured, train
+from fedflat.papers import measured
 from fedflat.papers.figures import DRAWS, Drawn, Line, Panel, _moved, draw, figure_names, find_figure, is_figure
 from fedflat.papers.outcome import Outcome
+from fedflat.papers.rows import train
+from fedflat.papers.scales import SCALES
 from fedflat.papers.tables import find, load, names
 from fedflat.report import groups, plates
 from fedflat.report.groups import styles

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from fedflat.cli.reproduce import _ours
-from fedflat.papers import find
 from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.rows import KINDS, _measured, measured
-from fedflat.papers.tables import MEASURES, Cell
+from fedflat.papers.tables import MEASURES, Cell, find
 from fedflat.report.metrics import Run
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from fedflat.cli.reproduce import WIDTH, as_dict, lines
 from fedflat.core.checks import InputError
-from fedflat.papers import SCALES, Table, dry, find, load, names, scaled, train
-from fedflat.papers.rows import claimed_epsilon
-from fedflat.papers.scales import differences, sigma_of
-from fedflat.papers.tables import COUNTED, MEASURES
+from fedflat.papers.rows import claimed_epsilon, dry, train
+from fedflat.papers.scales import SCALES, differences, scaled, sigma_of
+from fedflat.papers.tables import COUNTED, MEASURES, Table, find, load, names
 from fedflat.papers.tables import printed as parsed
 
 TABLES = {name: load(name.replace(" ", "-")) for name in names()}

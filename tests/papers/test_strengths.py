@@ -13,7 +13,10 @@ import pytest
 from fedflat.cli.reproduce import as_dict, lines
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.papers import Outcome, find, measured, scales, train
+from fedflat.papers import measured, scales
+from fedflat.papers.outcome import Outcome
+from fedflat.papers.rows import train
+from fedflat.papers.tables import find
 from fedflat.simulation.experiment import data_for
 
 SMALL = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
