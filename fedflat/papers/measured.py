@@ -157,7 +157,7 @@ def outcomes(table: Table) -> list[tuple[Source, Outcome]]:
         if not cells:
             continue
         planned = dry(replace(table, cells=cells), record["scale"], record["protocol"], record["overrides"])
-        recipes = {(row.cell.of, row.cell.method): row.recipe for row in planned.rows}
+        recipes = {row.cell.run: row.recipe for row in planned.rows}
         chosen = {
             (of, method): Chosen(options_of(recipe, strength), strength, dict(tried))
             for of, method, strength, tried in record.get("chosen", [])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, reduce
 from pathlib import Path
 
 from fedflat.assembly.plans import algorithm_of, plan_of
@@ -25,14 +25,7 @@ from fedflat.report.metrics import Run, fate
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import compare, expand
 
-
-@dataclass(frozen=True)
-class Account:
-    """What is proven of a plan: ε (inf where nothing finite is) at δ, and ε of the larger system it simulates."""
-
-    epsilon: float
-    delta: float
-    simulated: float | None = None
+Account = tuple[float, float, float | None]
 
 
 def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: Sequence[str] = ()) -> Outcome:
@@ -41,14 +34,13 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
     protocol: sound, or published for the procedure that the paper released. Raises InputError for a name or override
     that is wrong, and for a protocol that the paper does not have.
     """
-    rows = [planned(table, cell, scale, protocol, overrides) for cell in table.cells]
-    changed: dict[str, list[str]] = {}
+    rows = tuple(planned(table, cell, scale, protocol, overrides) for cell in table.cells)
+    changed: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.cell.recipe is not None and row.recipe is not None:
-            known = changed.setdefault(row.cell.of, [])
-            known += [text for text in differences(row.cell.recipe, row.recipe) if text not in known]
-    known_changes = {name: tuple(texts) for name, texts in changed.items()}
-    return Outcome(table, tuple(rows), scale, protocol, known_changes, overrides=tuple(overrides))
+            changed.setdefault(row.cell.of, {}).update(dict.fromkeys(differences(row.cell.recipe, row.recipe)))
+    texts = {name: tuple(found) for name, found in changed.items()}
+    return Outcome(table, rows, scale, protocol, texts, overrides=tuple(overrides))
 
 
 def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequence[str]) -> Row:
@@ -56,24 +48,20 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
     if cell.recipe is None:
         return Row(cell, None, None, None, missing="the paper's setting is not known")
     recipe = scaled(_procedure(table, cell.recipe, cell.released, protocol), scale)
-    mapping = recipe.dump()
     # Anybody can have these data, and seeded noise gives the same table again.
-    mapping["privacy"]["randomness"] = "seeded"
+    texts = ["privacy.randomness=seeded"]
     # The run must not depend on which of its numbers are shown, so the whole table decides.
     whole = find(table.paper, table.table)
     if cell.of in {each.of for each in whole.cells if each.measure in COUNTED}:
         # Rounds to a target can only be counted where every round is evaluated.
-        mapping["evaluation"]["every"] = 1
-    for text in overrides:
-        mapping = override(mapping, text)
-    return accounted(table, cell, Recipe.of(mapping, where=recipe.name))
+        texts.append("evaluation.every=1")
+    return accounted(table, cell, Recipe.of(recipe, [*texts, *overrides], where=recipe.name))
 
 
 def accounted(table: Table, cell: Cell, recipe: Recipe) -> Row:
     """Return a cell that runs as ``recipe`` says, with what is claimed of the paper's setting and proven of this
     one."""
-    found = _proven(recipe, cell.input, cell.classes)
-    return Row(cell, recipe, claimed_epsilon(table, cell), found.epsilon, found.delta, found.simulated)
+    return Row(cell, recipe, claimed_epsilon(table, cell), *_proven(recipe, cell.input, cell.classes))
 
 
 def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
@@ -87,9 +75,7 @@ def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: 
         return recipe
     sampling = "poisson" if table.paper == "004" else "fixed"
     size = recipe.cohort.size if sampling == "poisson" else round(recipe.cohort.size)
-    found = recipe.dump()
-    for text in released:
-        found = override(found, text)
+    found = reduce(override, released, recipe.dump())
     found["privacy"].update(protocol="published", published=table.paper)
     # That paper's released code clips to the median of the norms.
     if table.paper == "002":
@@ -111,7 +97,8 @@ def claimed_epsilon(table: Table, cell: Cell) -> float | None:
 
 
 def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Account:
-    """Return what the recipe's plan proves; the many cells that share a plan share its account."""
+    """Return what the recipe's plan proves: ε (inf where nothing finite is) at δ, and ε of the larger system it
+    simulates. The many cells that share a plan share its account."""
     blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": Recipe.model_fields["evaluation"].default})
     method = algorithm_of(recipe)
     # The account of a sound update depends on neither method nor data, so all share one.
@@ -131,7 +118,7 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> Account:
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
     if isinstance(plan.mechanism, Published) and layout is not None:
         plan = with_tensors(plan, layout.shared)
-    return Account(plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon())
+    return plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon()
 
 
 def _needs_model(recipe: Recipe, kind: str) -> bool:
@@ -169,7 +156,7 @@ def train(
     missing = list(absent.values())
     runs: dict[tuple[str, str], dict[int, Run]] = {}
     if chosen:
-        recipes = {(row.cell.of, row.cell.method): row.recipe for row in chosen if row.recipe is not None}
+        recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
         found = compare(list(recipes.values()), (), count, folder, processes, update)
         missing += [f"{name}: {why}" for name, why in found.failed.items()]
         for key, setting in zip(recipes, expand(list(recipes.values()), (), count)):
@@ -186,7 +173,7 @@ def _tuned(
 ) -> Outcome:  # fmt: skip
     """Return the plan with each method at the strength that trials chose; personal ones stay as they are printed."""
     recipes = {
-        (row.cell.of, row.cell.method): row.recipe
+        row.cell.run: row.recipe
         for row in plan.rows
         if row.recipe is not None and row.recipe.data.dataset not in absent and not row.cell.personal
     }
@@ -195,7 +182,7 @@ def _tuned(
     chosen = {key: one for key, one in found.items() if one is not None}
 
     def moved(row: Row) -> Row:
-        one = chosen.get((row.cell.of, row.cell.method))
+        one = chosen.get(row.cell.run)
         return row if one is None or row.recipe is None else replace(row, recipe=at(row.recipe, one.strength))
 
     return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen, tuned=True)
@@ -228,10 +215,9 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
     nothing = replace(row, proven=None, delta=None, simulated=None)
     if row.recipe is None:
         return nothing
-    if (row.cell.of, row.cell.method) not in runs:
+    if row.cell.run not in runs:
         return replace(nothing, missing=row.missing or "the data set cannot be had")
-    mine = runs[row.cell.of, row.cell.method]
-    if not mine:
+    if not (mine := runs[row.cell.run]):
         return replace(nothing, missing="no run ended")
     proven = [metrics.proven_epsilon(run) for run in mine.values()]
     projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
@@ -249,13 +235,10 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
         return replace(row, ours=ours)
     if row.cell.measure == "speedup" and against:
         return replace(row, missing=f"{first} never reached {row.cell.target:g} %", void=True)
-    return replace(row, missing=_why(row.cell, against, first))
-
-
-def _why(cell: Cell, against: Mapping[int, Run], first: str) -> str:
-    if cell.measure in RELATIVE and not against:
-        return f"it is against {first}, of which no run ended"
-    return f"the runs have no {'personal' if cell.personal else 'test'} accuracy"
+    if row.cell.measure in RELATIVE and not against:
+        return replace(row, missing=f"it is against {first}, of which no run ended")
+    kind = "personal" if row.cell.personal else "test"
+    return replace(row, missing=f"the runs have no {kind} accuracy")
 
 
 def measured(cell: Cell, run: Run, first: Run | None = None) -> float | None:
@@ -263,55 +246,41 @@ def measured(cell: Cell, run: Run, first: Run | None = None) -> float | None:
 
     first: the run of the table's first method with the same seed, for what is relative to it.
     """
-    return KINDS[cell.measure](cell, run, first)
+    if cell.measure in COUNTED:
+        return _counted(cell, run, first)
+    found = _share(cell, run, first)
+    return None if found is None else 100 * found
 
 
-def _tested(measure: str) -> Callable[[Cell, Run, Run | None], float | None]:
-    def accuracy(cell: Cell, run: Run, first: Run | None) -> float | None:
-        if not cell.personal:
-            shown = metrics.shown_round(run, measure)
-            return None if shown is None else 100 * shown[1]
+def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
+    """Return an accuracy, or a difference of two, from 0 to 1."""
+    if cell.measure == "gap":
+        return metrics.generalisation_gap(run, cell.base)
+    own = cell.measure in ("best", "final")
+    if own and cell.personal:
         values = [value for _, value in metrics.column(run.private, "personal_accuracy")]
-        if not values:
-            return None
-        return 100 * (max(values) if measure == "best" and not fate(run) else values[-1])
-
-    return accuracy
-
-
-def _train(cell: Cell, run: Run, first: Run | None) -> float | None:
-    shown = metrics.shown_round(run, cell.base)
-    found = None if shown is None else metrics.train_accuracy(run, shown[0])
-    return None if found is None else 100 * found
+        return max(values) if values and cell.measure == "best" and not fate(run) else next(reversed(values), None)
+    shown = metrics.shown_round(run, cell.measure if own else cell.base)
+    if shown is None or own:
+        return None if shown is None else shown[1]
+    if cell.measure == "train":
+        return metrics.train_accuracy(run, shown[0])
+    theirs = None if first is None else metrics.shown_round(first, cell.base)
+    return None if theirs is None else shown[1] - theirs[1]
 
 
-def _gap(cell: Cell, run: Run, first: Run | None) -> float | None:
-    found = metrics.generalisation_gap(run, cell.base)
-    return None if found is None else 100 * found
-
-
-def _rounds(cell: Cell, run: Run, first: Run | None = None) -> float | None:
-    if cell.target is None or metrics.shown_round(run) is None:
-        return None
-    found = metrics.rounds_to(run, cell.target / 100)
-    return math.inf if found is None else float(found)
-
-
-def _speedup(cell: Cell, run: Run, first: Run | None) -> float | None:
-    own, theirs = _rounds(cell, run), None if first is None else _rounds(cell, first)
-    if own is None or theirs is None or math.isinf(theirs):
+def _counted(cell: Cell, run: Run, first: Run | None) -> float | None:
+    """Return the rounds to the target, or how many times as many the first method takes."""
+    own, theirs = (None if each is None else _rounds(cell, each) for each in (run, first))
+    if own is None or cell.measure == "rounds":
+        return own
+    if theirs is None or math.isinf(theirs):
         return None
     return 0.0 if math.isinf(own) else theirs / own
 
 
-def _gain(cell: Cell, run: Run, first: Run | None) -> float | None:
-    own = metrics.shown_round(run, cell.base)
-    theirs = None if first is None else metrics.shown_round(first, cell.base)
-    return None if own is None or theirs is None else 100 * (own[1] - theirs[1])
-
-
-KINDS: dict[str, Callable[[Cell, Run, Run | None], float | None]] = {
-    "best": _tested("best"), "final": _tested("final"), "train": _train, "gap": _gap, "rounds": _rounds,
-    "speedup": _speedup, "gain": _gain,
-}  # fmt: skip
-"""One for each key of ``tables.MEASURES``."""
+def _rounds(cell: Cell, run: Run) -> float | None:
+    if cell.target is None or metrics.shown_round(run) is None:
+        return None
+    found = metrics.rounds_to(run, cell.target / 100)
+    return math.inf if found is None else float(found)

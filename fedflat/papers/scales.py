@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.papers.board_runs import HELD_BACK, TUNING
 from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
+from fedflat.report.groups import flatten
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import compare, expand
 from fedflat.simulation.experiment import data_for
@@ -168,18 +169,9 @@ def _least(given: int | None, limit: int | None) -> int | None:
 
 def differences(full: Recipe, run: Recipe) -> list[str]:
     """Return what ``run`` changes of ``full``, as ``key 500 → 100``; names, seeds and evaluation left out."""
-    old, new = dict(_flat(full.dump())), dict(_flat(run.dump()))
-    left = ("name", "seed", "evaluation.", "engine.")
-    keys = [key for key in dict.fromkeys([*old, *new]) if not key.startswith(left)]
+    old, new = flatten(full.dump()), flatten(run.dump())
+    keys = [key for key in old | new if not key.startswith(("name", "evaluation.", "engine."))]
     return [f"{key} {_text(old.get(key))} → {_text(new.get(key))}" for key in keys if old.get(key) != new.get(key)]
-
-
-def _flat(value: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{path}{key}.")
-        else:
-            yield path + key, item
 
 
 def _text(value: Any) -> str:

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,11 @@ class Cell:
     target: float | None = None
     of: str = ""
     released: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Whose runs it is of: column and method."""
+        return self.of, self.method
 
     @property
     def value(self) -> tuple[float, float | None] | None:
@@ -162,15 +167,19 @@ def find(paper: str, table: str) -> Table:
 
     Raises InputError for a paper or table that is not here, with those that are.
     """
-    have = [name.split(" ", 1) for name in names()]
-    number = paper_of(paper, (p for p, _ in have))
-    of_paper = [t for p, t in have if p == number]
     short = re.sub(r"^(table|tab)?[\s._-]*", "", table.strip().lower())
-    asked = f"table-{ROMAN.get(short, short)}"
-    if asked not in of_paper:
-        allowed = ", ".join(of_paper) + ", or a figure (--list)"
-        raise wrong(f"reproduce {number}", table, allowed, hint=nearest(asked, of_paper))
+    number, asked = asked_for(paper, table, f"table-{ROMAN.get(short, short)}", names(), ", or a figure (--list)")
     return load(f"{number}-{asked}")
+
+
+def asked_for(paper: str, given: str, name: str, every: Iterable[str], more: str = "") -> tuple[str, str]:
+    """Return a paper's number and the ``name`` that ``given`` asks for, which ``every`` must have as ``000 name``."""
+    have = [each.split(" ", 1) for each in every]
+    number = paper_of(paper, (p for p, _ in have))
+    own = [each for p, each in have if p == number]
+    if name not in own:
+        raise wrong(f"reproduce {number}", given, ", ".join(own) + more, hint=nearest(name, own))
+    return number, name
 
 
 @cache
@@ -213,43 +222,34 @@ def _cells(stem: str, found: Mapping[str, Any]) -> Iterator[Cell]:
                 listed = entry[label or "values"]
                 if len(listed) != len(found["columns"]):
                     raise ValueError(f"{stem}: {name}, {label or 'values'}: {len(listed)} values")
-                known = {} if runs[name] is None else _form(column, entry)
+                form: dict[str, Any] = {}
+                if runs[name] is not None:
+                    form = {"input": tuple(column["input"]), "classes": column["classes"]}
                 yield Cell(
                     column=f"{column['name']}: {label}" if label else column["name"], method=name,
                     published=str(listed[place]), recipe=runs[name], measure=show["measure"], base=found["measure"],
                     target=column.get("target"), of=column["name"], released=(*released, *entry.get("released", ())),
-                    **known,
+                    personal=runs[name] is not None and entry.get("personal", False), **form,
                 )  # fmt: skip
 
 
-def _form(column: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "input": tuple(column["input"]), "classes": column["classes"], "personal": entry.get("personal", False),
-    }  # fmt: skip
-
-
 def _runs(stem: str, column: Mapping[str, Any], method: str, entry: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of a column's runs with a method; None where the text does not say the setting."""
+    """Return the recipe of a column's runs with a method; None where the text does not say the setting.
+
+    The column's own algorithm keys go to the methods that take them.
+    """
     if "recipe" not in column:
         return None
-    parts = [stem, *(_slug(text) for text in (column["name"], method) if text)]
-    return _recipe("_".join(parts), column, entry["algorithm"])
+    name = "_".join([stem, *(_slug(text) for text in (column["name"], method) if text)])
+    algorithm = entry["algorithm"]
+    taken = inspect.signature(ALGORITHMS[algorithm["name"]]).parameters
+    extra = {key: value for key, value in column.get("algorithm", {}).items() if key in taken}
+    mapping = reduce(override, column.get("set", ()), _packaged(column["recipe"]).dump())
+    return Recipe.of({**mapping, "name": name, "algorithm": {**algorithm, **extra}}, where=name)
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("ε", "eps")).strip("-")
-
-
-def _recipe(name: str, column: Mapping[str, Any], algorithm: Mapping[str, Any]) -> Recipe:
-    """Return the column's recipe with the method in it; the column's own algorithm keys go to the methods that take
-    them.
-    """
-    taken = inspect.signature(ALGORITHMS[algorithm["name"]]).parameters
-    extra = {key: value for key, value in column.get("algorithm", {}).items() if key in taken}
-    mapping = _packaged(column["recipe"]).dump()
-    for text in column.get("set", ()):
-        mapping = override(mapping, text)
-    return Recipe.of({**mapping, "name": name, "algorithm": {**algorithm, **extra}}, where=name)
 
 
 @lru_cache(maxsize=32)
