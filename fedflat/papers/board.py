@@ -15,7 +15,7 @@ import yaml
 from fedflat.core.imports import install
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import spread, styles
-from fedflat.report.pages import Section, Table, cards, filled, page
+from fedflat.report.pages import Section, Table, cards, page
 from fedflat.report.plates import draw_on
 from fedflat.report.tables import PLAINLY
 
@@ -221,7 +221,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     rows, at = ordered(found["rows"]), MEASURED_AT
     # On the page of the docs a row has no seeds, ε of the mechanism and audits.
     brief = [[*texts[:5], *texts[8:]] for texts in (HEADS, *map(cells, rows))]
-    return filled(
+    return text(
         "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=_heads(), best=summary(found),
         methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
     )  # fmt: skip

@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import RunError, nearest, wrong
-from fedflat.core.papers import paper_of
+from fedflat.core.checks import RunError, wrong
 from fedflat.papers.outcome import UNSEEN, Row
 from fedflat.papers.rows import accounted, finished, lacking, measured, planned
 from fedflat.papers.scales import SCALES, differences, scaled
-from fedflat.papers.tables import Cell, Table, load, named
+from fedflat.papers.tables import Cell, Table, asked_for, load, named
 from fedflat.report.figures import (
     Figure,
     Series,
@@ -30,8 +28,8 @@ from fedflat.report.figures import (
     quantiles,
     thin,
 )
-from fedflat.report.groups import Group, spread, styles
-from fedflat.report.metrics import FATES, Run, column, fate
+from fedflat.report.groups import Group, flatten, spread, styles
+from fedflat.report.metrics import FATES, Run, column, fate, plain
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import compare, expand
 
@@ -67,17 +65,16 @@ class Line:
         plain = planned(table, self.cell, scale, "sound", overrides if not self.changes else ()).recipe or own
         if not self.changes:
             return plain
-        full = _changed(own, self.changes)
-        found = scaled(full, scale).dump()
-        for key in SIZES:
-            if key in self.varied:
-                _shrink(found, key, own, full, plain)
-            elif key in ("data.clients", "cohort.size"):
+        full = Recipe.of(own, self.changes, where=own.name)
+        found, known = scaled(full, scale).dump(), plain.dump()
+        for room, name in (key.split(".") for key in SIZES):
+            if f"{room}.{name}" in self.varied:
+                _shrink(found, room, name, [own.dump(), full.dump(), known])
+            elif room != "local":
                 # A varied q would change these as well.
-                room, name = key.split(".")
-                found[room][name] = plain.dump()[room][name]
+                found[room][name] = known[room][name]
         marks = "_".join(re.sub(r"[^\w.+-]+", "-", text) for text in self.changes)
-        return _changed(Recipe.of({**found, "name": f"{plain.name}_{marks}"}), overrides)
+        return Recipe.of({**found, "name": f"{plain.name}_{marks}"}, overrides, where=plain.name)
 
 
 def _known(cell: Cell) -> Recipe:
@@ -87,20 +84,13 @@ def _known(cell: Cell) -> Recipe:
     return cell.recipe
 
 
-def _changed(recipe: Recipe, texts: Iterable[str]) -> Recipe:
-    found = recipe.dump()
-    for text in texts:
-        found = override(found, text)
-    return Recipe.of(found, where=recipe.name)
-
-
-def _shrink(found: dict[str, Any], key: str, before: Recipe, full: Recipe, small: Recipe) -> None:
-    """Set ``key`` in ``found`` as far from the small run's own value as the full one's is from the paper's."""
-    room, name = key.split(".")
-    old, new, own = (each.dump()[room][name] for each in (before, full, small))
+def _shrink(found: dict[str, Any], room: str, name: str, recipes: Sequence[Mapping[str, Any]]) -> None:
+    """Set a size in ``found`` as far from the small run's own value as the full one's is from the paper's. recipes: the
+    paper's, the full one, the small run's."""
+    old, new, own = (each[room][name] for each in recipes)
     # A small scale replaces epochs by a number of steps.
     if name == "epochs" and own is None:
-        name, own = "steps", small.local.steps
+        name, own = "steps", recipes[-1][room]["steps"]
     value = own * new / old
     found[room][name] = value if name == "size" else max(1, round(value))
 
@@ -117,9 +107,9 @@ class Panel:
     table: Table
     lines: tuple[Line, ...]
     x: str = "round"
-    shows: tuple[str, ...] = ("accuracy",)
-    pairs: Mapping[str, str] | None = None
-    clients: tuple[int, ...] = ()
+    shows: Sequence[str] = ("accuracy",)
+    pairs: Mapping[str, str] = field(default_factory=dict)
+    clients: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -160,14 +150,8 @@ def find_figure(paper: str, name: str) -> PaperFigure:
 
     Raises InputError for a paper or figure that is not here, with those that are.
     """
-    have = [each.split(" ", 1) for each in figure_names()]
-    number = paper_of(paper, (p for p, _ in have))
-    of_paper = [figure for p, figure in have if p == number]
-    small = name.strip().lower()
-    digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", small)
-    asked = f"figure-{digits[1]}" if digits else small
-    if asked not in of_paper:
-        raise wrong(f"reproduce {number}", name, ", ".join(of_paper), hint=nearest(asked, of_paper))
+    digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", name.strip().lower())
+    number, asked = asked_for(paper, name, f"figure-{digits[1]}" if digits else name.strip().lower(), figure_names())
     entry = _entries()[f"{number} {asked}"]
     panels = tuple(_panel(number, each) for each in entry["panels"])
     return PaperFigure(number, asked, entry["about"], tuple(entry.get("notes", ())), panels)
@@ -183,11 +167,8 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 def _panel(paper: str, entry: Mapping[str, Any]) -> Panel:
     table = load(f"{paper}-{entry['of'][0]}")
-    shows = entry.get("shows", "accuracy")
-    return Panel(
-        entry["title"], entry["draw"], table, tuple(_lines(table, entry)), entry.get("x", "round"),
-        (shows,) if isinstance(shows, str) else tuple(shows), entry.get("pairs"), tuple(entry.get("clients", ())),
-    )  # fmt: skip
+    own = {key: entry[key] for key in ("title", "draw", "x", "shows", "pairs", "clients") if key in entry}
+    return Panel(table=table, lines=tuple(_lines(table, entry)), **own)
 
 
 def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
@@ -215,12 +196,12 @@ def _other(cell: Cell, method: str, algorithm: Mapping[str, Any]) -> Cell:
 
 def _varied(line: Line, vary: Mapping[str, Any]) -> Iterable[Line]:
     """Yield the line at each value of a key; ``share``: a key whose ratio to it is kept."""
-    keys = [vary["key"], *([vary["share"]] if "share" in vary else [])]
-    whole = _known(line.cell).dump()
-    first, *rest = [whole[key.split(".")[0]].get(key.split(".")[1]) for key in keys]
+    key, more = vary["key"], vary.get("share")
+    whole = flatten(_known(line.cell).dump())
     for value in vary["values"]:
-        changes = [f"{keys[0]}={value}", *(f"{key}={own * value / first:g}" for key, own in zip(keys[1:], rest))]
-        yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=tuple(keys))
+        changes = [f"{key}={value}"] + ([f"{more}={whole[more] * value / whole[key]:g}"] if more else [])
+        varied = (key, more) if more else (key,)
+        yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=varied)
 
 
 BINS = 40
@@ -294,7 +275,11 @@ def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
     said = [f"Changed: {', '.join(shared)}."] if shared else []
     for kind, words in FATES.items():
         lost = [(line, sum(fate(run) == kind for run in runs), len(runs)) for line, runs in ran]
-        named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
+        named = [
+            f"{line.label}{'' if line.x is None else f' at {panel.x} = {line.x:g}'} ({some} of {of} runs)"
+            for line, some, of in lost
+            if some
+        ]
         if named:
             said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
     said += _moved(panel, recipes)
@@ -313,11 +298,6 @@ def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
             if f"{room}.{name}" != key or section[name] != line.x:
                 pairs[f"{line.x:g} is {room}.{name} = {section[name]:g}"] = None
     return [f"On the axis are the paper's values; here {', '.join(pairs)}."] if pairs else []
-
-
-def _place(panel: Panel, line: Line) -> str:
-    """Return a line in words: its method, and its place where it is a point on an axis."""
-    return line.label if line.x is None else f"{line.label} at {panel.x} = {line.x:g}"
 
 
 def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> str:
@@ -414,11 +394,11 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
         several = any(a != b for a, b in zip(low, high))
         series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), drawn[label]))
     personal = any(line.cell.personal for line, _ in ran)
-    cell = panel.lines[0].cell
-    note = f"{'Personal' if personal else 'Test'} accuracy of the {cell.base} round; mean over seeds, 95 % t interval."
+    what = f"{'Personal' if personal else 'Test'} accuracy"
+    note = f"{what} of the {panel.lines[0].cell.base} round; mean over seeds, 95 % t interval."
     return [Figure(
         "axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x,
-        y_title=f"{'Personal' if personal else 'Test'} accuracy",
+        y_title=what,
     )]  # fmt: skip
 
 
@@ -435,8 +415,7 @@ def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None
 def _bars(panel: Panel, ran: Ran) -> list[Figure]:
     """Return each method's accuracy with privacy beside its twin's without."""
     found = {line.cell.method: _point(line, runs) for line, runs in ran}
-    pairs = panel.pairs or {}
-    kept = [(name, twin) for name, twin in pairs.items() if found.get(name) and found.get(twin)]
+    kept = [(name, twin) for name, twin in panel.pairs.items() if found.get(name) and found.get(twin)]
     x = {"round": tuple(map(float, range(len(kept))))}
     series = []
     for place, label in enumerate(("private", "without privacy")):
@@ -454,16 +433,14 @@ def _bars(panel: Panel, ran: Ran) -> list[Figure]:
 def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Mapping[str, Any]:
     """Return the landscapes of each method's runs, over directions that they share."""
     from fedflat.landscape import flatness
-    from fedflat.report.metrics import plain
-
-    folders = [run.path for _, runs in ran for run in runs]
 
     def stage(name: str, points: int) -> None:
         if say is not None:
             say(f"landscape of {name}" + (f": {points} points, then its curvature" if points else ": its curvature"))
 
-    settings = flatness.Settings(points=21, examples=500, clients=panel.clients)
-    found: Mapping[str, Any] = plain(flatness.measure(folders, settings, stage))
+    settings = flatness.Settings(points=21, examples=500, clients=tuple(panel.clients))
+    measured = flatness.measure([run.path for _, runs in ran for run in runs], settings, stage)
+    found: Mapping[str, Any] = plain(measured)
     return found
 
 

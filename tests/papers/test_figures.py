@@ -163,7 +163,7 @@ def test_bars_stand_in_pairs() -> None:
     figure = drawn(panel)
     assert figure.names == ("DP-FedAvg / FedAvg", "DP2-FedSAM / P-FedSAM") and len(figure.series) == 2
     assert figure.series[0].y == pytest.approx([0.535, 0.7])  # the personal method by its own accuracy
-    assert find_figure("001", "figure-4").panels[0].shows == ("accuracy", "personal")
+    assert find_figure("001", "figure-4").panels[0].shows == ["accuracy", "personal"]
 
 
 def test_a_page_and_three_files_of_each_drawing(tmp_path: Path) -> None:
