@@ -30,7 +30,6 @@ from fedflat.audit.worlds import CLIENTS, Engine, Recorder, recorded_run, world_
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
 from fedflat.core.rng import digest
-from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of
@@ -110,7 +109,7 @@ def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
     """Run the recipe on clients without data, and collect the noise of its rounds."""
     small, empty = _small(recipe, data)
     first = prepare(small, module, data=empty)
-    runs, lines, outside = list[Floats](), list[dict[str, Any]](), None
+    runs, lines, outside = list[Floats](), list[dict[str, Any]](), 0.0
     for number in range(MOST_RUNS):
         # Under one key all runs would have the same noise.
         if number:
@@ -127,21 +126,20 @@ def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
     line = lines[0]
     return Measured(
         noise, planned, _cosine(*starts) > ALIKE, line["std"],
-        line["noise_multiplier"] * line["sensitivity"] if line["trust"] == "central" else 0.0, outside or 0.0,
+        line["noise_multiplier"] * line["sensitivity"] if line["trust"] == "central" else 0.0, outside,
     )  # fmt: skip
 
 
 def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
     """Return the recipe for a few clients that all take part, and their federation, which holds no data."""
     small = world_recipe(recipe, CLIENTS, Engine("sequential"), ROUNDS, Case("empty", noise=True))
-    privacy = small.dump()["privacy"] | {"noise_multiplier": recipe.privacy.noise_multiplier or 1.0}
-    privacy["randomness"] = recipe.privacy.randomness
-    maker = Maker(data)
+    own, maker = recipe.privacy, Maker(data)
+    kept = [f"privacy.noise_multiplier={own.noise_multiplier or 1.0}", f"privacy.randomness={own.randomness}"]
     empty = federation(data, [maker.make("empty", client) for client in range(CLIENTS)], maker.public())
-    return Recipe.of(small.dump() | {"privacy": privacy}), empty
+    return Recipe.of(small, kept), empty
 
 
-def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float | None]:
+def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:
     """Return a run's noise on the sums ``(rounds, entries)``, its ledger lines, and what left outside the mask."""
     recorder, parts = Recorder(), job.parts
     job.parts = recorder.in_front_of(parts)
@@ -151,21 +149,19 @@ def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float | None]:
         job.parts = parts
     sums = [mean.double() * parts.plan.divisor for mean in recorder.means]
     masks = [_mask(job, t) for t in range(len(sums))]
-    if all(mask is None for mask in masks):
-        return torch.stack(sums).numpy(), outcome.entries, None
-    outside = max(float(s[~m].abs().max()) if m is not None and bool((~m).any()) else 0.0 for s, m in zip(sums, masks))
-    kept = [s[m] if m is not None else s for s, m in zip(sums, masks)]
-    width = min(len(k) for k in kept)
-    return torch.stack([k[:width] for k in kept]).numpy(), outcome.entries, outside
+    left = torch.cat([torch.zeros(1), *(total[~mask] for total, mask in zip(sums, masks))])
+    kept = [total[mask] for total, mask in zip(sums, masks)]
+    width = min(map(len, kept))
+    return torch.stack([k[:width] for k in kept]).numpy(), outcome.entries, float(left.abs().max())
 
 
-def _mask(job: Job, round: int) -> Tensor | None:
-    """Return the common mask of a round, drawn from public randomness."""
-    if job.parts.algorithm.mask is None:
-        return None
+def _mask(job: Job, round: int) -> Tensor:
+    """Return the common mask of a round, drawn from public randomness; all of the sum where there is none."""
     state = replace(job.parts.first_state(job.initial_weights, job.threshold), round=round)
-    found: Broadcast = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared))
-    return found.mask
+    found = None
+    if job.parts.algorithm.mask is not None:
+        found = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared)).mask
+    return torch.ones(job.parts.message_length, dtype=torch.bool) if found is None else found
 
 
 def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, Floats]:
