@@ -18,7 +18,7 @@ from fedflat.report.groups import spread, styles
 from fedflat.report.pages import Section, Table, cards, page
 from fedflat.report.plates import draw_on
 from fedflat.report.tables import PLAINLY
-from fedflat.report.wording import filled
+from fedflat.report.wording import text
 
 FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)
