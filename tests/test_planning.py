@@ -22,9 +22,18 @@ from fedflat.core.rounding import ROUNDING
 from fedflat.data.clients import from_pairs
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.simulation import outlook
-from fedflat.simulation.outlook import ALTERNATIVES, Best, Changed, alternatives, best, drowning
-from fedflat.simulation.planning import drowned, forecast, made_up
+from fedflat.simulation import planning
+from fedflat.simulation.planning import (
+    ALTERNATIVES,
+    Best,
+    Changed,
+    alternatives,
+    best,
+    drowned,
+    drowning,
+    forecast,
+    made_up,
+)
 
 RECIPE: dict[str, Any] = {
     "rounds": 6,
@@ -78,8 +87,6 @@ def test_the_figures() -> None:
 
 def test_a_trial_takes_time_and_nobodys_data(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    from fedflat.simulation import planning
-
     real = planning.prepare
 
     def spied(recipe: Recipe, **given: Any) -> Any:
@@ -97,8 +104,6 @@ def test_a_trial_takes_time_and_nobodys_data(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_long_steps_are_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedflat.simulation import planning
-
     monkeypatch.setattr(planning, "QUICK", 1.0)
     found = forecast(changed(local={"steps": 50, "batch_size": 8}, engine={"backend": "sequential"}))
     assert "16 clients, 4 of 50 local steps" in found.trial
@@ -279,4 +284,4 @@ def test_a_job_with_enough_signal_says_nothing() -> None:
 
     recipe = changed(engine={"backend": "sequential"})
     assert drowned(recipe, prepare(recipe)) == []
-    assert outlook.DROWNED == 1.0
+    assert planning.DROWNED == 1.0

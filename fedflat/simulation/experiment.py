@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from fedflat.report import (
     metrics,
     styles,
     tables,
+    waiting_text,
     write_figure,
     write_report,
 )
@@ -69,8 +74,8 @@ def _watch(abort: Any) -> None:
     parent = parent_process()
     while parent is not None and parent.is_alive() and not abort.is_set():
         time.sleep(PAUSE)
-    # os._exit: an exception in this thread would end only the thread.
-    os._exit(1)  # no clean-up: a run killed at any point can be gone on with
+    # An exception would end only this thread; without clean-up, as a run killed at any point can be gone on with.
+    os._exit(1)
 
 
 def data_for(recipe: Recipe) -> FederatedData:
@@ -84,25 +89,24 @@ def data_for(recipe: Recipe) -> FederatedData:
     return _DATA[key]
 
 
-class _Waiting:
-    """A listener that tells the parent of a run's long work, twice a second at most."""
+def _listen(name: str, turn: int) -> AbstractContextManager[None]:
+    """Tell the parent of a run's long work inside the block, twice a second at most."""
+    spoke = 0.0
 
-    def __init__(self, name: str, turn: int) -> None:
-        self.name, self.turn, self.spoke = name, turn, 0.0
+    def hear(what: str, done: int, total: int) -> None:
+        nonlocal spoke
+        if time.monotonic() - spoke >= 0.5:
+            spoke = time.monotonic()
+            _SHARED["queue"].put((name, turn, None, waiting_text(what, done, total)))
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        from fedflat.report import waiting_text
-
-        if time.monotonic() - self.spoke >= 0.5:
-            self.spoke = time.monotonic()
-            _SHARED["queue"].put((self.name, self.turn, None, waiting_text(what, done, total)))
+    return listening_to_progress(hear)
 
 
 def check_in_worker(recipe: Recipe, name: str) -> None:
     """Build everything that run ``name`` of the recipe needs, and no more. Raises InputError for what is wrong."""
     from fedflat.assembly.jobs import prepare
 
-    with listening_to_progress(_Waiting(name, 0)):
+    with _listen(name, 0):
         prepare(recipe, data=_SHARED["data"](recipe))
 
 
@@ -111,8 +115,7 @@ def work_in_worker(task: Task) -> str:
 
     Raises RunError with one line for a run that fails, whatever the cause.
     """
-    from fedflat.report import write_report
-    from fedflat.simulation import run as simulation
+    from fedflat.simulation.run import run
 
     def tell(released: dict[str, Any], state: object) -> None:
         _SHARED["queue"].put((task.name, int(released["round"]) + 1, released.get("test_accuracy"), ""))
@@ -122,31 +125,23 @@ def work_in_worker(task: Task) -> str:
     turn = len(read_lines(task.folder / METRICS))
     _SHARED["queue"].put((task.name, turn, None, ""))
     try:
-        with listening_to_progress(_Waiting(task.name, turn)):
-            result = simulation.run(
+        with _listen(task.name, turn):
+            result = run(
                 task.recipe, out=task.folder, data=_SHARED["data"](task.recipe), on_round=tell, progress=False,
                 resume=(task.folder / RECIPE).is_file(), should_stop=_SHARED["stop"].is_set,
             )  # fmt: skip
         write_report([task.folder], task.folder / "report.html")
     except (InputError, RunError) as error:
         raise RunError(str(error)) from None
-    except Exception as error:  # a failed run must not end the others; its kind and place are told in one line
-        raise RunError(_with_place(error)) from None
+    except Exception as error:
+        # A failed run must not end the others; its kind and place are told in one line.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunError(f"{one_line(error, None)} ({Path(place.filename).name}:{place.lineno})") from None
     return result.stopped
-
-
-def _with_place(error: Exception) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace is not None else ""
-    return one_line(error, None) + place
 
 
 def finished(task: Task) -> bool:
     """Return whether the run is done: its statement, which is written last, is there, and all its rounds are."""
-    if not (task.folder / STATEMENT).is_file():
-        return False
     try:
         rounds = json.loads((task.folder / STATEMENT).read_text(encoding="utf-8"))["rounds"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -182,16 +177,11 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; None for what is absent or infinite."""
         none: dict[str, Any] = {"rows": [], "equal": None, "together": [], "notes": []}
-        found = none if self.table is None else tables.record_of(self.table)
-        return {
-            "folder": str(self.folder),
-            "report": None if self.page is None else str(self.page),
-            **found,
-            "notes": [*found["notes"], *self.notes],
-            "runs": self.total,
-            "failed": self.failed,
-            "left": self.left,
-        }
+        record = none if self.table is None else tables.record_of(self.table)
+        return record | {
+            "folder": str(self.folder), "report": None if self.page is None else str(self.page),
+            "notes": [*record["notes"], *self.notes], "runs": self.total, "failed": self.failed, "left": self.left,
+        }  # fmt: skip
 
 
 def compare(
@@ -213,81 +203,73 @@ def compare(
     Raises InputError before any training for what is wrong in any setting, or when ``folder`` holds other runs.
     """
     whole("seeds", seeds, 1)
-    tell = update or (lambda event: None)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = expand(recipes, overrides, seeds)
     wide = _at_a_time(settings, cores) if processes is None else whole("processes", processes, 1)
     place = unused_folder(settings) if folder is None else Path(folder)
     check_folders(place, settings)
-    todo = _announce(tasks(place, settings), tell)
-    crew = _WorkerCrew(todo, tell, lambda: claim(place, settings), data)
-    if todo:
+    crew = _WorkerCrew(place, settings, update or (lambda event: None), data)
+    if crew.todo:
         # Threads by what was asked for, not by what is left: a resumed run adds its numbers up in the same order.
-        crew.work(_unchecked(settings, todo), min(wide, len(todo)), max(1, cores // wide))
-    return _collect(place, settings, crew)
+        crew.work(min(wide, len(crew.todo)), max(1, cores // wide))
+    return _collect(crew)
 
 
 def _at_a_time(settings: list[Setting], cores: int) -> int:
     """Return as many runs as there are cores, one where runs may take the GPU: they would only wait for each other."""
-    engines = [setting.recipe.engine for setting in settings]
     import torch
 
     from fedflat.engine.device import PROCESSES
 
+    engines = [setting.recipe.engine for setting in settings]
     if all(engine.device == "cpu" or (engine.device == "auto" and engine.backend in PROCESSES) for engine in engines):
         return cores
     return 1 if torch.cuda.is_available() else cores
 
 
-def _announce(every: list[Task], tell: Update) -> list[Task]:
-    """Tell of every run; return those that are not done."""
-    left = []
-    for task in every:
-        done = finished(task)
-        rounds = task.recipe.rounds
-        tell(RunEvent(task.name, "skipped" if done else "waiting", rounds if done else 0, rounds))
-        left += [] if done else [task]
-    return left
-
-
-def _unchecked(settings: list[Setting], todo: list[Task]) -> list[Setting]:
-    """Return the settings of which no run has begun: nobody has built their data, model and plan yet."""
-    begun = {task.name.rpartition("/")[0] for task in todo if (task.folder / "recipe.yaml").is_file()}
-    waiting = {task.name.rpartition("/")[0] for task in todo}
-    return [setting for setting in settings if setting.slug in waiting - begun]
-
-
-@dataclass
 class _WorkerCrew:
     """The worker processes of one experiment and what became of its runs.
 
     ended: runs that are done, with why if it was before the last round. failed: with the error. stopped: as asked.
+    gone: how the last worker process that died did so.
     """
 
-    todo: list[Task]
-    tell: Update
-    checked: Callable[[], None]  # called when all settings have been found good, before any run
-    data: Callable[[Recipe], FederatedData]
-    ended: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    stopped: list[str] = field(default_factory=list)
-    seen: dict[str, RunEvent] = field(default_factory=dict)
-    gone: str = ""  # how the last worker process that died did so
+    def __init__(
+        self, place: Path, settings: list[Setting], tell: Update, data: Callable[[Recipe], FederatedData]
+    ) -> None:
+        self.place, self.settings, self.tell, self.data = place, settings, tell, data
+        self.every = tasks(place, settings)
+        self.todo = []
+        self.ended: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.stopped: list[str] = []
+        self.seen: dict[str, RunEvent] = {}
+        self.gone = ""
+        for task in self.every:
+            done, rounds = finished(task), task.recipe.rounds
+            tell(RunEvent(task.name, "skipped" if done else "waiting", rounds if done else 0, rounds))
+            self.todo += [] if done else [task]
 
-    def work(self, unchecked: list[Setting], processes: int, threads: int) -> None:
+    def work(self, processes: int, threads: int) -> None:
         """Check the settings, then run what is to do; returns when all ended or were stopped."""
         context = multiprocessing.get_context("spawn")
         stop = context.Event()
-        left = self.todo
+        left, unchecked = self.todo, self._unbegun()
         with stopping.on_request("the running rounds", stop.set):
             while left:
-                before = len(left)
-                left = self._pool(context, stop, unchecked, left, processes, threads)
+                before, left = left, self._pool(context, stop, unchecked, left, processes, threads)
                 unchecked = []
-                if len(left) == before:  # a new pool would meet the same end
+                if len(left) == len(before):
+                    # A new pool would meet the same end.
                     for task in left:
-                        self._fail(task, self.gone)
-                    left = []
+                        self._end(task, "failed", self.gone)
+                    return
+
+    def _unbegun(self) -> list[Setting]:
+        """Return the settings of which no run has begun: nobody has built their data, model and plan yet."""
+        begun = {task.folder.parent.name for task in self.todo if (task.folder / RECIPE).is_file()}
+        waiting = {task.folder.parent.name for task in self.todo}
+        return [setting for setting in self.settings if setting.slug in waiting - begun]
 
     def _pool(
         self, context: Any, stop: Any, unchecked: list[Setting], todo: list[Task], processes: int, threads: int
@@ -297,15 +279,18 @@ class _WorkerCrew:
         errors = stopping.own_stderr()
         given = (os.getpid(), errors, queue, stop, abort, threads, self.data)
         pool = ProcessPoolExecutor(processes, context, begin_worker, given)
-        crew = pool._processes  # only they know how they ended
+        # Only the processes know how they ended.
+        gone = functools.partial(_gone, pool._processes, errors)
         try:
-            with stopping.ignored():  # workers inherit that, so Ctrl-C in their first second cannot end them
+            # Workers inherit that, so Ctrl-C in their first second cannot end them.
+            with stopping.ignored():
                 checks = [pool.submit(check_in_worker, s.recipe, f"{s.slug}/seed-{s.seeds[0]}") for s in unchecked]
-            self._check(checks, stop, queue, lambda: _gone(crew, errors))
-            self.checked()
+            self._check(checks, stop, queue, gone)
+            # All settings have been found good, and nothing has run.
+            claim(self.place, self.settings)
             with stopping.ignored():
                 futures = {pool.submit(work_in_worker, task): task for task in todo}
-            return self._watch(futures, queue, lambda: _gone(crew, errors))
+            return self._watch(futures, queue, gone)
         except BaseException:
             abort.set()
             raise
@@ -319,8 +304,9 @@ class _WorkerCrew:
     def _check(self, checks: list[Future[None]], stop: Any, queue: Any, gone: Callable[[], str]) -> None:
         """Raise the first mistake of any setting; after Ctrl-C the checks that have not begun are left out."""
         for future in checks:
-            while not future.done():  # short waits: a signal is handled between them
-                wait([future], timeout=0.2)
+            # Short waits: a signal is handled between them.
+            while not future.done():
+                wait([future], timeout=PAUSE)
                 self._hear(queue)
                 if stop.is_set():
                     future.cancel()
@@ -334,7 +320,7 @@ class _WorkerCrew:
     def _watch(self, futures: dict[Future[str], Task], queue: Any, gone: Callable[[], str]) -> list[Task]:
         pending, again = set(futures), []
         while pending:
-            ended, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+            ended, pending = wait(pending, timeout=PAUSE, return_when=FIRST_COMPLETED)
             self._hear(queue)
             if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
                 self.gone = gone()
@@ -351,12 +337,10 @@ class _WorkerCrew:
             before = self.seen.get(name)
             if before is None and note:
                 self.tell(RunEvent(name, "waiting", turn, rounds[name], None, note))
-                continue
-            if before is not None and before.state != "running":
-                continue
-            kept = accuracy if accuracy is not None else before.accuracy if before else None
-            self.seen[name] = RunEvent(name, "running", turn, rounds[name], kept, note)
-            self.tell(self.seen[name])
+            elif before is None or before.state == "running":
+                last = before.accuracy if before is not None and accuracy is None else accuracy
+                self.seen[name] = RunEvent(name, "running", turn, rounds[name], last, note)
+                self.tell(self.seen[name])
 
     def _take(self, task: Task, future: Future[str]) -> list[Task]:
         """Note how a task ended; return it if its pool broke before it began."""
@@ -365,26 +349,22 @@ class _WorkerCrew:
         except BrokenProcessPool:
             if task.name not in self.seen:
                 return [task]
-            self._fail(task, self.gone)
+            self._end(task, "failed", self.gone)
         except RunError as error:
-            self._fail(task, str(error))
+            self._end(task, "failed", str(error))
         else:
-            if ASKED in why:
-                self.stopped.append(task.name)
-                self._end(task, "stopped")
-            else:
-                self.ended[task.name] = why
-                self._end(task, "done")
+            self._end(task, "stopped" if ASKED in why else "done", why)
         return []
 
-    def _fail(self, task: Task, why: str) -> None:
-        self.failed[task.name] = why
-        self._end(task, "failed", why)
-
-    def _end(self, task: Task, state: State, note: str = "") -> None:
+    def _end(self, task: Task, state: State, why: str) -> None:
+        """Note and tell that a run is over. why: it failed, or ended before its last round."""
+        if state == "stopped":
+            self.stopped.append(task.name)
+        else:
+            (self.failed if state == "failed" else self.ended)[task.name] = why
         last = self.seen.get(task.name) or RunEvent(task.name, "waiting", 0, task.recipe.rounds)
         turn = last.rounds if state == "done" else last.round
-        self.seen[task.name] = RunEvent(task.name, state, turn, last.rounds, last.accuracy, note)
+        self.seen[task.name] = replace(last, state=state, round=turn, note=why if state == "failed" else "")
         self.tell(self.seen[task.name])
 
 
@@ -394,37 +374,39 @@ def _gone(crew: Any, errors: int) -> str:
     return GONE.format(stopping.how_it_ended(statuses[0] if statuses else None, stopping.text_of(errors)))
 
 
-def _collect(folder: Path, settings: list[Setting], crew: _WorkerCrew) -> Comparison:
+def _collect(crew: _WorkerCrew) -> Comparison:
     """Read the runs that are done back from their files, and write the tables and the page."""
-    every = tasks(folder, settings)
+    folder = crew.place
     groups, paths, notes, missing = [], [], [], []
-    for setting in settings:
-        mine = [task for task in every if task.folder.parent.name == setting.slug]
+    for setting in crew.settings:
+        mine = [task for task in crew.every if task.folder.parent.name == setting.slug]
         done = [task.folder for task in mine if task.name in crew.ended or finished(task)]
         if done:
-            group = Group(setting.label, tuple(metrics.read_run(path) for path in done))
-            groups.append(group)
+            groups.append(Group(setting.label, tuple(metrics.read_run(path) for path in done)))
             paths += done
-            notes += _epsilon_note(group)
+            notes += _epsilon_note(groups[-1])
         if len(done) < len(mine):
             missing.append(f"{setting.label} ({len(mine) - len(done)} of {len(mine)})")
     notes += [f"{name}: {why}." for name, why in crew.ended.items() if why]
     notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
-    left, total = len(crew.stopped), len(every)
-    if not groups:
-        return Comparison(folder, None, None, tuple(notes), crew.failed, left, total)
-    numbers = styles([group.runs[0].algorithm for group in groups])
-    groups = [replace(group, style=style) for group, style in zip(groups, numbers)]
-    table = tables.comparison_table(groups)
-    for ending, kind in FILES.items():
-        durable.replace(folder / f"table.{ending}", tables.RENDERERS[kind](table), mode=0o644)
-    durable.replace(folder / "runs.csv", tables.runs_csv(groups), mode=0o644)
+    page = table = None
+    if groups:
+        numbers = styles([group.runs[0].algorithm for group in groups])
+        groups = [replace(group, style=style) for group, style in zip(groups, numbers)]
+        table = tables.comparison_table(groups)
+        _write_tables(folder, groups, table)
+        page = write_report(paths, folder / "report.html")
+    return Comparison(folder, page, table, tuple(notes), crew.failed, len(crew.stopped), len(crew.every))
+
+
+def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
+    """Write the table in every form, every run in one file, and the first figure that there is."""
+    files = {f"table.{ending}": tables.RENDERERS[kind](table) for ending, kind in FILES.items()}
+    for name, text in (files | {"runs.csv": tables.runs_csv(groups)}).items():
+        durable.replace(folder / name, text, mode=0o644)
     figures = {figure.key: figure for figure in figures_of_groups(groups)}
-    drawn = [figures[key] for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]
-    for figure in drawn:
-        write_figure(figure, folder, ("pdf",))
-    page = write_report(paths, folder / "report.html")
-    return Comparison(folder, page, table, tuple(notes), crew.failed, left, total)
+    for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
+        write_figure(figures[key], folder, ("pdf",))
 
 
 def _epsilon_note(group: Group) -> list[str]:
@@ -432,8 +414,8 @@ def _epsilon_note(group: Group) -> list[str]:
     found = [metrics.proven_epsilon(run) for run in group.runs]
     if len(set(found)) <= 1:
         return []
-    low = min((value for value in found if value is not None), default=None)
-    high = None if None in found else max(value for value in found if value is not None)
+    ordered = sorted(found, key=lambda value: math.inf if value is None else value)
+    low, high = ordered[0], ordered[-1]
     return [f"{group.label}: ε differs between seeds, {metrics.epsilon_text(low)} to {metrics.epsilon_text(high)}."]
 
 

@@ -2,6 +2,10 @@
 
 Of the data only what the guarantee takes for public is used: the form of an example, the number of clients, n̄ and the
 number of classes. The module, the method and the back ends are tried on made-up examples of that form.
+
+At best every client of a round sends the same update of norm C. Their mean has norm C, its noise σ·C·√d/m: the
+signal-to-noise ratio of a round is at most m/(σ√d), whatever the data. If all T rounds went the same way, that of the
+whole run would be √T times as large.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,8 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.tasks import objective_of, suited
 from fedflat.backends.timing import STEPS, seconds_per_client
 from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError
+from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
@@ -29,20 +36,11 @@ from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
 from fedflat.methods import noise as noising
-from fedflat.privacy.accounting.factorisation import noise_in_model
+from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
 from fedflat.privacy.attacker import SLOW, Attacker, attacker
-from fedflat.privacy.correlated import ScheduledPlan
+from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.plan import Plan
-from fedflat.simulation.outlook import (
-    ALTERNATIVES,
-    CLIP,
-    Alternative,
-    Best,
-    alternatives,
-    best,
-    drowning,
-    on_public_body,
-)
+from fedflat.privacy.trust import default_min_cohort
 
 TRIED = 16
 """Clients of a trial at most, unless a whole round is quick."""
@@ -50,6 +48,185 @@ QUICK = 2e9
 """Parameters · examples · steps of a round that is timed as it is."""
 SHOWN = 8
 """Rounds whose ε is listed, the last one included."""
+DROWNED = 1.0
+"""Best signal-to-noise ratio of the whole run under which the noise drowns the signal."""
+
+Noise = Callable[[Plan], float]
+"""Std of the noise in one coordinate of a round's mean, over the clip; inf where none is known."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best that a plan can do. round: signal-to-noise ratio of one round. run: of all its rounds together."""
+
+    round: float
+    run: float
+
+
+def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
+    """Return at best m/(σ√d) over ``coordinates`` d that carry noise; None where nothing is noised.
+
+    noise: see :data:`Noise`.
+    """
+    std = noise(plan)
+    if std == 0 or not math.isfinite(std):
+        return None
+    one = 1 / (std * math.sqrt(coordinates))
+    return Best(one, one * math.sqrt(plan.rounds - 1 + plan.first**-2))
+
+
+def drowning(found: Best | None) -> str:
+    """Return what to say of a run before it starts, empty where its noise leaves something to learn from."""
+    if found is None or found.run >= DROWNED:
+        return ""
+    return (
+        f"The noise drowns the signal: at best it is {1 / found.round:.3g} times as long as a round's mean update, and "
+        f"{1 / found.run:.3g} times as long as all rounds together."
+    )
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting with something changed: its plan before calibration, its coordinates, and what else it costs."""
+
+    plan: Plan
+    coordinates: int
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One thing that would change the outlook at the same ε and δ. noise_multiplier and best: None where impossible."""
+
+    what: str
+    noise_multiplier: float | None
+    best: Best | None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        facts = asdict(self)
+        return facts | {"signal_to_noise_at_best": facts.pop("best") or {}}
+
+
+def _full(plan: Plan, coordinates: int) -> Changed | None:
+    sampler = plan.sampler
+    if sampler.q >= 1:
+        return None
+    everybody = float(sampler.clients)
+    whole = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
+    return Changed(
+        _with(plan, whole), coordinates, f"{1 / sampler.q:.3g} times the training and the traffic of a round"
+    )
+
+
+def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
+    # From half of the clients on, full participation is as much.
+    if plan.sampler.q >= 0.5:
+        return None
+    return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
+
+
+def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
+    half = plan.rounds // 2
+    if half < (1 if plan.first == 1 else 2):
+        return None
+    # Round 0 keeps its share of the budget.
+    first = plan.first if plan.first == 1 else plan.first * math.sqrt((plan.rounds - 1) / (half - 1))
+    return Changed(replace(plan, rounds=half, first=first), coordinates, "half the steps")
+
+
+def _bands(plan: Plan, coordinates: int) -> Changed | None:
+    """Return a public round-robin with banded noise, in place of secret coins."""
+    sampler = plan.sampler
+    apart, size = int(sampler.clients / sampler.size), int(sampler.size)
+    if plan.trust != "central" or plan.count_std is not None or plan.first != 1 or apart < 2 or size != sampler.size:
+        return None
+    law = MinSeparation(sampler.clients, size, apart)
+    kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
+    made = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
+    return Changed(made, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
+
+
+Maker = Callable[[Plan, int], Changed | None]
+ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
+    ("full participation", _full),
+    ("twice the cohort", _larger_cohort),
+    (
+        "twice the clients, twice the cohort",
+        lambda plan, n: Changed(_with(plan, _times(plan.sampler, 2, 2)), n, "δ stays; 0.1/M would be half of it"),
+    ),
+    (
+        "a tenth of the parameters",
+        lambda plan, n: Changed(plan, max(1, n // 10), "for example a linear head on a public representation"),
+    ),
+    ("half the rounds", _fewer_rounds),
+    ("correlated noise, clients in turns", _bands),
+)
+"""What is tried, and how the setting changes; None where it does not apply."""
+
+FEATURES = 1280
+"""Of EfficientNet-Lite, whose linear head is what ``on_public_body`` compares with."""
+
+
+def on_public_body(classes: int) -> tuple[str, Maker]:
+    """Return the change to a frozen public image network, for a recipe that trains another model on images."""
+
+    def make(plan: Plan, coordinates: int) -> Changed | None:
+        own, cost = (FEATURES + 1) * classes, "model: {name: image-encoder, body: efficientnet-lite0}, fedflat[vision]"
+        return Changed(plan, own, cost) if own < coordinates else None
+
+    return "a linear head on a public network", make
+
+
+CLIP = (
+    "A larger clip changes no figure here: σ and the best ratio are relative to it. It helps while most updates are "
+    "clipped, and only adds noise once they are not."
+)
+
+
+def alternatives(
+    plan: Plan, coordinates: int, noise: Noise, makers: Sequence[tuple[str, Maker]] = ALTERNATIVES
+) -> list[Alternative]:
+    """Return what each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum."""
+    target = plan.epsilon()
+    if not plan.private or plan.mechanism or plan.noise_cohort or not 0 < target < math.inf:
+        return []
+    found = []
+    for what, make in makers:
+        try:
+            if changed := make(plan, coordinates):
+                # Fewer parameters need no other noise.
+                made = plan if changed.plan is plan else changed.plan.calibrated(target)
+                ratio = best(made, changed.coordinates, noise)
+                found.append(Alternative(what, made.noise_multiplier, ratio, changed.cost))
+        except InputError as error:
+            found.append(Alternative(what, None, None, f"not possible: {error}"))
+    return found
+
+
+def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
+    """Return the same law for so many times the clients, and a cohort as many times as large."""
+    changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
+    if sampler.maximum is not None:
+        changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
+    return replace(sampler, **changed)
+
+
+def _with(plan: Plan, sampler: Any) -> Plan:
+    """Return the plan for another cohort law, with what follows: n_min, and the adaptive clip's count noise m/20."""
+    count = None if plan.count_noise is None else plan.count_noise * sampler.size / plan.sampler.size
+    plan = replace(plan, sampler=sampler, count_noise=count)
+    if plan.trust != "distributed":
+        return plan
+    return replace(plan, min_cohort=default_min_cohort(sampler, plan.rounds, plan.delta, plan.colluders))
+
+
+BOUND = {
+    "mu": "mu", "mu_slack": "slack", "true_positives": "true_positives", "false_positives": "false_positives",
+    "bound_from": "how",
+}  # fmt: skip
+"""Keys of ``--json``, and what they are called in an attacker's bound."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +259,6 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for ``--json``; an infinite ε is None."""
         plan, bound = self.plan, self.attacker
-        ratio = None if self.best is None else {"round": self.best.round, "run": self.best.run}
         return {
             "recipe": self.recipe, "algorithm": self.algorithm, "sound": not self.why_not, "why_not": self.why_not,
             "clients": plan.sampler.clients, "cohort": plan.sampler.size, "q": plan.sampler.q,
@@ -90,11 +266,8 @@ class Forecast:
             "dimension": self.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
             "epsilon": None if self.why_not else self.epsilons[-1][1], "delta": plan.delta,
             "epsilon_by_round": [{"round": turn, "epsilon": value} for turn, value in self.epsilons],
-            "mu": None if bound is None else bound.mu, "mu_slack": None if bound is None else bound.slack,
-            "true_positives": None if bound is None else bound.true_positives,
-            "false_positives": None if bound is None else bound.false_positives,
-            "bound_from": None if bound is None else bound.how,
-            "noise_over_clip": self.noise_over_clip, "signal_to_noise_at_best": ratio,
+            **{key: None if bound is None else getattr(bound, name) for key, name in BOUND.items()},
+            "noise_over_clip": self.noise_over_clip, "signal_to_noise_at_best": self.best and asdict(self.best),
             "alternatives": [other.as_dict() for other in self.alternatives],
             "seconds_a_round": self.seconds_a_round, "trial": self.trial,
             "seconds": None if self.seconds_a_round is None else self.seconds_a_round * self.stops,
@@ -109,10 +282,8 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     Raises InputError for whatever a run of it would refuse.
     """
     real = data_of(recipe, None, None)
-    read = {
-        "data": real.name, "input_shape": list(real.input_shape), "classes": real.classes, "clients": real.clients,
-        "examples_per_client": real.examples_per_client, "vocabulary": real.vocabulary,
-    }  # fmt: skip
+    names = ("classes", "clients", "examples_per_client", "vocabulary")
+    read = {"data": real.name, "input_shape": list(real.input_shape)} | {name: getattr(real, name) for name in names}
     held = sum(t.numel() * t.element_size() for t in (real.inputs, real.targets))
     data = suited(made_up(real, recipe.task), recipe.task)
     del real
@@ -187,14 +358,15 @@ def noised(job: Job) -> int:
     parts = job.parts
     if parts.algorithm.mask is None:
         return parts.message_length
-    state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
-    mask = broadcast_of(parts, state, job.seed, lambda: stream_like(job.initial_weights[: parts.layout.dimension])).mask
+    weights = job.initial_weights[: parts.layout.dimension]
+
+    def update() -> torch.Tensor:
+        # In place of an update of public data, whose place in a mask changes no count.
+        drawn = stream(0, "made-up update").standard_normal(weights.numel())
+        return torch.from_numpy(drawn).to(weights.dtype)
+
+    mask = broadcast_of(parts, parts.first_state(weights, job.threshold), job.seed, update).mask
     return parts.message_length if mask is None else max(1, int(mask.sum()))
-
-
-def stream_like(vector: torch.Tensor) -> torch.Tensor:
-    """Return random numbers in place of an update of public data, whose place in a mask changes no count."""
-    return torch.from_numpy(stream(0, "made-up update").standard_normal(vector.numel())).to(vector.dtype)
 
 
 def _noise_of(recipe: Recipe, job: Job) -> Any:
@@ -275,7 +447,8 @@ def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
         "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
     }  # fmt: skip
     if trial:
-        import resource  # not on every system; imported here so that a run can do without
+        # Not on every system: a run does without.
+        import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
         found["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

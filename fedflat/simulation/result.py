@@ -104,13 +104,7 @@ class Result:
 
         Raises InputError where the run wrote no files.
         """
-        return self.exported(out, program=program, onnx=onnx).folder
-
-    def exported(self, out: str | Path, *, program: bool = False, onnx: bool = False) -> Exported:
-        """Export as ``export`` does; return what was written, and what stayed behind and why."""
-        if self.folder is None:
-            raise wrong("export", "a run without files", "fedflat.run(…, out=FOLDER)")
-        return write_export(self.folder, Path(out), lambda: programs(self, program=program, onnx=onnx))
+        return export(self, out, program=program, onnx=onnx).folder
 
     def _outputs(self, rows: Any, batch_size: int) -> torch.Tensor:
         """Return the model's outputs ``(N, ...)`` for rows."""
@@ -139,8 +133,8 @@ class Result:
         """Draw accuracy or loss on public test data, and ε, over the rounds: a matplotlib figure."""
         from matplotlib.figure import Figure
 
-        shown = [key for key in ("test_accuracy", "test_loss") if any(r.get(key) is not None for r in self.history)][:1]
-        shown += [*own_metrics(self.history), "epsilon"]
+        known = [key for key in ("test_accuracy", "test_loss") if any(r.get(key) is not None for r in self.history)]
+        shown = [*known[:1], *own_metrics(self.history), "epsilon"]
         figure = Figure(figsize=(4.5 * len(shown), 3.2), layout="constrained")
         for axes, key in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
             points = [(r["round"] + 1, r[key]) for r in self.history if r.get(key) is not None]
@@ -153,14 +147,14 @@ class Result:
     def __repr__(self) -> str:
         rows = summary_rows(self)
         facts = dict(rows)
-        said = [
+        texts = [
             self.recipe.algorithm.name,
             f"{facts['rounds']} rounds",
             f"{rows[2][0]} {rows[2][1].partition(';')[0]}",
-            *(f"{n} {facts[n].partition(':')[0]}" for n in ("proven ε", "ε of the mechanism") if n in facts),
-            f"{len(self.warnings)} warning{'' if len(self.warnings) == 1 else 's'}",
         ]
-        return f"<fedflat run: {', '.join(said)}>"
+        texts += [f"{n} {facts[n].partition(':')[0]}" for n in ("proven ε", "ε of the mechanism") if n in facts]
+        texts.append(f"{len(self.warnings)} warning{'' if len(self.warnings) == 1 else 's'}")
+        return f"<fedflat run: {', '.join(texts)}>"
 
     def _repr_html_(self) -> str:
         from fedflat.report import filled
@@ -198,19 +192,12 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
     if locked(folder):
         left = "private_history and personal parts are left out, and the seals that lie there were not compared"
         warnings.warn(f"{folder}: {LOCKED}: {left}", stacklevel=2)
-    seeded = "seed:" in (folder / RECIPE).read_text(encoding="utf-8")
     return Result(
-        history=history,
-        private_history=[] if locked(folder) else read_lines(folder / PRIVATE),
-        privacy=json.loads((folder / STATEMENT).read_bytes()),
-        recipe=recipe,
-        folder=folder,
+        history=history, private_history=[] if locked(folder) else read_lines(folder / PRIVATE), recipe=recipe,
+        privacy=json.loads((folder / STATEMENT).read_bytes()), folder=folder, heads=heads, stages={}, made_for=facts,
         stopped="" if len(history) >= recipe.rounds else f"stopped after {len(history)} rounds",
-        heads=heads,
-        stages={},
-        made=functools.partial(_module, recipe, weights, facts, model, seeded, folder),
-        made_for=facts,
-    )
+        made=functools.partial(_module, recipe, weights, facts, model, folder),
+    )  # fmt: skip
 
 
 def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
@@ -229,22 +216,21 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
 
 
 def _module(
-    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | None, seeded: bool,
-    folder: Path,
-) -> nn.Module:  # fmt: skip
-    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, seeded, folder)
+    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | None, folder: Path
+) -> nn.Module:
+    """Return the recipe's module, or the given one, with the weights."""
+    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, folder)
     put(module, weights, "load: model", "the run")
     return module.eval()
 
 
-def _built(
-    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], seeded: bool, folder: Path
-) -> nn.Module:
+def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], folder: Path) -> nn.Module:
     """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
     if recipe.model.name == GIVEN:
         raise wrong("load: model", "none, and the run's was given in Python", "fedflat.load(path, model=MODULE)")
     facts = dict(known)
-    if "classes" not in known:  # a folder of before 0.2, whose data say what the model takes
+    if "classes" not in known:
+        # A folder of before 0.2: its data say what the model takes.
         data = data_of(recipe, None, None)
         facts = {name: getattr(data, name) for name in ("input_shape", "classes", "vocabulary", "padding")}
     vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
@@ -253,7 +239,7 @@ def _built(
         options["path"] = str(folder / FILE)
     make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
     module = make(seed=recipe.seed)
-    if not seeded:
+    if "seed:" not in (folder / RECIPE).read_text(encoding="utf-8"):
         other = make(seed=recipe.seed + 1).state_dict()
         for name, value in module.state_dict().items():
             if name not in weights and not torch.equal(value, other[name]):
@@ -276,8 +262,10 @@ def export(run: str | Path | Result, out: str | Path, *, program: bool = False, 
         InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or the program
             needs a module that was given in Python. RunError: the model has no such form.
     """
-    if not isinstance(run, Result) and not (program or onnx):
-        return write_export(Path(run), Path(out))
-    if isinstance(run, Result):
-        return run.exported(out, program=program, onnx=onnx)
-    return write_export(Path(run), Path(out), lambda: programs(load(run), program=program, onnx=onnx))
+    folder = run.folder if isinstance(run, Result) else Path(run)
+    if folder is None:
+        raise wrong("export", "a run without files", "fedflat.run(…, out=FOLDER)")
+    if not (program or onnx):
+        return write_export(folder, Path(out))
+    given = run if isinstance(run, Result) else None
+    return write_export(folder, Path(out), lambda: programs(given or load(folder), program=program, onnx=onnx))

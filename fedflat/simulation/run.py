@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 import sys
 import warnings
@@ -86,7 +85,9 @@ def run(
         job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
         job.stored = not is_seeded(parsed) and job.identity.method is not None
         if out is not None:
-            job.operator = _operator(key, Path(out))
+            if key is not None:
+                check_outside(Path(key), Path(out))
+            job.operator = Operator.of_account() if key is None else Operator.load(Path(key))
             (_reopen if resume else _open)(Path(out), parsed, job)
         shown.start(job)  # after the folder is claimed: a refused run must not look as if it had begun
         if on_start is not None:
@@ -142,7 +143,7 @@ def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
     return Result(
         history=outcome.history, private_history=outcome.private, privacy=facts, recipe=recipe, folder=folder,
         stopped=outcome.stopped, heads=dict(outcome.heads.kept), stages=dict(job.stages), notes=outcome.notes,
-        made=functools.partial(_as_it_is, module), made_for=job.made_for,
+        made=lambda: module, made_for=job.made_for,
     )  # fmt: skip
 
 
@@ -154,18 +155,6 @@ def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
     weights = weights_digest(job, outcome.state)
     write_statement(folder.path / STATEMENT, facts, folder.run, weights)
     sign_run(folder.path, folder.run, (LEDGER, STATEMENT), weights, job.operator)
-
-
-def _operator(key: str | Path | None, out: Path) -> Operator | None:
-    """Return the key that was asked for, or the one in the usual place."""
-    if key is None:
-        return Operator.of_account()
-    check_outside(Path(key), out)
-    return Operator.load(Path(key))
-
-
-def _as_it_is(module: nn.Module) -> nn.Module:
-    return module
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
@@ -182,9 +171,8 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
     if asked.backend != "auto" or not same:
         return recipe.model_copy(update={"engine": asked})
     plain = type(asked)()
-    own = {name: value for name, value in asked if value != getattr(plain, name)}
-    engine = started.model_copy(update=own)
-    return recipe.model_copy(update={"engine": engine})
+    changed = {name: value for name, value in asked if value != getattr(plain, name)}
+    return recipe.model_copy(update={"engine": started.model_copy(update=changed)})
 
 
 def _open(path: Path, recipe: Recipe, job: Job) -> None:

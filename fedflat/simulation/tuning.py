@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from fedflat.assembly.inputs import data_of, on_proxy
@@ -60,6 +61,10 @@ from fedflat.simulation.tuning_settings import (
 DRAW, TRIALS = "private/draw.json", "private/trials"
 APART = 0.5
 """``data.validation_fraction`` where a recipe says nothing."""
+SCORE = (
+    "mean accuracy (or minus the loss) on the public examples that data.validation_fraction sets apart from the test "
+    "data"
+)
 RANKED = ("selection.yaml", "charge.jsonl", "winner", "private", ".")
 Update = Callable[[RunEvent], None]
 
@@ -82,28 +87,15 @@ class Asked:
         """One of them; every one has the same ε, that of the selection."""
         return self.plans[0]
 
-    @property
-    def selection(self) -> tuning.Selection:
-        """What every trial is selected by."""
-        found = self.plan.selection
-        if found is None:
-            raise TypeError("a selection without its law")
-        return found
-
     def public(self) -> dict[str, Any]:
         """Return everything that may be known of it: the content of ``selection.yaml``."""
-        recipe = {name: keys for name, keys in self.recipe.dump().items() if name not in ("engine", "evaluation")}
         return {
             "settings": [axis.text for axis in self.axes],
             "trials": {"law": self.trials.name, "mean": self.trials.mean, "eta": self.trials.eta},
-            "score": "mean accuracy (or minus the loss) on the public examples that data.validation_fraction sets "
-            "apart from the test data",
-            "epsilon": self.plan.epsilon(),
-            "delta": self.plan.delta,
-            "relation": self.plan.relation,
+            "score": SCORE, "epsilon": self.plan.epsilon(), "delta": self.plan.delta, "relation": self.plan.relation,
             "rounds": [vars(law) for law in laws(self.plans)],
-            "recipe": recipe,
-        }
+            "recipe": {name: keys for name, keys in self.recipe.dump().items() if name not in ("engine", "evaluation")},
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,13 +140,11 @@ def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | No
     one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": trials.mean, "eta": trials.eta}}
     whole = applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
     others = checked(whole, every)
-    for other in others:
-        _plan(_noised(other, 1.0), many)
+    _try_plans(others, 1.0, many)
     plans = _together([_plan(each, many) for each in law_classes(whole, every)])
     if not math.isfinite(plans[0].epsilon()):
         raise wrong("privacy.noise_multiplier", plans[0].noise_multiplier, "noise: without it nothing is proven")
-    for other in others:
-        _plan(_noised(other, max(plan.noise_multiplier for plan in plans)), many)
+    _try_plans(others, max(plan.noise_multiplier for plan in plans), many)
     return Asked(whole, every, trials, plans)
 
 
@@ -162,9 +152,10 @@ def _plan(recipe: Recipe, clients: int) -> Plan:
     return plan_of(recipe, algorithm_of(recipe), clients)
 
 
-def _noised(recipe: Recipe, sigma: float) -> Recipe:
-    """Return the recipe with its noise given, so that its plan is checked without a calibration."""
-    return applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
+def _try_plans(recipes: Sequence[Recipe], sigma: float, clients: int) -> None:
+    """Check every recipe's plan, with its noise given, so that none is calibrated."""
+    for recipe in recipes:
+        _plan(applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma}), clients)
 
 
 def _together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -196,22 +187,19 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
             public = load_validation(asked.recipe.data, asked.recipe.seed)  # without data nothing is charged
             if not ledger.entries:
                 ledger.append(charge(asked.plan, asked.public()))
-            found = _work(place, asked, drawn, public, processes, update)
-            if found is not None:
-                return found
+            unfinished = _work(place, asked, drawn, public, processes, update)
+            if unfinished is not None:
+                return unfinished
         _release(place, drawn)
     _hide_times(place)
-    name = drawn["winner"]
-    if name is None:
-        return Selected(place, asked, None)
-    won = next(trial for trial in drawn["trials"] if trial["name"] == name)
-    return Selected(place, asked, place / WINNER, won["settings"], won["score"])
+    for trial in drawn["trials"]:
+        if trial["name"] == drawn["winner"]:
+            return Selected(place, asked, place / WINNER, trial["settings"], trial["score"])
+    return Selected(place, asked, None)
 
 
 def _claim(place: Path, asked: Asked) -> None:
     """Write what is public, or check that it is what lies there."""
-    import yaml
-
     public = json.loads(json.dumps(asked.public()))
     if (place / PUBLIC).is_file():
         if read_public(place) != public:
@@ -248,25 +236,27 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
         {"name": digest(key, "name of a trial", i).hex()[:16], "settings": draw(asked.axes, stream(key, "settings", i))}
         for i in range(count)
     ]
-    found = {"of": public, "trials": every}
-    _keep(place, found)
-    return found
+    return _keep(place, {"of": public, "trials": every})
 
 
-def _keep(place: Path, drawn: Mapping[str, Any]) -> None:
+def _keep(place: Path, drawn: dict[str, Any]) -> dict[str, Any]:
     (place / "private").mkdir(mode=0o700, exist_ok=True)
     durable.replace(place / DRAW, json.dumps(drawn, indent=1) + "\n", mode=0o600)
+    return drawn
 
 
 def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
     """Return the whole recipe of one trial, its noise and its place in the selection included."""
     recipe = applied(asked.recipe, trial["settings"])
-    wanted = (recipe.rounds, recipe.cohort.size)
-    plan = next((plan for plan in asked.plans if (plan.rounds, plan.sampler.size) == wanted), asked.plan)
-    selection, budget = asked.selection.record(), max(asked.plan.budget or 0.0, asked.plan.epsilon())
-    privacy = {"epsilon": None, "noise_multiplier": plan.noise_multiplier, "budget": budget}
+    law = (recipe.rounds, recipe.cohort.size)
+    plan = next((plan for plan in asked.plans if (plan.rounds, plan.sampler.size) == law), asked.plan)
+    selection = asked.plan.selection.record()  # type: ignore[union-attr]
+    privacy = {
+        "epsilon": None, "noise_multiplier": plan.noise_multiplier, "selection": {**selection, "trial": trial["name"]},
+        "budget": max(asked.plan.budget or 0.0, asked.plan.epsilon()),
+    }  # fmt: skip
     named = recipe.model_copy(update={"name": f"{asked.recipe.name}-{trial['name'][:8]}"})
-    return applied(named, {}, privacy={**privacy, "selection": {**selection, "trial": trial["name"]}})
+    return applied(named, {}, privacy=privacy)
 
 
 def _folder(place: Path, recipe: Recipe) -> Path:
@@ -293,16 +283,16 @@ def _work(
 
 
 def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
-    """How good a run's release is on public examples: accuracy, or minus the loss of a task without one; -1e300 for a
-    release that is not finite."""
+    """Return how good a run's release is on public examples: accuracy, or minus the loss of a task without one; -1e300
+    for a release that is not finite."""
     from fedflat.simulation.result import load
 
     objective, model = objective_of(recipe, None), load(run).model
     with torch.no_grad():
         pairs = [objective(model(some).float(), right) for some, right in zip(inputs.split(500), targets.split(500))]
-    loss, good = (float(torch.cat(values).mean()) for values in zip(*pairs))
-    found = good if objective.scored else -loss
-    return found if math.isfinite(found) else -1e300
+    loss, accuracy = (float(torch.cat(values).mean()) for values in zip(*pairs))
+    value = accuracy if objective.scored else -loss
+    return value if math.isfinite(value) else -1e300
 
 
 def _release(place: Path, drawn: Mapping[str, Any]) -> None:
@@ -364,16 +354,12 @@ class OnProxy:
 
 def settings_to_try(every: Sequence[Axis], count: int, seed: int) -> list[Settings]:
     """Return every combination of listed values, if there are at most ``count``; else so many different draws."""
-    all_of_them = grid(every)
-    if all_of_them is not None and len(all_of_them) <= count:
-        return all_of_them
-    found: dict[tuple[str, ...], Settings] = {}
-    for number in range(20 * count):
-        one = draw(every, stream(seed, "settings on a proxy", number))
-        found.setdefault(tuple(one.values()), one)
-        if len(found) == count:
-            break
-    return list(found.values())
+    listed = grid(every)
+    if listed is not None and len(listed) <= count:
+        return listed
+    draws = (draw(every, stream(seed, "settings on a proxy", number)) for number in range(20 * count))
+    different = {tuple(settings.values()): settings for settings in draws}
+    return [*different.values()][:count]
 
 
 def tune_on_proxy(
@@ -390,8 +376,8 @@ def tune_on_proxy(
     there = on_proxy(recipe, data_of(recipe, None, None))
     tried = settings_to_try(every, count, recipe.seed)
     recipes = [
-        applied(there, one).model_copy(update={"name": f"{number:03d} {_short(one)}"})
-        for number, one in enumerate(tried, start=1)
+        applied(there, settings).model_copy(update={"name": f"{number:03d} {_short(settings)}"})
+        for number, settings in enumerate(tried, start=1)
     ]
     done = compare(recipes, (), 1, place, processes, update)
     if not done.complete:
@@ -399,7 +385,8 @@ def tune_on_proxy(
     runs = tasks(place, expand(recipes, (), 1))
     rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
     chosen = applied(recipe, rows[0][0])
-    durable.replace(place / CHOSEN, _yaml(chosen), mode=0o644)
+    text = yaml.safe_dump(chosen.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+    durable.replace(place / CHOSEN, text, mode=0o644)
     write_csv(place / TABLE, rows)
     write_picture(place / PICTURE, rows)
     return OnProxy(place, there.data.dataset, tuple(rows), place / CHOSEN)
@@ -414,9 +401,3 @@ def _accuracy(run: Path) -> float:
     last = read_lines(run / METRICS)[-1]
     accuracy, loss = last.get("test_accuracy"), last.get("test_loss")
     return float(accuracy) if accuracy is not None else -float(loss) if loss is not None else -math.inf
-
-
-def _yaml(recipe: Recipe) -> str:
-    import yaml
-
-    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)

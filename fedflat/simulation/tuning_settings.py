@@ -93,12 +93,9 @@ def _axis(text: str) -> Axis:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key or not value:
         raise wrong("--vary", text, HOW)
-    section = key.partition(".")[0]
-    if (
-        key not in SINGLE
-        and not key.startswith("privacy.clip.")
-        and (section not in VARIES or key in ("local", "server"))
-    ):
+    section, dot, _ = key.partition(".")
+    varies = key in ("algorithm", "model") or (dot and section in VARIES)
+    if key not in SINGLE and not key.startswith("privacy.clip.") and not varies:
         allowed = ", ".join([*(f"{name}.…" for name in VARIES), *SINGLE])
         hint = "It is public and fixed for all trials." if section in ("data", "privacy", "seed", "cohort") else ""
         raise wrong("--vary", key, f"keys of {allowed}", hint=hint or nearest(key, [*VARIES, *SINGLE]))
@@ -113,9 +110,7 @@ def _axis(text: str) -> Axis:
 
 def _range(text: str, key: str, kind: str, rest: str) -> Axis:
     ends = [parse_value(part) for part in rest.split(":")]
-    numbers = [
-        end for end in ends if isinstance(end, (int, float)) and not isinstance(end, bool) and math.isfinite(end)
-    ]
+    numbers = [end for end in ends if type(end) in (int, float) and math.isfinite(end)]
     good = len(ends) == len(numbers) == 2 and numbers[0] < numbers[1] and (kind != "log" or numbers[0] > 0)
     if not good or (kind == "whole" and any(end != int(end) for end in numbers)):
         allowed = {"log": "two numbers, 0 < LOW < HIGH", "uniform": "two numbers, LOW < HIGH"}
@@ -134,20 +129,15 @@ def grid(every: Sequence[Axis]) -> list[Settings] | None:
     """Return every combination of listed values; None where a key has a range."""
     if any(not axis.values for axis in every):
         return None
-    return [
-        dict(zip([axis.key for axis in every], values))
-        for values in itertools.product(*(axis.values for axis in every))
-    ]
-
-
-def overrides(settings: Mapping[str, str]) -> list[str]:
-    """Return settings as ``-o`` takes them; names first, since another name drops the options of the one before."""
-    return [f"{key}={value}" for key, value in sorted(settings.items(), key=lambda item: not item[0].endswith("name"))]
+    keys = [axis.key for axis in every]
+    return [dict(zip(keys, values)) for values in itertools.product(*(axis.values for axis in every))]
 
 
 def applied(recipe: Recipe, settings: Mapping[str, str], **sections: Mapping[str, Any]) -> Recipe:
     """Return the recipe with settings, and then with keys of sections."""
-    changed = Recipe.of(recipe, overrides(settings)).dump()
+    # Names first, since another name drops the options of the one before.
+    items = sorted(settings.items(), key=lambda item: not item[0].endswith("name"))
+    changed = Recipe.of(recipe, [f"{key}={value}" for key, value in items]).dump()
     for name, keys in sections.items():
         changed[name] = {**changed[name], **keys}
     return Recipe.of(changed)
@@ -159,8 +149,6 @@ def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
     Raises:
         InputError: one that no recipe can have.
     """
-    from fedflat.assembly.plans import algorithm_of
-
     found = []
     for axis in every:
         for value in axis.ends():
@@ -182,15 +170,10 @@ PUBLIC, CHARGE, WINNER = "selection.yaml", "charge.jsonl", "winner"
 
 def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one line of ``charge.jsonl``: the whole selection, and the digest of what is public of it."""
-    told = ("sampling", "relation", "trust", "clients", "delta", "accountant", "epsilon", "selection")
     line = plan.record(0, 1.0)
-    return {
-        "round": 0,
-        "mechanism": "selection",
-        **{name: line[name] for name in told},
-        "rounds": public["rounds"],
-        "public": public_digest(public),
-    }
+    names = ("sampling", "relation", "trust", "clients", "delta", "accountant", "epsilon", "selection")
+    facts = {"round": 0, "mechanism": "selection"} | {name: line[name] for name in names}
+    return facts | {"rounds": public["rounds"], "public": public_digest(public)}
 
 
 def public_digest(public: Mapping[str, Any]) -> str:
@@ -248,33 +231,9 @@ class Cost:
     chance_of_one: float | None = None
 
 
-def costs(plan: Plan, count: int) -> list[Cost]:
-    """Return ways of trying about ``count`` settings with runs of ``plan``, with ε and needed noise of each.
-
-    plan: of one run, without a selection; its ε is the target.
-    """
-    target = plan.epsilon()
-    found = [Cost("one run, settings fixed", target, plan.noise_multiplier)]
-    grid = replace(plan, rounds=plan.rounds * count, budget=None)
-    found.append(Cost(f"a grid of {count} runs, all counted", grid.epsilon(), _needed(grid, target)))
-    for name, eta in LAWS.items():
-        trials = Trials(float(count), eta)
-        chosen = replace(plan, selection=Selection(trials), accountant="rdp")
-        first = next(chance for number, chance in trials.chances() if number == 1)
-        what = f"private selection, {name}, {count} in the mean"
-        found.append(Cost(what, chosen.epsilon(), _needed(chosen, target), first))
-    return found
-
-
-def _needed(plan: Plan, target: float) -> float | None:
-    try:
-        return calibrate(lambda sigma: plan.at(sigma).epsilon(), target, 2 * plan.event_multiplier)
-    except InputError:
-        return None
-
-
 def costs_of(recipe: Recipe, varied: Sequence[str], count: int, clients: int) -> list[Cost]:
-    """Return the costs for the dearest run that settings may make of a recipe; nothing is read and nothing drawn.
+    """Return what ways of trying about ``count`` settings cost: ε and needed noise of each, of the dearest run that
+    they may make of a recipe; nothing is read and nothing drawn.
 
     Raises InputError: a recipe or a setting that has no proof.
     """
@@ -285,5 +244,24 @@ def costs_of(recipe: Recipe, varied: Sequence[str], count: int, clients: int) ->
             allowed = "a private method: others cost nothing and prove nothing"
             raise wrong("algorithm.name", recipe.algorithm.name, allowed)
         check(plan)
-    dearest = max(plans, key=lambda plan: plan.epsilon())
-    return costs(replace(dearest, accountant=recipe.privacy.accountant), count)
+    one = replace(max(plans, key=lambda plan: plan.epsilon()), accountant=recipe.privacy.accountant)
+    target = one.epsilon()
+    every = replace(one, rounds=one.rounds * count)
+    costs = [
+        Cost("one run, settings fixed", target, one.noise_multiplier),
+        Cost(f"a grid of {count} runs, all counted", every.epsilon(), _needed(every, target)),
+    ]
+    for name, eta in LAWS.items():
+        trials = Trials(float(count), eta)
+        chosen = replace(one, selection=Selection(trials), accountant="rdp")
+        first = next(chance for number, chance in trials.chances() if number == 1)
+        what = f"private selection, {name}, {count} in the mean"
+        costs.append(Cost(what, chosen.epsilon(), _needed(chosen, target), first))
+    return costs
+
+
+def _needed(plan: Plan, target: float) -> float | None:
+    try:
+        return calibrate(lambda sigma: plan.at(sigma).epsilon(), target, 2 * plan.event_multiplier)
+    except InputError:
+        return None

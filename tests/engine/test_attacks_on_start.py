@@ -25,8 +25,7 @@ from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import multipliers
-from fedflat.simulation.outlook import alternatives, best
-from fedflat.simulation.planning import lines
+from fedflat.simulation.planning import alternatives, best, lines
 from fedflat.simulation.tuning_settings import costs_of
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
