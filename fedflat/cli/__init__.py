@@ -114,6 +114,22 @@ def labelled(label: str, text: str, width: int, *, fold: bool = False) -> list[s
     return wrapped(text, f"{label:{width}}", " " * width, fold=fold)
 
 
+def filled(template: str, **values: Any) -> list[str]:
+    """Return the lines of a text template of at most 80 columns: ``label| text`` is a labelled line."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("fedflat.cli")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    lines: list[str] = []
+    for line in environment.get_template(template).render(values).splitlines():
+        if parts := re.match(r"(\w+)\| (.*)", line):
+            lines += labelled(parts[1], parts[2], 9)
+        else:
+            indent = " " * (len(line) - len(line.lstrip()))
+            lines += wrapped(line.strip(), indent, f"{indent}  ") or [""]
+    return lines
+
+
 def say(text: str, later: str = "  ") -> None:
     """Print the text in lines of at most 80 columns."""
     print("\n".join(wrapped(text, later=later)))

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat import report
-from fedflat.cli import Json, Overrides, Plates, print_json, print_plates, wrapped
+from fedflat.cli import Json, Overrides, Plates, filled, print_json, print_plates, wrapped
 from fedflat.core.checks import wrong
 
 if TYPE_CHECKING:
@@ -221,14 +221,8 @@ def landscape_table(record: Mapping[str, Any]) -> str:
         lines.append(f"{name:20.20}" + "".join(f"{mean:>10}" for mean, _ in pairs))
         if len(group["seeds"]) > 1:
             lines.append(f"  ± sd of {len(group['seeds'])} seeds".ljust(20) + "".join(f"{sd:>10}" for _, sd in pairs))
+    private = any(group["private"] for group in groups)
+    notes = [*difference_notes(record), *record["notes"], cost_text(record["cost"])]
     size = settings["noise"][len(settings["noise"]) // 2]
-    notes = [
-        f"sharpness: rise of the loss within ρ = {settings['rho']:g}; noisy %: accuracy under weight noise of "
-        f"{100 * size:g} % of the weights. Loss on {settings['on']} data.",
-        *difference_notes(record),
-        *record["notes"],
-        cost_text(record["cost"]),
-    ]
-    if any(group["private"] for group in groups):
-        notes.insert(1, "Local models and training data are private to the simulation, not covered by the guarantee.")
-    return "\n".join([*lines, "", *(row for note in notes for row in wrapped(note))])
+    below = filled("landscape.txt", settings=settings, size=size, private=private, notes=notes)
+    return "\n".join([*lines, "", *below])

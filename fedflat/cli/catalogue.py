@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from fedflat.cli import (
-    WIDTH,
-    Json,
-    Plates,
-    labelled,
-    print_columns,
-    print_json,
-    print_plates,
-    say,
-    wrapped,
-)
+from fedflat import cli
 from fedflat.core import process
 from fedflat.core.checks import one_of, wrong
 
@@ -40,7 +30,7 @@ ABOUT_ACCOUNTANTS = {
 }
 
 
-def list_names(kind: str = "", *, as_json: Json = False) -> None:
+def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
     """What there is, one line each.
 
     Example: fedflat list algorithms
@@ -51,17 +41,17 @@ def list_names(kind: str = "", *, as_json: Json = False) -> None:
     kinds = [str(one_of("list", kind, KINDS))] if kind else list(KINDS)
     found = {name: catalogue(name) for name in kinds}
     if as_json:
-        print_json(found[kind] if kind else found)
+        cli.print_json(found[kind] if kind else found)
         return
     for name, rows in found.items():
         if not kind:
             print(("" if name == KINDS[0] else "\n") + name)
         if sys.stdout.isatty():
             width = max(map(len, rows)) + 2
-            print("\n".join(line for each in rows.items() for line in labelled(*each, width)))
+            print("\n".join(line for each in rows.items() for line in cli.labelled(*each, width)))
         else:
             # In a pipe one line each, unwrapped.
-            print_columns(rows.items())
+            cli.print_columns(rows.items())
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -100,7 +90,7 @@ def _first_comment(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, plates: Plates = None) -> None:
+def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, plates: cli.Plates = None) -> None:
     """(Re)build the report page of one run, or one page over several.
 
     Example: fedflat report runs/quick-start --verify
@@ -134,7 +124,7 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     if plates is not None:
         from fedflat.report import read_runs
 
-        print_plates(figures_of(read_runs(runs)), plates)
+        cli.print_plates(figures_of(read_runs(runs)), plates)
 
 
 def _verified(run: Path) -> bool:
@@ -143,12 +133,12 @@ def _verified(run: Path) -> bool:
     from fedflat.simulation import figures
 
     found = verify_run(run)
-    say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
+    cli.say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
     print("".join(f"  {note}\n" for note in found.notes), end="")
     return found.ok
 
 
-def explain(key: str = "", *, as_json: Json = False) -> None:
+def explain(key: str = "", *, as_json: cli.Json = False) -> None:
     """A recipe key: type, default, meaning, when to change it.
 
     Example: fedflat explain privacy.clip
@@ -160,12 +150,12 @@ def explain(key: str = "", *, as_json: Json = False) -> None:
 
     found = reference.explain(key) if key else reference.recipe_keys()
     if as_json:
-        print_json([asdict(each) for each in found])
+        cli.print_json([asdict(each) for each in found])
     elif key:
         print("\n\n".join(map(_paragraph, found)))
     else:
         for each in found:
-            print(f"{each.path:31}{textwrap.shorten(each.meaning, WIDTH - 31, placeholder=' …')}")
+            print(f"{each.path:31}{textwrap.shorten(each.meaning, cli.WIDTH - 31, placeholder=' …')}")
 
 
 def _paragraph(key: Key) -> str:
@@ -173,7 +163,7 @@ def _paragraph(key: Key) -> str:
     change = f"{key.path}={key.example}"
     lines = [f"{key.path}: {key.kind}; {default}", key.meaning]
     lines += [f"-o '{change}'" if " " in change else f"-o {change}"] if key.example else []
-    return "\n".join(line for place, text in enumerate(lines) for line in wrapped(text, "  " if place else ""))
+    return "\n".join(line for place, text in enumerate(lines) for line in cli.wrapped(text, "  " if place else ""))
 
 
 def watch(
@@ -205,7 +195,7 @@ def watch(
             time.sleep(0.2)
 
 
-def runs(folder: Path = Path("runs"), *, as_json: Json = False) -> None:
+def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
     """List the runs in a folder: method, data, accuracy, ε, state and age, the newest first.
 
     Example: fedflat runs
@@ -228,4 +218,4 @@ def runs(folder: Path = Path("runs"), *, as_json: Json = False) -> None:
         epsilon += " of the mechanism" if epsilon != "–" and each["randomness"] == "seeded" else ""
         rows.append((each["run"], each["method"], str(each["data"] or "–"), percent(each["accuracy"]), epsilon, done,
                      each["state"], age_text(each["age"])))  # fmt: skip
-    print_columns(rows)
+    cli.print_columns(rows)

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from fedflat import __version__
-from fedflat.cli import Count, Folder, Json, Overrides, print_columns, print_json, recipe_of, wrapped, write_files
+from fedflat.cli import (
+    Count,
+    Folder,
+    Json,
+    Overrides,
+    filled,
+    print_columns,
+    print_json,
+    recipe_of,
+    wrapped,
+    write_files,
+)
 from fedflat.core.checks import one_of, wrong
 
 if TYPE_CHECKING:
@@ -148,19 +159,11 @@ def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], af
     after: the round whose test loss stands for f(w¹) − f*.
     """
     facts = setting.facts
-    epsilon = "∞" if math.isinf(setting.epsilon) else f"{setting.epsilon:.4g}"
-    known = (
-        f"M = {facts.clients:,}, m = {facts.cohort:g} (q = {setting.q:.4g}), T = {facts.rounds}, K = {facts.steps}, "
-        f"η = {facts.lr:g}, C = {facts.clip:g}, σ = {facts.noise_multiplier:.4g}, d = {facts.dimension:,}; "
-        f"ε = {epsilon} is proven at δ = {setting.delta:.2g}"
-    )
-    loss = "" if after is None else f" (the test loss after round {after}, no bound)"
-    of = "measured" if "alpha_mean" in measured else "nothing clipped"
-    given = (
-        f"Constants: L = {facts.smoothness:g}, f(w¹) − f* = {facts.gap:.4g}{loss}, σ_l = {facts.local_std:g}, "
-        f"σ_g = {facts.global_std:g}; ᾱ = {fmean(facts.alpha_mean):.3g}, α̃ = {fmean(facts.alpha_spread):.3g} ({of})."
-    )
-    shown = [*wrapped(known), *wrapped(given)]
+    shown = filled(
+        "bounds.txt", setting=setting, facts=facts, after=after, measured="alpha_mean" in measured,
+        epsilon="∞" if math.isinf(setting.epsilon) else f"{setting.epsilon:.4g}",
+        alpha_mean=fmean(facts.alpha_mean), alpha_spread=fmean(facts.alpha_spread),
+    )  # fmt: skip
     before = None
     for each in found:
         if before is None or each.section != before.section:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from fedflat import report
-from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, print_json, recipe_of, say, wrapped
+from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of, say
 from fedflat.core.checks import RunError, one_of, wrong
 
 
@@ -40,58 +39,8 @@ def plan(
 
 def text(found: Any) -> list[str]:
     """Return the forecast in at most 80 columns."""
-    facts = found.as_dict()
-    head = f"{found.recipe}: {found.algorithm}, {found.dimension:,} shared parameters, {facts['rounds']} rounds"
-    law = f"about {facts['cohort']:g} of {facts['clients']} clients a round ({facts['sampling']})"
-    lines = wrapped(f"{head}, {law}", later="")
-    for label, sentence in [*_rows(found, facts), *(("note", note) for note in found.says)]:
-        lines += wrapped(sentence, f"{label:9}", " " * 9)
-    if found.alternatives:
-        lines += ["", "At the same ε and δ:"]
-        lines += [line for other in found.alternatives for line in wrapped(_alternative(other), "  ", "    ")]
-    return lines
-
-
-def _rows(found: Any, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what is said of each side of a forecast, behind its label."""
-    plan_, bound = found.plan, found.attacker
-    if plan_.private:
-        begun = "" if plan_.first == 1 else f" (round 0: {plan_.at_round(0).noise_multiplier:.4g})"
-        yield "noise", f"σ = {plan_.noise_multiplier:.4g}{begun} times the clip on the sum; trust {plan_.trust}"
-    if found.epsilons and not found.why_not:
-        listed = ", ".join(f"{_short(value)} after {turn}" for turn, value in found.epsilons)
-        yield "ε", f"{listed} (δ = {facts['delta']:g})"
-    if found.stops < plan_.rounds:
-        yield "budget", f"the run stops after {found.stops} rounds"
-    if bound is not None:
-        mu = "" if bound.mu is None else f"; Gaussian DP μ = {bound.mu:.3g}"
-        mu += f" but for {bound.slack:g}" if bound.slack else ""
-        share = f"{100 * bound.true_positives:.3g} % true positives at {100 * bound.false_positives:g} % false ones"
-        yield "attacker", f"at most {share}{mu}"
-    if found.best is not None:
-        ratio = f"{found.best.round:.3g} in a round, {found.best.run:.3g} over the run"
-        yield "signal", f"to noise at best {ratio}; the mean's noise is {found.noise_over_clip:.3g} clips long"
-    each = found.seconds_a_round
-    seconds = "" if each is None else f"{_time(each)} a round, {_time(each * found.stops)} in all "
-    yield "time", f"{seconds}({found.trial})" if seconds else found.trial
-    yield "memory", ", ".join(f"{name} {_bytes(size)}" for name, size in found.memory.items() if size)
-    yield "traffic", ", ".join(f"{name} {_bytes(size)}" for name, size in found.traffic.items())
-    read = facts["read"]
-    shape = "×".join(map(str, read["input_shape"])) or "1"
-    yield (
-        "read",
-        (
-            f"{read['data']}: shape {shape}, {read['classes']} classes, {read['clients']} clients, "
-            f"{read['examples_per_client']} examples each on average; no example was trained on"
-        ),
-    )
-
-
-def _alternative(other: Any) -> str:
-    if other.best is None:
-        return f"{other.what}: {other.note}"
-    ratio = f"signal to noise at best {other.best.round:.3g} in a round, {other.best.run:.3g} over the run"
-    return f"{other.what}: σ = {other.noise_multiplier:.4g}, {ratio}" + (f" ({other.note})" if other.note else "")
+    values = {"found": found, "facts": found.as_dict(), "plan": found.plan, "bound": found.attacker}
+    return filled("plan.txt", **values, short=_short, time=_time)
 
 
 def _short(value: float) -> str:
@@ -100,14 +49,6 @@ def _short(value: float) -> str:
 
 def _time(seconds: float) -> str:
     return report.duration(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} GB"
 
 
 def tune(

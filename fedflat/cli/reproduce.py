@@ -13,22 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from fedflat import report
-from fedflat.cli import (
-    WIDTH,
-    Count,
-    File,
-    Json,
-    Overrides,
-    Processes,
-    columns,
-    labelled,
-    print_json,
-    print_plates,
-    say,
-    wrapped,
-    write_files,
-)
+from fedflat import cli, report
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.papers import CITED
 from fedflat.papers import figures, measured, outcome, scales, tables
@@ -59,14 +44,14 @@ class Request:
     method: list[str] | None = None
     protocol: str = "sound"
     tuned: bool = False
-    override: Overrides = None
-    seeds: Count = None
+    override: cli.Overrides = None
+    seeds: cli.Count = None
     out: Path | None = None
-    processes: Processes = None
+    processes: cli.Processes = None
     dry_run: bool = False
     measured: bool = False
-    keep: File = None
-    as_json: Json = False
+    keep: cli.File = None
+    as_json: cli.Json = False
 
     def check(self, drawing: bool) -> None:
         """Raise InputError for options that have no meaning beside each other, before anything runs."""
@@ -97,7 +82,7 @@ class Request:
         """Add what was measured to the file of ``--keep``, or say why not."""
         reason = measured.keep(self.keep, _command(), found, self.override or (), seconds) if self.keep else ""
         if reason:
-            print("\n".join(wrapped(reason)), file=sys.stderr)
+            print("\n".join(cli.wrapped(reason)), file=sys.stderr)
 
 
 def _refuse(beside: str, options: Mapping[str, Any], allowed: str) -> None:
@@ -138,10 +123,10 @@ def reproduce(
         listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
         every = dict(sorted((listed | figures.abouts()).items()))
         if request.as_json:
-            print_json(every)
+            cli.print_json(every)
             return
         cited = {name: f"{CITED[name.partition(' ')[0]]}. {about}" for name, about in every.items()}
-        print("\n".join(line for item in cited.items() for line in labelled(*item, 16)))
+        print("\n".join(line for item in cited.items() for line in cli.labelled(*item, 16)))
         return
     if paper is None or table is None:
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
@@ -172,9 +157,9 @@ def _fill(table: tables.Table, request: Request) -> None:
     if request.measured:
         kept = measured.outcomes(table)
         if request.as_json:
-            print_json([as_dict(outcome) | {"source": vars(source)} for source, outcome in kept])
+            cli.print_json([as_dict(outcome) | {"source": vars(source)} for source, outcome in kept])
         else:
-            texts = [[*lines(outcome), *wrapped(source.sentence())] for source, outcome in kept]
+            texts = [[*lines(outcome), *cli.wrapped(source.sentence())] for source, outcome in kept]
             print("\n\n".join("\n".join(text) for text in texts))
         return
     if request.dry_run:
@@ -187,7 +172,7 @@ def _fill(table: tables.Table, request: Request) -> None:
                 request.seeds, request.processes, progress.update, request.tuned,
             )  # fmt: skip
     if request.as_json:
-        print_json(as_dict(found))
+        cli.print_json(as_dict(found))
     else:
         print("\n".join(lines(found, request.dry_run)))
     request.store(found, found.seconds)
@@ -222,25 +207,25 @@ def _write_drawn(found: figures.Drawn, parent: Path, source: str = "", suffix: s
     for page in write_pages(found, folder, source):
         print(page)
     curves = [figure for record in found.landscapes for figure in flatness.figures(record)]
-    print_plates([*found.figures, *curves], folder, found.landscapes)
+    cli.print_plates([*found.figures, *curves], folder, found.landscapes)
     for text in notes(found, source):
-        say(text)
+        cli.say(text)
 
 
 def lines(found: outcome.Outcome, dry_run: bool = False) -> list[str]:
     """Return the outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
     table = found.table
-    shown = [*wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *wrapped(table.about)]
+    shown = [*cli.wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *cli.wrapped(table.about)]
     simulated = any(row.simulated is not None for row in found.rows)
     verdicts = {} if dry_run else found.verdicts()
     for column, rows in found.columns().items():
         cell = rows[0].cell
         target = "" if cell.target is None or cell.measure != "rounds" else f" to {cell.target:g} %"
         by_hand = f" ({', '.join(found.by_hand)})" if found.by_hand else ""
-        shown += ["", *wrapped(column + target + by_hand), *_grid(_body(rows, dry_run, simulated))]
+        shown += ["", *cli.wrapped(column + target + by_hand), *_grid(_body(rows, dry_run, simulated))]
         why = dict.fromkeys(row.missing for row in rows if row.missing)
-        shown += [text for reason in why for text in wrapped(f"  {reason}")]
-        shown += [text for said in outcome.sentences(verdicts.get(column)) for text in wrapped(f"  {said}")]
+        shown += [text for reason in why for text in cli.wrapped(f"  {reason}")]
+        shown += [text for said in outcome.sentences(verdicts.get(column)) for text in cli.wrapped(f"  {said}")]
     return [*shown, "", *_remarks(found, dry_run)]
 
 
@@ -250,7 +235,7 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
 
     Claimed ε is left out where a setting was changed: the paper names none for it.
     """
-    shown = [*wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
+    shown = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
     total: set[str] = set()
     for panel in figure.panels:
         rows = [(line, line.planned(panel.table, scale, overrides)) for line in panel.lines]
@@ -263,10 +248,11 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
             rounds = "–" if row.recipe is None else str(row.recipe.rounds)
             grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
             total |= {row.recipe.name} if row.recipe is not None else set()
-        shown += ["", *wrapped(f"{panel.title} ({panel.draw}; {seeds} seed{'s' if seeds > 1 else ''})"), *_grid(grid)]
+        plural = "s" if seeds > 1 else ""
+        shown += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {seeds} seed{plural})"), *_grid(grid)]
         shown += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
     said = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
-    return [*shown, "", *(text for each in said for text in wrapped(each))]
+    return [*shown, "", *(text for each in said for text in cli.wrapped(each))]
 
 
 def _epsilon_head(rows: Iterable[outcome.Row]) -> str:
@@ -296,16 +282,13 @@ def _delta(row: outcome.Row) -> str:
 
 def _grid(texts: list[list[str]]) -> list[str]:
     """Return the rows of texts under each other; headings fold at their space where the whole would be wider than
-    WIDTH.
+    80 columns.
     """
-    grid = columns(texts, gap=" ")
-    if max(map(len, grid)) <= WIDTH:
+    grid = cli.columns(texts, gap=" ")
+    if max(map(len, grid)) <= cli.WIDTH:
         return grid
     folded = [text.split(" ", 1) if " " in text else ["", text] for text in texts[0]]
-    return columns([[top for top, _ in folded], [low for _, low in folded], *texts[1:]], gap=" ")
-
-
-_PROVEN = {"proven ε": "proven", "mechanism's ε": "proven for secret noise, while this noise follows the seed,"}
+    return cli.columns([[top for top, _ in folded], [low for _, low in folded], *texts[1:]], gap=" ")
 
 
 def _sentence(text: str) -> str:
@@ -316,70 +299,24 @@ def _remarks(found: outcome.Outcome, dry_run: bool) -> list[str]:
     """Return what is to be said below a table, in lines."""
     from fedflat.report.metrics import FATES, MARKS
 
-    table = found.table
-    head = _epsilon_head(found.rows)
-    claimed = "what the paper's formula gives" if table.claimed == "formula" else "the budget that the paper names"
-    here = "what is planned here" if dry_run else "what ran here"
-    procedure = "the paper's released procedure" if found.protocol == "published" else "the sound round"
     kinds = dict.fromkeys(row.cell.measure for row in found.rows)
-    private = "; training accuracy is private to the simulation" if {"train", "gap"} & set(kinds) else ""
-    remarks = [
-        f"Published and ours: mean ± sd over seeds, of {'; '.join(tables.MEASURES[kind] for kind in kinds)}{private}.",
-        f"Claimed ε: {claimed} for its setting. {_sentence(head)}, at δ: {_PROVEN[head]} of {here}, {procedure}.",
-    ]
-    if any(row.simulated is not None for row in found.rows):
-        remarks.append(
-            "Simulated ε: of the paper's clients, cohort and σ over the rounds here, a projection. The noise in each "
-            "coordinate of the mean is that of the paper's cohort (privacy.noise_cohort)."
-        )
-    fates = {fate for row in found.rows for fate in row.fates.values() if not dry_run}
-    remarks += [
-        f"{MARKS[fate]} {_sentence(text)}: the last round is shown, never the best."
-        for fate, text in FATES.items()
-        if fate in fates
-    ]
-    if not dry_run and found.verdicts():
-        remarks.append(
-            "τ: τ-b of the means, with a 95 % interval from means redrawn with their spread over seeds and trials. "
-            "Orderings at 95 %: two-sided paired t test over the seeds."
-        )
-    if not found.comparable:
-        own = ("" if found.as_printed else ", tuned") + (", changed by hand" if found.by_hand else "")
-        remarks.append(f"Scale {found.scale}{own}: NOT COMPARABLE with the published values.")
-    texts = dict.fromkeys(found.changed.values())
-    for changes in filter(None, texts):
-        names = [name for name, those in found.changed.items() if those == changes]
-        where = "" if len(texts) == 1 else f" ({'; '.join(names)})"
-        remarks.append(f"Changed{where}: {', '.join(changes)}.")
-    remarks += _choices(found)
-    remarks += [f"Differs: {note}." for note in table.said(found.protocol)]
-    remarks += [f"Missing: {text}" for text in found.missing]
-    if found.folder is not None:
-        remarks.append(f"Runs: {found.folder}")
-    return [text for remark in remarks for text in wrapped(remark)]
-
-
-def _choices(found: outcome.Outcome) -> list[str]:
-    """Return the rule of ``--tuned``, what it chose, and whom it left alone."""
-    if not found.tuned:
-        return []
-    rule = (
-        "Tuned: a method's own numbers at the printed strength, a fifth or a twenty-fifth of it, by accuracy on a "
-        "tenth of the clients, held back, with a seed that is not reported. The choice looked at clients' data, and no "
-        "ε here covers that."
-    )
-    columns = len({column for column, _ in found.chosen}) > 1
-    chosen = found.chosen.items()
-    own = {row.cell.method for row in found.rows if row.cell.personal}
+    fates = {fate for row in found.rows for fate in row.fates.values()}
+    changed: dict[tuple[str, ...], list[str]] = {}
+    for column, texts in found.changed.items():
+        changed.setdefault(tuple(texts), []).append(column)
     tuned = {method for _, method in found.chosen}
-    methods = dict.fromkeys(row.cell.method for row in found.rows if row.recipe is not None)
-    left = [name for name in methods if name not in tuned]
-    why = ", ".join(f"{name} (its accuracy is the clients' own)" if name in own else name for name in left)
-    return [
-        rule,
-        *(f"Tuned: {f'{of}, ' if columns else ''}{one.sentence(method)}." for (of, method), one in chosen),
-        *([f"As printed, not tuned: {why}."] if left else []),
-    ]
+    return cli.filled(
+        "reproduce.txt", found=found, table=found.table, dry_run=dry_run, head=_epsilon_head(found.rows),
+        measures=[tables.MEASURES[kind] for kind in kinds], private=bool({"train", "gap"} & set(kinds)),
+        simulated=any(row.simulated is not None for row in found.rows), changed=changed,
+        fates=[f"{MARKS[fate]} {_sentence(text)}" for fate, text in FATES.items() if fate in fates],
+        several=len({column for column, _ in found.chosen}) > 1,
+        untuned={
+            row.cell.method: row.cell.personal
+            for row in found.rows
+            if row.recipe is not None and row.cell.method not in tuned
+        },
+    )  # fmt: skip
 
 
 def _ours(row: outcome.Row) -> str:
@@ -436,7 +373,7 @@ def write_pages(found: figures.Drawn, folder: Path, source: str = "") -> list[Pa
     from fedflat.report import flatness, pages
 
     # Made first, so that a folder that cannot be written is one line.
-    write_files(folder, {})
+    cli.write_files(folder, {})
     written = [
         flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(found.landscapes)
     ]

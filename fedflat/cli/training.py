@@ -14,7 +14,7 @@ import typer
 from typer import Option
 
 from fedflat import report
-from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, print_json, recipe_of
+from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, print_json, recipe_of
 from fedflat.core import process
 from fedflat.core.checks import wrong
 
@@ -256,16 +256,7 @@ def deploy(
         facts = {name: getattr(made, name) for name in ("folder", "clients", "rounds", "epsilon", "delta")}
         print_json(facts | ({"note": made.note} if made.note else {}))
     else:
-        epsilon = "no finite ε" if made.epsilon is None else f"proven ε = {made.epsilon:.4g} at δ = {made.delta:g}"
-        lines = [
-            f"{made.folder}: a Flower project for {made.clients} clients, {epsilon} for {made.rounds} rounds.",
-            made.note,
-            f"Try it here: python -m fedflat.federation.local {made.folder}",
-            f"Follow it on a live page: fedflat watch {made.folder}",
-            f"Every command: {made.folder / 'README.md'}",
-            f"The operator's token, to be kept secret: {made.folder / 'flower' / 'credentials.yaml'}",
-        ]
-        print("\n".join(filter(None, lines)))
+        print("\n".join(filled("deploy.txt", made=made)))
     if watch:
         from fedflat.cli.catalogue import watch as follow
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fedflat.cli.reproduce import WIDTH, as_dict, lines
+from fedflat.cli import WIDTH
+from fedflat.cli.reproduce import as_dict, lines
 from fedflat.core.checks import InputError
 from fedflat.papers.rows import claimed_epsilon, dry, train
 from fedflat.papers.scales import SCALES, differences, scaled, sigma_of
