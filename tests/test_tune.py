@@ -173,7 +173,7 @@ def test_another_name_comes_before_its_options() -> None:
 def test_every_trials_plan_states_the_total() -> None:
     found = asked(["rounds=2,5", "local.lr=0.1,1"])
     total = found.plan.epsilon()
-    assert 7.99 < total <= 8 and len(found.selection.beside) == 2
+    assert 7.99 < total <= 8 and len(found.plan.selection.beside) == 2  # type: ignore[union-attr]
     for rounds in ("2", "5"):
         recipe = tuning.trial_recipe(found, {"name": f"{rounds}" * 16, "settings": {"rounds": rounds, "local.lr": "1"}})
         plan = plan_of(recipe, algorithm_of(recipe), 20)

@@ -1,33 +1,39 @@
-"""Commands that measure: ``audit`` (how far a client moves a release) and ``landscape`` (how flat a minimum is)."""
+"""Commands that measure: ``audit`` (how far a client moves a release), ``landscape`` (how flat a minimum is); and
+``bounds``, the papers' theorems, evaluated."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from fedflat import report
-from fedflat.cli import Json, Overrides, Plates, filled, print_json, print_plates, wrapped
+from fedflat import cli, report
 from fedflat.core.checks import wrong
 
 if TYPE_CHECKING:
     from fedflat.audit import AuditResult
+    from fedflat.config.recipe import Recipe
+    from fedflat.landscape.statements import Setting, Statement
 
 
 def audit(
     target: Annotated[str | None, Argument(metavar="RUN_OR_RECIPE")] = None,
     *,
     kind: str = "quick",
-    override: Overrides = None,
+    override: cli.Overrides = None,
     canaries: int = 500,
     methods: Annotated[str | None, Option(metavar="NAMES")] = None,
     runs: int = 20_000,
-    as_json: Json = False,
+    as_json: cli.Json = False,
 ) -> None:
     """How far one client's data moves a release, and how much leaks at least, measured, beside what is proven.
 
@@ -67,7 +73,7 @@ def audit(
     if methods is not None:
         results += audit_all(None if methods == "all" else [n.strip() for n in methods.split(",")], runs=runs)
     if as_json:
-        print_json([result.as_dict() for result in results])
+        cli.print_json([result.as_dict() for result in results])
     else:
         print(table(results) + ("" if page is None else f"\n\nReport: {page}"))
     if any(result.exceeds_proven for result in results):
@@ -91,16 +97,16 @@ def table(results: Iterable[AuditResult]) -> str:
         lines.append(f"{result.method:22.22} {numbers}  {verdict}")
         level = "no confidence level" if result.confidence is None else f"confidence {100 * result.confidence:.10g} %"
         suffix = "" if result.kind == "worlds" else f"; {level}"
-        lines += wrapped(f"{result.kind}: {result.canary}; {result.statistic}{suffix}", "    ", "      ")
+        lines += cli.wrapped(f"{result.kind}: {result.canary}; {result.statistic}{suffix}", "    ", "      ")
         if result.violations:
             more = f" (and {len(result.violations) - 1} more)" if len(result.violations) > 1 else ""
             broken = "" if result.kind in ("worlds", "noise") else "contract 2b broken: "
-            lines += wrapped(f"{broken}{result.violations[0]}{more}", "    ", "      ")
+            lines += cli.wrapped(f"{broken}{result.violations[0]}{more}", "    ", "      ")
         lines += statement.matrix_text(facts)
         assumptions.setdefault(result.kind, result.assumptions)
     for kind, texts in assumptions.items():
         lines += ["", f"What {kind} rests on:"]
-        lines += [line for text in texts for line in wrapped(text, "  ", "    ")]
+        lines += [line for text in texts for line in cli.wrapped(text, "  ", "    ")]
     return "\n".join(lines)
 
 
@@ -125,8 +131,8 @@ def landscape(
     precision: str = "auto",
     threads: int | None = None,
     out: Path | None = None,
-    plates: Plates = None,
-    as_json: Json = False,
+    plates: cli.Plates = None,
+    as_json: cli.Json = False,
 ) -> None:
     """How flat the loss is around finished runs' models: surfaces, curvature, sharpness, weight noise.
 
@@ -149,7 +155,7 @@ def landscape(
         seed: Seed of directions, noise and examples.
         precision: Of the surface's forward passes: auto, float32 or bfloat16.
         threads: Threads. Default: one for each core.
-        out: Folder for landscape.html and landscape.json. Default: the (first) run's.
+        out: cli.Folder for landscape.html and landscape.json. Default: the (first) run's.
     """
     from fedflat.landscape import flatness
     from fedflat.report.flatness import figures, write_page
@@ -169,7 +175,7 @@ def landscape(
     page = write_page(record, folder / "landscape.html")
     print(text if as_json else f"{landscape_table(record)}\n\n{page}")
     if plates is not None:
-        print_plates(figures(record), plates, [record], quiet=as_json)
+        cli.print_plates(figures(record), plates, [record], quiet=as_json)
 
 
 def _numbers(where: str, text: str, kind: type) -> list[Any]:
@@ -224,5 +230,149 @@ def landscape_table(record: Mapping[str, Any]) -> str:
     private = any(group["private"] for group in groups)
     notes = [*difference_notes(record), *record["notes"], cost_text(record["cost"])]
     size = settings["noise"][len(settings["noise"]) // 2]
-    below = filled("landscape.txt", settings=settings, size=size, private=private, notes=notes)
+    below = cli.filled("landscape.txt", settings=settings, size=size, private=private, notes=notes)
     return "\n".join([*lines, "", *below])
+
+
+def bounds(
+    recipe: str | None = None,
+    *,
+    override: cli.Overrides = None,
+    run: cli.Folder = None,
+    smoothness: float = 1.0,
+    gap: float | None = None,
+    local_std: float = 1.0,
+    global_std: float = 1.0,
+    steps: cli.Count = None,
+    dimension: cli.Count = None,
+    as_json: cli.Json = False,
+) -> None:
+    """What the papers prove and state, evaluated: sensitivity, noise, generalisation, convergence.
+
+    None of it enters a privacy statement. A convergence theorem gives an order: its terms are shown as they stand in
+    its 𝒪(·), so they compare with each other and with another setting's, not with a gradient.
+
+    Example: fedflat bounds cifar10-dp-fedsam --dimension 11173962 --smoothness 10
+
+    Example: fedflat bounds --run runs/quick-start
+
+    Args:
+        recipe: A packaged recipe's name or a YAML file.
+        run: A finished run: its recipe, its ᾱ and α̃, its first recorded test loss.
+        smoothness: L of the gradients.
+        gap: f(w¹) − f*. Default: a run's first recorded test loss, or 1.
+        local_std: σ_l, standard deviation of a minibatch gradient.
+        global_std: σ_g, how far clients' gradients are from the mean's.
+        steps: K. Default: the recipe's.
+        dimension: d, shared parameters. Default: the recipe's model on its data.
+    """
+    from fedflat.landscape.statements import statements
+
+    if run is not None and recipe is not None:
+        raise wrong("--run", "a recipe as well", "one of both: a run has its recipe")
+    if run is not None and (override or steps):
+        raise wrong("--run", "-o" if override else "--steps", "a run alone: its recipe is what was measured")
+    if run is not None and not (run / "recipe.yaml").is_file():
+        raise wrong("--run", str(run), "the folder of a run that fedflat run wrote")
+    parsed = cli.recipe_of(run or recipe, override)
+    measured = {} if run is None else _measured(run)
+    turn, loss = measured.pop("gap", (None, 1.0))
+    given = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
+    given["gap"] = loss if gap is None else gap
+    setting = _setting(parsed, steps, dimension, {**measured, **given})
+    found = statements(setting)
+    if as_json:
+        from fedflat.report import plain
+
+        cli.print_json(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]}))
+    else:
+        print("\n".join(lines(setting, found, measured, turn if gap is None else None)))
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """Return ᾱ, α̃ of every round and, as ``gap``, the round and value of the first test loss, where the run has them.
+
+    A loss is recorded after a round: it stands for f(w¹) − f* and bounds it from neither side.
+    """
+    from fedflat.report import metrics
+
+    run = metrics.read_run(folder)
+    values = {key: metrics.column(run.private, key) for key in ("alpha_mean", "alpha_spread")}
+    found: dict[str, Any] = {key: tuple(value for _, value in points) for key, points in values.items() if points}
+    losses = metrics.column(run.metrics, "test_loss")
+    return found | ({"gap": losses[0]} if losses else {})
+
+
+def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
+    from fedflat.algorithms import ALGORITHMS
+    from fedflat.assembly.jobs import prepare
+    from fedflat.assembly.plans import algorithm_of, plan_of, server_of
+    from fedflat.landscape.bounds import Facts
+    from fedflat.landscape.statements import Setting, cost_of
+
+    method = algorithm_of(recipe)
+    if method.kind != "update" or not method.private:
+        raise wrong("algorithm.name", recipe.algorithm.name, "a method whose clients send private updates")
+    if recipe.privacy.protocol != "sound":
+        raise wrong(
+            "privacy.protocol", recipe.privacy.protocol, "sound",
+            hint="What a released procedure proves: fedflat plan, fedflat reproduce --protocol published.",
+        )  # fmt: skip
+    size, count = dimension, steps or recipe.local.steps
+    samples = recipe.data.max_examples
+    clients = recipe.data.clients
+    if size is None or count is None or clients is None:
+        job = prepare(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "sequential"})}))
+        size, count = size or job.parts.layout.dimension, count or job.parts.local.steps
+        clients, samples = job.data.clients, sum(map(len, job.data.parts))
+    if recipe.start is not None:
+        raise wrong("start", recipe.start.kind, "nothing", hint="The theorems take all rounds to be the method's.")
+    plan = plan_of(recipe, method, clients, size)
+    local = recipe.local
+    facts = Facts(
+        lr=local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=_clip(recipe),
+        noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
+        **constants,
+    )  # fmt: skip
+    # Without a number of examples each client is taken to have one batch.
+    batches = math.ceil((samples or local.batch_size * clients) / clients / local.batch_size)
+    factory = ALGORITHMS.get(recipe.algorithm.name)
+    known = {} if factory is None else inspect.signature(factory).parameters
+    defaults = {key: known[key].default for key in ("rho", "lam", "beta", "keep") if key in known}
+    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "lam", "beta", "keep")}
+    return Setting(
+        facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
+        cost=cost_of(method, size, count, batches), **numbers,
+    )  # fmt: skip
+
+
+def _clip(recipe: Recipe) -> float:
+    clip = recipe.privacy.clipping
+    number = clip.value or clip.initial
+    if number is None:
+        raise wrong("privacy.clip", clip.kind, "one number C")
+    return number
+
+
+def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
+    """Return the statements as text of at most 80 columns, by section and reference.
+
+    after: the round whose test loss stands for f(w¹) − f*.
+    """
+    facts = setting.facts
+    shown = cli.filled(
+        "bounds.txt", setting=setting, facts=facts, after=after, measured="alpha_mean" in measured,
+        epsilon="∞" if math.isinf(setting.epsilon) else f"{setting.epsilon:.4g}",
+        alpha_mean=fmean(facts.alpha_mean), alpha_spread=fmean(facts.alpha_spread),
+    )  # fmt: skip
+    before = None
+    for each in found:
+        if before is None or each.section != before.section:
+            shown += ["", each.section]
+        if before is None or each.reference != before.reference:
+            shown.append(f"  {each.reference}")
+        before = each
+        value = "–" if each.value is None else f"{each.value:,}" if isinstance(each.value, int) else f"{each.value:.4g}"
+        shown.append(f"    {each.what:<58} {value:>13}".rstrip())
+        shown += cli.wrapped(each.said, "      ", "      ")
+    return [*shown, "", "None of this enters a privacy statement; equations: docs/bounds.md."]

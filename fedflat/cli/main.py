@@ -61,25 +61,14 @@ def _options(
 @cache
 def _assemble() -> None:
     """Add every command to the app, once in a process."""
-    from fedflat.cli import (
-        audit,
-        catalogue,
-        data,
-        doctor,
-        finished,
-        papers,
-        planning,
-        privacy,
-        reproduce,
-        training,
-    )
+    from fedflat.cli import audit, catalogue, doctor, finished, planning, privacy, reproduce, training
 
     commands: dict[str, Callable[..., None]] = {
         "run": training.run, "compare": training.compare, "plan": planning.plan, "tune": planning.tune,
         "pretrain": training.pretrain, "budget": privacy.budget, "calibrate": privacy.calibrate, "audit": audit.audit,
         "deploy": training.deploy, "landscape": audit.landscape, "reproduce": reproduce.reproduce,
-        "leaderboard": papers.leaderboard, "bounds": papers.bounds, "list": catalogue.list_names,
-        "report": catalogue.report, "explain": catalogue.explain, "predict": finished.predict, "data": data.data,
+        "leaderboard": reproduce.leaderboard, "bounds": audit.bounds, "list": catalogue.list_names,
+        "report": catalogue.report, "explain": catalogue.explain, "predict": finished.predict, "data": catalogue.data,
         "export": finished.export, "card": finished.card, "verify": finished.verify, "attest": finished.attest,
         "keys": finished.keys, "watch": catalogue.watch, "runs": catalogue.runs, "doctor": doctor.doctor,
     }  # fmt: skip

@@ -1,4 +1,7 @@
-"""``fedflat reproduce``: the papers' tables and figures, with what is proven beside what is claimed."""
+"""``fedflat reproduce``: the papers' tables and figures, with what is proven beside what is claimed.
+
+``fedflat leaderboard``: the best private accuracies, measured here.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,19 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from fedflat import cli, report
+from fedflat import __version__, cli, report
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.papers import CITED
 from fedflat.papers import figures, measured, outcome, scales, tables
 from fedflat.papers.rows import dry, train
+
+if TYPE_CHECKING:
+    from fedflat.papers.board import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,3 +399,101 @@ def notes(found: figures.Drawn, source: str = "") -> list[str]:
     differences = [f"{_sentence(text)}." for text in found.of.notes]
     missing = [f"Missing: {text}" for text in found.missing]
     return [*scale, *found.remarks, *differences, *missing, *([source] if source else [])]
+
+
+def leaderboard(
+    *,
+    own: Annotated[str | None, Option("--with", metavar="FILE.py:METHOD")] = None,
+    data: str = "fashion-mnist",
+    alpha: float | None = None,
+    epsilon: float = 8.0,
+    encoder: Annotated[str | None, Option(metavar="FOLDER")] = None,
+    out: cli.Folder = None,
+    as_json: Annotated[bool, Option("--json", help="Print a list of all rows as JSON.")] = False,
+) -> None:
+    """Accuracies under a proven ε, as measured for this release: mean ± sd, ceiling, the command of each row.
+
+    With --with, a method in a file of your own is tuned on training data and
+    tested as the others were (minutes, and more where the data set's features
+    are not in the cache yet), and joins the tables that are written.
+
+    Example: fedflat leaderboard --out docs
+
+    Example: fedflat leaderboard --with my_method.py:my_method --out mine
+
+    Args:
+        own: Measure this method too, by the same rule and budget.
+        data: Where --with is measured: a data set of the table.
+        alpha: Dirichlet concentration of --with, where there are two.
+        epsilon: ε of --with.
+        encoder: The text encoder that sst2 and mrpc need (save_pretrained).
+        out: Write md, .html and images/ there.
+    """
+    from fedflat.papers import board
+
+    defaults = {"--data": (data, "fashion-mnist"), "--epsilon": (epsilon, 8.0), "--alpha": (alpha, None)}
+    for option, (given, default) in (defaults | {"--encoder": (encoder, None)}).items():
+        if own is None and given != default:
+            raise wrong(option, given, "only with --with, whose method is measured there")
+    found = board.load()
+    if out is not None:
+        # Written before measuring too, so that a folder that cannot be written is reported early.
+        _write(found, out)
+    if own is not None:
+        found["rows"].append(_row_of(own, _task(data, alpha, encoder), epsilon, encoder))
+        if out is not None:
+            _write(found, out)
+    if as_json:
+        cli.print_json([board.record(row) for row in found["rows"]])
+        return
+    heads = ["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"]
+    cli.print_columns([heads, *board.summary(found, short=True)])
+    if own is not None:
+        print()
+        cli.print_columns(zip(board.HEADS, board.cells(found["rows"][-1])))
+    print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
+    print("All rows: --out DIR, or --json.")
+
+
+def _task(data: str, alpha: float | None, encoder: str | None) -> Task:
+    from fedflat.papers.board import TASKS
+
+    one_of("--data", data, tuple(dict.fromkeys(task.data for task in TASKS)))
+    own = [task for task in TASKS if task.data == data]
+    found = next((task for task in own if alpha in (None, task.alpha)), None)
+    if found is None:
+        raise wrong("--alpha", alpha, " or ".join(f"{task.alpha:g}" for task in own if task.alpha) or "nothing")
+    if found.public and encoder is None:
+        raise wrong("--data", data, "with --encoder FOLDER, whose features its rows are of")
+    if encoder is not None and not found.public:
+        raise wrong("--encoder", encoder, f"nothing: {data} has a body of its own")
+    return found
+
+
+def _row_of(own: str, task: Task, epsilon: float, encoder: str | None) -> dict[str, Any]:
+    from fedflat.assembly.plans import algorithm_of
+    from fedflat.papers.board_runs import TUNING, Cell, examples, measure
+    from fedflat.report import Progress
+
+    if ":" not in own:
+        raise wrong("--with", own, "FILE.py:METHOD, as in a recipe's algorithm.name")
+    cell = Cell(task, epsilon, {"name": own}, encoder)
+    recipe = cell.recipe(TUNING, {})
+    # A mistake in the method is reported before minutes are spent on features.
+    algorithm_of(recipe)
+    _note(f"preparing {task.data}")
+    with Progress(recipe, what=f"preparing {task.data}", stderr=True):
+        known = examples(task, encoder)
+    return measure(cell, known, _note)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(found: dict[str, Any], out: Path) -> None:
+    from fedflat.papers import board
+
+    page = board.html(found, f"fedflat {__version__}")
+    cli.write_files(out, {"leaderboard.md": board.markdown(found), "leaderboard.html": page})
+    board.picture(found, out / "images" / "leaderboard.svg")

@@ -383,7 +383,7 @@ def test_a_folder_of_images_by_user(tmp_path: Path) -> None:
 
 
 def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedflat.cli.data import data as look
+    from fedflat.cli.catalogue import data as look
 
     words = (("free", "no"), ("pro", "yes"))
     rows = [";".join((str(i % 9), str(20 + i), *words[i % 2])) for i in range(90)]
