@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from safetensors.torch import load_file, save_file
 import fedflat
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation.tips import signed_tip
-from fedflat.privacy.compare import differences, unsaid
 from fedflat.privacy.ledger import HEADER, Ledger, event, seal
 from fedflat.privacy.statement import checksum, refuse_seeded
-from fedflat.records import checkpoint, signing
+from fedflat.records import checkpoint, keys, signing
+from fedflat.records.folder import RunFolder
 from fedflat.records.opening import Opening
 from fedflat.records.signing import read_public
 from fedflat.report import card
@@ -45,7 +47,7 @@ from fedflat.simulation.inspection import (
     check_strangers,
     inspect_run,
 )  # fmt: skip
-from fedflat.simulation.recomputed import Records
+from fedflat.simulation.recomputed import Records, differences
 from fedflat.simulation.result import export
 
 RECIPE = {
@@ -393,7 +395,26 @@ def restate(folder: Path, **changed: Any) -> None:
 def test_a_field_that_an_earlier_version_did_not_have_is_not_compared() -> None:
     (missing,) = differences({"epsilon": 1.0}, {"epsilon": 1.0, "randomness": "secret"})
     (edited,) = differences({"randomness": "seeded"}, {"randomness": "secret"})
-    assert unsaid(missing) and not unsaid(edited)
+    assert missing.unsaid and not edited.unsaid
+
+
+def test_every_difference_is_named_and_words_are_told_from_figures() -> None:
+    stated = {
+        "epsilon": 1.0,
+        "same": [1, {"a": 2.0}],
+        "reasons": ["x"],
+        "noise_source": "y" * 80,
+        "extra": True,
+        "run": 1,
+    }
+    found = {"epsilon": 2.0, "same": [1, {"a": 2.0 + 1e-9}], "reasons": [], "noise_source": "z", "lost": "w"}
+    said = {each.field: each for each in differences(stated, found)}
+    assert set(said) == {"epsilon", "reasons", "noise_source", "extra", "lost"}
+    assert [name for name in said if said[name].worded] == ["reasons", "noise_source"]
+    assert [name for name in said if said[name].unsaid] == ["lost"]
+    assert str(said["epsilon"]) == "epsilon says 1, and the run gives 2"
+    assert "1 entries" in str(said["reasons"]) and "…" in str(said["noise_source"])
+    assert "True" in str(said["extra"]) and not list(differences(found, found))
 
 
 def test_a_seeded_statement_of_0_2_is_known_by_its_noise() -> None:
@@ -628,3 +649,129 @@ def test_a_reviewer_without_the_owners_rights_gets_what_can_be_had(run: Path, tm
     finally:
         os.chmod(run, 0o755)
         os.chmod(run / "private", 0o700)
+
+
+# ------------------------------------------------------------------------------- what is covered, and what is not
+
+
+def resealed(folder: Path) -> None:
+    """Redo an export's page and checksums, as whoever edits it would."""
+    write_report([folder], folder / "report.html")
+    names = [line.split("  ", 1)[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
+    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def edit_metrics(folder: Path, **changed: Any) -> None:
+    """Change the last line of a folder's metrics, with its seal and checksum where there are such."""
+    *before, last = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    line = json.dumps(json.loads(last) | changed) + "\n"
+    (folder / "metrics.jsonl").write_text("".join([*before, line]))
+    if (folder / "SHA256SUMS").exists():
+        resealed(folder)
+        return
+    seal_of = RunFolder(folder, run=json.loads((folder / "privacy.json").read_bytes())["run"])._seal
+    *seals, _ = (folder / "metrics.seals").read_text().splitlines(keepends=True)
+    (folder / "metrics.seals").write_text("".join([*seals, f"{len(before)} {seal_of('metrics.jsonl', line)}\n"]))
+
+
+def said_of(folder: Path, record: str, key: Path | None = None) -> list[tuple[str, str]]:
+    return [(check.verdict, check.about) for check in inspect_run(folder, key) if check.record == record]
+
+
+def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be_open(tmp_path: Path) -> None:
+    signing.Operator.create(tmp_path / "operator.pem")
+    for name, key in (("signed", tmp_path / "operator.pem"), ("unsigned", None)):
+        simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / name, key=key)
+        export(tmp_path / name, tmp_path / f"{name}-out")
+        assert not [check for check in inspect_run(tmp_path / f"{name}-out") if check.verdict == "wrong"]
+    public = tmp_path / "operator.pub"
+    assert "weights, metrics signed" in said_of(tmp_path / "signed-out", "signature.json", public)[-1][1]
+    for name in ("signed-out", "unsigned-out"):
+        edit_metrics(tmp_path / name, test_accuracy=0.99)
+    assert said_of(tmp_path / "signed-out", "signature.json")[-1] == ("wrong", "it is about other metrics")
+    # the twin without a key: nothing is wrong, and the record is named as open
+    assert not [check for check in inspect_run(tmp_path / "unsigned-out") if check.verdict == "wrong"]
+    assert any(verdict == "unchecked" and "not covered" in about
+               for verdict, about in said_of(tmp_path / "unsigned-out", "metrics.jsonl"))  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", [{"epsilon": 0.01}, {"epsilon": None}, {"clip": 0.25}])
+def test_epsilon_and_clip_in_metrics_are_made_again(run: Path, changed: dict[str, Any]) -> None:
+    edit_metrics(run, test_accuracy=0.99)
+    assert not wrong(run)  # the twin: a seal that was redone tells nothing of a figure that nothing gives again
+    edit_metrics(run, **changed)
+    ((verdict, about),) = said_of(run, "metrics.jsonl, ε and clip")
+    assert verdict == "wrong" and f"round 2: {next(iter(changed))} says" in about
+
+
+def test_the_metrics_of_a_run_that_drew_a_round_twice_are_made_again(tmp_path: Path) -> None:
+    """Killed before its second checkpoint, and gone on with a key that is lost: that round is charged again."""
+    recipe = {**RECIPE, "algorithm": "dp-fedavg", "privacy": {"clip": 0.5, "noise_multiplier": 1.0}}
+    done: list[int] = []
+    simulation.run(recipe, out=tmp_path, on_round=lambda *_: done.append(1), should_stop=lambda: len(done) == 2)
+    for name in ("checkpoints", "private/heads"):
+        (tmp_path / name / "round-000002.safetensors").unlink(missing_ok=True)
+    keys.forget(Opening.read(tmp_path).run)
+    simulation.run(recipe, out=tmp_path, resume=True)
+    assert len(Records(tmp_path).entries) == 4
+    assert [verdict for verdict, _ in said_of(tmp_path, "metrics.jsonl, ε and clip")] == ["ok"]
+    edit_metrics(tmp_path, epsilon=fedflat.epsilon(clients=20, cohort=10, rounds=3, noise_multiplier=1.0, delta=0.005))
+    assert said_of(tmp_path, "metrics.jsonl, ε and clip")[0][0] == "wrong"  # the ε of three rounds where four count
+
+
+def test_every_file_is_covered_or_named(run: Path) -> None:
+    beside = ("registry.yaml", "audit.json", "ended.json", "ledger.torn", "server.lock")
+    for name in (*beside, "notes.txt"):
+        (run / name).write_text("{}")
+    found = {check.record: check for check in check_strangers(Records(run))}
+    for name in (*beside, "ledger.lock"):
+        assert found[name].about.startswith("known, not covered: "), name
+    assert found["notes.txt"].about.startswith("unknown") and "metrics.seals" not in found
+    assert found["files"].about.endswith("6 known and not covered, 1 unknown")
+    named = {check.record for check in inspect_run(run)}
+    for file in Records(run).files:  # the twin: each one is a record of its own, or of the file that it seals
+        kept = [record for record in named if record.startswith(file.replace(".seals", ".jsonl"))]
+        assert kept or file.startswith("private/heads/") or fnmatch(file, "checkpoints/*"), file
+
+
+@pytest.mark.parametrize("name", ["report.html", "card.md", "card.html"])
+def test_a_page_whose_title_or_data_show_another_epsilon_is_found(run: Path, name: str) -> None:
+    write_report([run], run / "report.html")
+    made = card.card(read_run(run))
+    (run / "card.md").write_text(card.markdown(made))
+    (run / "card.html").write_text(card.html(made))
+    text = (run / name).read_text()
+    edits = {"title": re.sub(r"seed-7654321|tiny", "ε = 0.01", text), "hidden": text + '<p id="runs">ε = 0.01</p>'}
+    edits["data"] = text.replace("8.00", "0.01") + '<p id="runs">'
+    for edit, changed in edits.items():
+        assert changed != text, edit
+        (run / name).write_text(changed)
+        ((verdict, about),) = [(c.verdict, c.about) for c in check_pages(Records(run)) if c.record == name]
+        assert verdict == "wrong" or "0.01 follows from nothing here" in about or "not covered here" in about, edit
+        assert verdict == "wrong" or (edit, name) != ("title", "report.html")
+    (run / name).write_text(text.replace("seed-7654321", "renamed"))  # the twin: a folder that was renamed
+    assert [c.verdict for c in check_pages(Records(run)) if c.record == name] == ["ok"]
+
+
+def test_without_a_key_a_ledger_that_is_chained_again_is_said_to_be_open(tmp_path: Path) -> None:
+    signing.Operator.create(tmp_path / "operator.pem")
+    for name, key in (("signed", tmp_path / "operator.pem"), ("unsigned", None)):
+        simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / name, key=key)
+        export(tmp_path / name, tmp_path / f"{name}-out")
+        lines = [json.loads(line) for line in (tmp_path / f"{name}-out/ledger.jsonl").read_text().splitlines()]
+        tips = [json.loads(line) for line in (tmp_path / f"{name}-out/tips.jsonl").read_text().splitlines()]
+        whole, tip = b"", hashlib.sha256(HEADER).hexdigest()
+        for number, line in enumerate(lines):  # another noise key's name: the two runs' noise would count as shared
+            body = {key: value for key, value in line.items() if key not in ("line", "previous", "checksum")}
+            raw = json.dumps(seal({**body, "key_id": "0" * 32}, number, tip), separators=(",", ":")).encode()
+            whole, tip = whole + raw + b"\n", hashlib.sha256(raw).hexdigest()
+            tips[number]["tip"] = tip
+        (tmp_path / f"{name}-out/ledger.jsonl").write_bytes(whole)
+        (tmp_path / f"{name}-out/tips.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in tips))
+        resealed(tmp_path / f"{name}-out")
+    found = {name: inspect_run(tmp_path / f"{name}-out") for name in ("signed", "unsigned")}
+    assert {check.record for check in found["signed"] if check.verdict == "wrong"} >= {"signature.json"}
+    assert not [check for check in found["unsigned"] if check.verdict == "wrong"]  # the twin
+    ((verdict, about),) = said_of(tmp_path / "unsigned-out", "signature")
+    assert verdict == "unchecked" and "the ledger's lines" in about and "metrics" in about

@@ -183,6 +183,14 @@ def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:
     return any(row.get("test_loss") is not None for row in metrics)
 
 
+def plan_again(recipe: Recipe, terms: Terms) -> Plan:
+    """Return the plan of a run's files: of its recipe and of what it began with."""
+    # A stand-in for the user's own method: reading a folder must never run its code.
+    method = terms.method(recipe)
+    plan = plan_of(recipe, method, recipe.data.clients or 0, terms.dimension)
+    return published.with_tensors(plan, terms.tensors)
+
+
 def restated(
     recipe: Recipe, content: Mapping[str, Any], terms: Terms, *, rounds: int, entries: Entries, public_data: bool
 ) -> dict[str, Any]:
@@ -191,10 +199,7 @@ def restated(
     Raises:
         InputError: the recipe is no settled one. RunError: this machine makes another factorisation of the noise.
     """
-    # A stand-in for the user's own method: reading a folder must never run its code.
-    method = terms.method(recipe)
-    plan = plan_of(recipe, method, recipe.data.clients or 0, terms.dimension)
-    plan = published.with_tensors(plan, terms.tensors)
+    plan = plan_again(recipe, terms)
     own = plan.mechanism
     if isinstance(own, ScheduledPlan) and entries and entries[0].get("factor", own.factor.digest) != own.factor.digest:
         raise RunError("the noise's factorisation comes out otherwise on this machine, and with it the sentences on it")

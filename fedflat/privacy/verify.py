@@ -409,9 +409,8 @@ def verify_run(folder: str | Path) -> Verification:
     ``InputError`` if there is no statement to check.
     """
     folder = Path(folder)
-    found = _json(folder / "privacy.json")
-    stated, delta = (_figure(folder, found, name) for name in ("proven_epsilon", "delta"))
-    metrics = [_line(folder / "metrics.jsonl", line) for line in _lines(folder / "metrics.jsonl")]
+    stated, delta = _figures(folder / "privacy.json")
+    metrics = _released(folder / "metrics.jsonl")
     path = folder / "ledger.jsonl"
     try:
         entries = read(path) if path.exists() or stated is not None else []
@@ -419,40 +418,33 @@ def verify_run(folder: str | Path) -> Verification:
         return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (str(error),))
     result = verify(entries, stated, delta=delta, released=[line["round"] for line in metrics])
     # The statement may count more than the metrics (rounds charged again), never less.
-    last = metrics[-1].get("epsilon") if metrics else None
-    notes = list(result.notes)
-    if last is not None and stated is not None and stated < last * (1 - ROUNDING):
-        notes.append(f"stated ε = {stated:.6g}, but metrics.jsonl ends at {last:.6g}")
-    return replace(result, ok=result.ok and not notes, notes=tuple(notes))
+    last = metrics[-1]["epsilon"] if metrics else None
+    if last is None or stated is None or stated >= last * (1 - ROUNDING):
+        return result
+    return replace(
+        result, ok=False, notes=(*result.notes, f"stated ε = {stated:.6g}, but metrics.jsonl ends at {last:.6g}")
+    )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _figures(path: Path) -> tuple[float | None, float | None]:
+    """Return the stated ε and δ."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        stated, delta = found.get("proven_epsilon"), found.get("delta")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise wrong(str(path), type(error).__name__, "a run's privacy statement") from error
-    if not isinstance(found, dict):
-        raise wrong(str(path), type(found).__name__, "a run's privacy statement")
-    return found
+    for name, value in (("proven_epsilon", stated), ("delta", delta)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise wrong(f"{path}: {name}", value, "a number, or null")
+    return stated, delta
 
 
-def _figure(folder: Path, found: Mapping[str, Any], name: str) -> float | None:
-    value = found.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise wrong(f"{folder / 'privacy.json'}: {name}", value, "a number, or null")
-    return value
-
-
-def _lines(path: Path) -> list[str]:
+def _released(path: Path) -> list[dict[str, Any]]:
+    """Return round and ε of each line of metrics.jsonl."""
+    if not path.exists():
+        return []
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    except OSError as error:
-        raise wrong(str(path), str(error.strerror), "a run's records") from error
-
-
-def _line(path: Path, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-        return {"epsilon": found.get("epsilon"), "round": int(found["round"])}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise wrong(str(path), text[:40], "one JSON record per line, each with its round") from error
+        lines = [json.loads(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+        return [{"epsilon": line.get("epsilon"), "round": int(line["round"])} for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise wrong(str(path), type(error).__name__, "one JSON record per line, each with its round") from error

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ from cryptography.hazmat.primitives.serialization import (
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.records import keys
-from fedflat.records.folder import read_lines
+from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines
 
-STATEMENT = "https://in-toto.io/Statement/v1"
+IN_TOTO = "https://in-toto.io/Statement/v1"
 PAYLOAD = "application/vnd.in-toto+json"
 RUN, TIP = "urn:fedflat:run:1", "urn:fedflat:tip:1"
 """Predicate types: what a run ended with, and how far its ledger was after a round."""
@@ -153,6 +153,16 @@ def read_public(path: Path) -> Ed25519PublicKey:
     return found
 
 
+def own_key(folder: Path) -> Path | None:
+    """Return this account's public key, where it signed the run in a folder."""
+    own = public_place(place())
+    try:
+        signers = [each["keyid"] for each in read(folder / SIGNATURE)["signatures"]]
+        return own if keyid(read_public(own)) in signers else None
+    except (InputError, KeyError, TypeError):
+        return None
+
+
 def pae(body: bytes, kind: str = PAYLOAD) -> bytes:
     """Return DSSE's pre-authentication encoding: what is signed."""
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind.encode(), len(body), body)
@@ -161,7 +171,7 @@ def pae(body: bytes, kind: str = PAYLOAD) -> bytes:
 def statement_of(kind: str, subjects: Mapping[str, str], predicate: Mapping[str, Any]) -> dict[str, Any]:
     """Return an in-toto Statement. subjects: name -> SHA-256."""
     listed = [{"name": name, "digest": {"sha256": digest}} for name, digest in subjects.items()]
-    return {"_type": STATEMENT, "subject": listed, "predicateType": kind, "predicate": dict(predicate)}
+    return {"_type": IN_TOTO, "subject": listed, "predicateType": kind, "predicate": dict(predicate)}
 
 
 def tip_statement(run: str, round: int, events: int, tip: str, checkpoint: str, history: str = "") -> dict[str, Any]:
@@ -184,7 +194,7 @@ def payload_of(envelope: Any) -> dict[str, Any]:
         if envelope["payloadType"] != PAYLOAD:
             raise ValueError("another payload")
         found = json.loads(base64.b64decode(envelope["payload"], validate=True))
-        if found["_type"] != STATEMENT:
+        if found["_type"] != IN_TOTO:
             raise ValueError("another statement")
         return {"subjects": {each["name"]: each["digest"]["sha256"] for each in found["subject"]}, **found}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -271,17 +281,18 @@ def keep_tips(folder: Path, finished: int) -> None:
     durable.replace(path, b"".join(kept), mode=0o644)
 
 
-def sign_run(folder: Path, run: str, files: Sequence[str], weights: str, key: Operator | None) -> None:
+def sign_run(folder: Path, run: str, weights: str, key: Operator | None) -> None:
     """Write signature.json over a run's ended records, or take an older one away where there is no key.
 
-    files: the records that are signed. weights: digest of the released weights.
+    weights: digest of the released weights.
     """
     path = folder / SIGNATURE
     if key is None:
         path.unlink(missing_ok=True)  # of another attempt: it would be about records that are no longer these
         return
-    subjects = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
-    lines = [line for line in (folder / "ledger.jsonl").read_bytes().split(b"\n") if line]
+    subjects = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (LEDGER, STATEMENT)}
+    # Not of the file's bytes: an export leaves the times of rounds out.
+    subjects |= {"weights": weights, "metrics": metrics_digest(folder)}
+    lines = [line for line in (folder / LEDGER).read_bytes().split(b"\n") if line]
     tip = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
-    predicate = {"run": run, "events": len(lines), "tip": tip}
-    write(path, key.sign(statement_of(RUN, {**subjects, "weights": weights}, predicate)))
+    write(path, key.sign(statement_of(RUN, subjects, {"run": run, "events": len(lines), "tip": tip})))

@@ -31,16 +31,13 @@ from fedflat.models.representation import FILE
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, locked
-from fedflat.records.signing import SIGNATURE, TIPS, keyid, place, public_place, read_public
-from fedflat.records.signing import read as read_signature
+from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, TIMES, locked
+from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report import Run, proven_epsilon, read_run, uncounted
 from fedflat.simulation.inspection import refuse_damage
 from fedflat.simulation.recomputed import MODEL, REPORT
 
 SUMS, PREPARATION = SEALED, "preparation.json"
-TIMES = ("seconds",)
-"""Keys of a round's released record that follow from who took part: how long a round takes tells its cohort's size."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     refuse_seeded("attest", json.loads((source / STATEMENT).read_bytes()))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise wrong("attest", f"{target}, which already exists", "a new folder")
-    public = key if key is not None else _own_key(source)
+    public = key if key is not None else own_key(source)
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name in (STATEMENT, LEDGER, SIGNATURE, TIPS):
@@ -260,13 +257,3 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     except OSError as error:
         raise wrong("attest", f"{target} ({error.strerror})", "a folder you may write to") from error
     return sorted(path.name for path in target.iterdir())
-
-
-def _own_key(source: Path) -> Path | None:
-    """Return this account's public key, where it signed the run."""
-    own = public_place(place())
-    try:
-        signers = [each["keyid"] for each in read_signature(source / SIGNATURE)["signatures"]]
-        return own if keyid(read_public(own)) in signers else None
-    except (InputError, KeyError, TypeError):
-        return None

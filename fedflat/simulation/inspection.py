@@ -9,7 +9,6 @@ Example::
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import stat
@@ -18,14 +17,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.durable import digest_of, read_tensors
 from fedflat.engine.resume import compare
 from fedflat.models.representation import FILE, KEPT
-from fedflat.privacy.ledger import LedgerError, read
+from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
-from fedflat.records import checkpoint, keys
+from fedflat.records import checkpoint, keys, signing
 from fedflat.records.folder import (
     LEDGER,
     LOCK,
@@ -37,12 +38,12 @@ from fedflat.records.folder import (
     STATEMENT,
     RunFolder,
     check_kinds,
+    metrics_digest,
     seals_of,
 )  # fmt: skip
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening
-from fedflat.records.signing import SIGNATURE, TIPS, keyid, place, public_place, read_public
-from fedflat.records.signing import read as signing_read
+from fedflat.records.signing import SIGNATURE, TIPS
 from fedflat.simulation.recomputed import (
     CARDS,
     MODEL,
@@ -51,12 +52,11 @@ from fedflat.simulation.recomputed import (
     Check,
     Records,
     Verdict,
-    card_fits,
-    page_fits,
+    check_card,
+    check_page,
+    metrics_faults,
     released_digest,
     remade,
-    signatures,
-    tip_faults,
 )  # fmt: skip
 from fedflat.simulation.tuning_settings import CHARGE, WINNER, faults
 
@@ -70,7 +70,7 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
         InputError: the folder holds no run, or a folder where a record belongs; key holds no public key.
     """
     path = Path(folder)
-    public = None if key is None else read_public(key)
+    public = None if key is None else signing.read_public(key)
     if (path / CHARGE).is_file():
         return [*check_selection(path), *_of_the_winner(path / WINNER)]
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
@@ -109,9 +109,8 @@ def refuse_damage(folder: Path) -> None:
     check_kinds(folder)
     read(folder / LEDGER)
     run = Records(folder)
-    for each in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_checkpoints, check_tips,
-                 check_statement, check_fields, check_signed):  # fmt: skip
-        for check in each(run):
+    for each in (*CHECKS, check_statement, check_signed):
+        for check in each(run) if each not in UNASKED else ():
             if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
                 hint = f"See fedflat verify {folder}."
                 raise wrong(str(folder / check.record), check.about, "the record as it was written", hint=hint)
@@ -193,14 +192,13 @@ def check_privacy(run: Records) -> Iterator[Check]:
         begun = not why or run.stated_rounds or (run.folder / METRICS).exists()
         yield Check(LEDGER, "wrong" if begun else "unchecked", "missing" if begun else "no round was begun")
         return
-    try:
-        read(ledger)
+    if run.ledger_fault:
+        yield Check(LEDGER, "wrong", run.ledger_fault)
+    else:
         yield Check(LEDGER, "ok", f"{_count(len(run.entries), 'event')} in an unbroken chain")
         if not ledger.read_bytes().endswith(b"\n") and run.entries and not run.going:
             torn = "a torn last line, of an event whose round was not released"
             yield Check(LEDGER, "unchecked" if why else "wrong", f"{torn}; --resume sets it aside" if why else torn)
-    except LedgerError as error:
-        yield Check(LEDGER, "wrong", str(error))
     if not (run.folder / STATEMENT).is_file() or (why and run.going):
         yield Check(STATEMENT, "unchecked" if why else "wrong", why or "missing")
         if missing := set(range(run.stated_rounds)) - {entry["round"] for entry in run.entries}:
@@ -256,6 +254,24 @@ def check_fields(run: Records) -> Iterator[Check]:
     if not different:
         yield Check(record, "ok", "as recipe, ledger, metrics and this code give it")
     yield from _check_weights(run, run.statement or {})
+
+
+def check_metrics(run: Records) -> Iterator[Check]:
+    """Check ε and clip of every line of metrics.jsonl, made again from recipe, ledger and code."""
+    if not run.metrics or run.going or not run.entries:
+        return
+    record = f"{METRICS}, ε and clip"
+    if not run.terms:
+        yield Check(record, "unchecked", "of a run of fedflat 0.2, which that version compares")
+        return
+    try:
+        found = list(metrics_faults(run))
+    except UNREADABLE as error:
+        yield Check(record, "wrong", f"cannot be made again ({' '.join(str(error).split())})")
+        return
+    yield from (Check(record, "wrong", fault) for fault in found[:3])
+    if not found:
+        yield Check(record, "ok", "as recipe, ledger and this code give them")
 
 
 def _check_weights(run: Records, stated: Mapping[str, Any]) -> Iterator[Check]:
@@ -345,13 +361,20 @@ def _foreign(run: Records, facts: Mapping[str, Any]) -> str:
 
 def check_tips(run: Records) -> Iterator[Check]:
     """Check that tips.jsonl has a line for each finished round, with the ledger's tip then."""
-    if not run.terms and not (run.folder / TIPS).exists():
+    path = run.folder / TIPS
+    if not run.terms and not path.exists():
         return
-    found = tip_faults(run)
+    text = path.read_bytes() if path.exists() else b""
+    found = [f"no line for round {number}" for number in range(1, run.finished_rounds + 1) if number not in run.tips]
+    if text and (not text.endswith(b"\n") or text.count(b"\n") != len(run.tips)):
+        found.append("a line that is torn, comes twice or is none")
+    for number, line in run.tips.items():
+        if line.get("tip") != run.tip_at(line.get("events")):
+            found.append(f"round {number} was finished with other events in the ledger")
     if found and run.going:
         yield Check(TIPS, "unchecked", WRITING)
         return
-    yield from (Check(TIPS, "wrong", fault) for fault in found)
+    yield from (Check(TIPS, "wrong", fault) for fault in found[:3])
     if not found:
         yield Check(TIPS, "ok", f"{_count(len(run.tips), 'round')}, each with the ledger's tip")
 
@@ -391,14 +414,105 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield _same(name, good, "as it was exported")
 
 
-def check_signed(run: Records, public: Any = None, witness: Path | None = None) -> Iterator[Check]:
-    """Check what an operator signed, and what a client saw. Without a key, this account's is tried, if it has one."""
-    if public is None and public_place(place()).is_file() and (run.folder / SIGNATURE).is_file():
-        with contextlib.suppress(InputError, KeyError, TypeError):
-            own = read_public(public_place(place()))
-            signers = [each["keyid"] for each in signing_read(run.folder / SIGNATURE)["signatures"]]
-            public = own if keyid(own) in signers else None
-    return signatures(run, public, witness)
+UNSIGNED = (
+    "unsigned: nothing here is covered against somebody who rewrites it all. Checksums and chains can be redone, of "
+    "the ledger's lines (std, clip, q, how many) with recipe, statement and weights as of the metrics: what was "
+    "checked is that they agree. fedflat keys new makes a key that signs every further run"
+)
+
+
+def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: Path | None = None) -> Iterator[Check]:
+    """Check what an operator signed, and what a client saw: signature.json, tips.jsonl and a client's tip.
+
+    public: the operator's key. Without one this account's is tried, if it has one and signed the run; else only what is
+    signed is compared, not by whom.
+    """
+    if public is None and (own := signing.own_key(run.folder)) is not None:
+        public = signing.read_public(own)
+    yield from _signature(run, public)
+    signed = [line for line in run.tips.values() if "signed" in line]
+    bad = [line["round"] for line in signed if not _tip_fits(run, line, public)]
+    if bad:
+        yield Check(TIPS, "wrong", f"round {bad[0]}: not what the operator signed")
+    elif signed and public is not None:
+        yield Check(TIPS, "ok", f"{len(signed)} of {len(run.tips)} rounds signed by this key")
+    if witness is not None:
+        yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))
+
+
+def _payload(envelope: Any, public: Ed25519PublicKey | None) -> dict[str, Any]:
+    return signing.payload_of(envelope) if public is None else signing.opened(envelope, public)
+
+
+def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]:
+    path = run.folder
+    if not (path / SIGNATURE).is_file():
+        missing = public is not None and (path / STATEMENT).is_file()
+        text = "there is none, and a key was given" if missing else UNSIGNED
+        yield Check("signature", "wrong" if missing else "unchecked", text)
+        if run.exported:
+            about = "test figures are not covered: no signature names them, and a checksum can be redone"
+            yield Check(METRICS, "unchecked", about)
+        return
+    try:
+        envelope = signing.read(path / SIGNATURE)
+        found = _payload(envelope, public)
+    except InputError as error:
+        yield Check(SIGNATURE, "wrong", str(error))
+        return
+    said, subjects = found.get("predicate") or {}, found["subjects"]
+    ours = {
+        f"another {LEDGER}": (LEDGER, _sha256(path / LEDGER)),
+        f"another {STATEMENT}": (STATEMENT, _sha256(path / STATEMENT)),
+        "another model": ("weights", released_digest(path, run.finished_rounds)),
+        "other metrics": ("metrics", metrics_digest(path) if "metrics" in subjects else None),
+    }
+    others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
+    if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
+        others.append("it is about another run or another ledger")
+    if "metrics" not in subjects:
+        yield Check(METRICS, "unchecked", "not covered: this signature, of an earlier version, does not name it")
+    if others:
+        yield Check(SIGNATURE, "wrong", "; ".join(others))
+    elif public is None:
+        named = ", ".join(str(each.get("keyid"))[:16] for each in envelope["signatures"])
+        about = f"about these records, by the key {named}; --key operator.pub checks it"
+        yield Check(SIGNATURE, "unchecked", about)
+    else:
+        covered = ", ".join(["run", "ledger", "statement", "weights", *(["metrics"] if "metrics" in subjects else [])])
+        yield Check(SIGNATURE, "ok", f"{covered} signed by the key {signing.keyid(public)[:16]}")
+
+
+def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
+    try:
+        found = _payload(line["signed"], public)
+        expected = signing.tip_statement(run.id, line["round"], line["events"], line["tip"], line["checkpoint"])
+    except (InputError, KeyError):
+        return False
+    return bool(found["predicate"] == expected["predicate"] and found["subject"] == expected["subject"])
+
+
+def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> tuple[Verdict, str]:
+    """Compare what a client kept of the run with the ledger."""
+    try:
+        said = _payload(signing.read(witness), public)["predicate"]
+        events, name = int(said["events"]), str(said["run"])
+    except InputError as error:
+        return "wrong", str(error)
+    except (KeyError, TypeError, ValueError):
+        return "wrong", "no tip of a run"
+    if name != run.id:
+        return "wrong", "of another run"
+    if events > len(run.entries):
+        return "wrong", f"the client saw {events} events, and the ledger has {len(run.entries)}"
+    if events and run.tip_at(events) != said.get("tip"):
+        return "wrong", "the client saw other events than the ledger has"
+    by = "" if public is not None else ", by a key that was not given"
+    return "ok", f"the {events} events that the client saw are in the ledger{by}"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def check_pages(run: Records) -> Iterator[Check]:
@@ -407,34 +521,48 @@ def check_pages(run: Records) -> Iterator[Check]:
         if not (run.folder / name).is_file() or run.going:
             continue
         try:
-            fits = page_fits(run.folder) if name == REPORT else card_fits(run.folder, name)
+            yield Check(name, *(check_page(run) if name == REPORT else check_card(run, name)))
         except InputError as error:
             yield Check(name, "unchecked", str(error))
-            continue
-        if fits:
-            yield Check(name, "ok", "shows what the records say")
-        elif fits is None:
-            yield Check(name, "unchecked", "of several runs, or made with what is not here; fedflat makes it again")
-        else:
-            yield Check(name, "wrong", "shows something else than the records; fedflat report or card makes it again")
 
 
 def check_strangers(run: Records) -> Iterator[Check]:
-    """Name the files of the folder that no check looks at; in an exported one ``check_sums`` names them."""
-    known = [] if run.exported else KNOWN
-    strange = [file for file in run.files if known and not any(fnmatchcase(file, one) for one in known)]
+    """Name the files that no other check covers: known ones with the reason, then unknown ones.
+
+    An exported folder's unknown files are wrong, and named by ``check_sums``.
+    """
+    others = [file for file in run.files if not any(fnmatchcase(file, one) for one in COVERED)]
+    known = {file: why for file in others for one, why in BESIDE.items() if fnmatchcase(file, one)}
+    for name, why in known.items():
+        yield Check(name, "unchecked", f"known, not covered: {why}")
+    strange = [file for file in others if file not in known and not run.exported]
     for name in strange[:20]:
-        yield Check(name, "unchecked", "no record of a run: nothing here covers it")
+        yield Check(name, "unchecked", "unknown: no record of a run, and nothing here covers it")
     if len(strange) > 20:
-        yield Check("other files", "unchecked", f"{len(strange) - 20} more that are no records of a run")
+        yield Check("other files", "unchecked", f"{len(strange) - 20} more that are unknown")
+    counts = f"{len(run.files) - len(others)} known and covered, {len(known)} known and not covered"
+    yield Check("files", "ok", f"{counts}, {len(others) - len(known)} unknown")
 
 
-KNOWN = (
-    RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE), TIPS, SIGNATURE,
-    FILE, REPORT, f"private/{REPORT}", *CARDS, "registry.yaml", "audit.json", "ledger.torn", "server.lock",
-    "ended.json", "*.damaged*", "checkpoints/round-*.safetensors", "private/heads/round-*.safetensors",
+COVERED = (
+    RECIPE, METRICS, seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE), TIPS, SIGNATURE, FILE,
+    REPORT, *CARDS, MODEL, SUMS, "*.damaged*", "checkpoints/round-*.safetensors", "private/heads/round-*.safetensors",
 )  # fmt: skip
-"""Files that other checks look at, or that hold nothing which a guarantee rests on."""
+"""Files that the other checks look at."""
+_SUMS_ONLY = f"only {SUMS} names it, which whoever edits the file can redo"
+BESIDE = {
+    LOCK: "it names the process that wrote the ledger",
+    f"private/{REPORT}": "the owner's own page; fedflat report makes it again",
+    "registry.yaml": "a draft that people fill in; fedflat card makes it again",
+    "audit.json": "what fedflat audit measured; no ε rests on it",
+    "ledger.torn": "what a crash tore off the ledger, of a round that was not released",
+    "server.lock": "a deployment's server holds it",
+    "ended.json": "that its operator ended the deployment, and when",
+    "preparation.json": _SUMS_ONLY,
+    "model.pt2": _SUMS_ONLY,
+    "model.onnx": _SUMS_ONLY,
+}
+"""Files of a run that nothing here covers, each with what it is; no guarantee rests on them."""
 
 
 def check_modes(run: Records) -> Iterator[Check]:
@@ -448,6 +576,8 @@ def check_modes(run: Records) -> Iterator[Check]:
 
 
 CHECKS: tuple[Callable[[Records], Iterable[Check]], ...] = (
-    check_opening, check_recipe, check_body, check_privacy, check_fields, check_rounds, check_checkpoints, check_tips,
-    check_mark, check_sums, check_pages, check_strangers, check_modes,
+    check_opening, check_recipe, check_body, check_privacy, check_fields, check_metrics, check_rounds,
+    check_checkpoints, check_tips, check_mark, check_sums, check_pages, check_strangers, check_modes,
 )  # fmt: skip
+UNASKED = (check_privacy, check_mark, check_pages, check_strangers, check_modes)
+"""Checks that using a run does not wait for: the second accountant, and what lies beside the records."""

@@ -1,13 +1,13 @@
-"""A run's statement made again from its other files, its pages made again, and its signatures held against them."""
+"""A run's records, each read once, and what is made again from them: statement, metrics' figures, pages, digests."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import html
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.assembly import going_on
-from fedflat.assembly.stating import Terms, restated, tested
+from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.durable import digest_of
 from fedflat.engine.job import SEEN
-from fedflat.privacy.compare import Difference, differences, unsaid, worded
+from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Scan, run_of, scan
-from fedflat.privacy.verify import _json as read_json
-from fedflat.records import checkpoint, signing
+from fedflat.privacy.plan import Plan
+from fedflat.privacy.statement import headline
+from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, STATEMENT, locked, read_lines, seals_of
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening, versions
-from fedflat.records.signing import SIGNATURE, TIPS, tips_of
+from fedflat.records.signing import tips_of
 
 MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
 UNREADABLE = (
@@ -89,11 +89,22 @@ class Records:
         return None
 
     @cached_property
+    def _scanned(self) -> tuple[Scan, str]:
+        path = self.folder / LEDGER
+        try:
+            return scan(path, path.read_bytes()), ""
+        except (OSError, InputError) as error:
+            return Scan([], b"", ""), str(error)
+
+    @property
     def ledger(self) -> Scan:
         """The ledger's lines, what a crash tore of the last one, and its tip."""
-        with contextlib.suppress(OSError, InputError):
-            return scan(self.folder / LEDGER, (self.folder / LEDGER).read_bytes())
-        return Scan([], b"", "")
+        return self._scanned[0]
+
+    @property
+    def ledger_fault(self) -> str:
+        """Why the ledger cannot be read; "" of a sound one."""
+        return self._scanned[1]
 
     @property
     def entries(self) -> list[Entry]:
@@ -128,6 +139,12 @@ class Records:
         return found
 
     @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are records of a round."""
+        lines = read_lines(self.folder / METRICS)
+        return [row for row in lines if isinstance(row, dict) and isinstance(row.get("round"), int)]
+
+    @cached_property
     def tips(self) -> dict[int, dict[str, Any]]:
         """The lines of tips.jsonl by round."""
         return tips_of(self.folder)
@@ -157,8 +174,7 @@ class Records:
     @cached_property
     def finished_rounds(self) -> int:
         """How many rounds metrics and checkpoints say were finished."""
-        lines = [row for row in read_lines(self.folder / METRICS) if isinstance(row, dict)]
-        rounds: list[int] = [row["round"] + 1 for row in lines if isinstance(row.get("round"), int)]
+        rounds: list[int] = [row["round"] + 1 for row in self.metrics]
         return max([0, *rounds, *self._saved_rounds()])
 
     @cached_property
@@ -173,6 +189,82 @@ class Records:
             return None
         return self.ledger.tip if events == len(self.entries) else str(self.entries[events]["previous"])
 
+    @cached_property
+    def parsed(self) -> Recipe:
+        """The recipe as a run reads it; InputError where it is none."""
+        return Recipe.load(self.folder / RECIPE)
+
+    @cached_property
+    def all_terms(self) -> Terms:
+        """The terms; of a run of 0.2 as far as its own statement tells them (one of ``UNREADABLE`` else)."""
+        return Terms.read(self.parsed, self.terms or _terms_stated(self.statement or {}))
+
+
+# ------------------------------------------------------------------------------------------- statement and metrics
+
+
+class Difference(NamedTuple):
+    """Where a statement differs, and what it says there and should say."""
+
+    field: str
+    stated: Any
+    found: Any
+
+    def __str__(self) -> str:
+        return f"{self.field} says {_short(self.stated)}, and the run gives {_short(self.found)}"
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether the statement has no such field at all, as one of an earlier version may not."""
+        return self.stated is _NOTHING
+
+    @property
+    def worded(self) -> bool:
+        """Whether only words differ, in a field that versions word differently."""
+        # A number is never a matter of wording, whatever field it stands in.
+        numbers = any(isinstance(value, (int, float)) for value in (self.stated, self.found))
+        return self.field.partition(".")[0].partition("[")[0] in WORDS and not numbers
+
+
+_NOTHING = "nothing"
+APART = ("run", "weights", "checksum")
+"""Fields that say whose statement it is; each has a check of its own."""
+CLOSE = 1e-6
+"""By how much of itself a number may differ: what another machine's arithmetic changes."""
+WORDS = (
+    "trust_model", "mechanism", "prior", "reasons", "not_covered", "noise_source", "floating_point", "warnings",
+    "paper_items", "checklist", "facts",
+)  # fmt: skip
+"""Fields whose sentences another version of fedflat may word otherwise; their numbers are compared all the same."""
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} entries"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def differences(stated: Any, found: Any, place: str = "") -> Iterator[Difference]:
+    """Yield every place where a stated figure or sentence is not the one that was found."""
+    if isinstance(stated, Mapping) and isinstance(found, Mapping):
+        keys = [key for key in dict.fromkeys((*stated, *found)) if place or key not in APART]
+        for key in keys:
+            where = f"{place}.{key}" if place else str(key)
+            yield from differences(stated.get(key, _NOTHING), found.get(key, _NOTHING), where)
+    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        for number, (one, other) in enumerate(zip(stated, found)):
+            yield from differences(one, other, f"{place}[{number}]")
+    elif not _same(stated, found):
+        yield Difference(place, stated, found)
+
+
+def _same(stated: Any, found: Any) -> bool:
+    both = (stated, found)
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in both):
+        return math.isclose(stated, found, rel_tol=CLOSE, abs_tol=1e-12)
+    return type(stated) is type(found) and bool(stated == found)
+
 
 def remade(run: Records) -> tuple[list[Difference], list[str]]:
     """Make the statement again from recipe, ledger, metrics and code, and compare it field by field.
@@ -182,10 +274,8 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
     Raises:
         InputError: the recipe is none from which a statement follows.
     """
-    stated, entries, record = read_json(run.folder / STATEMENT), run.entries, run.terms
-    recipe, metrics = Recipe.load(run.folder / RECIPE), read_lines(run.folder / METRICS)
-    terms = Terms.read(recipe, record or _terms_stated(stated))
-    public_data = tested(metrics) if record else bool(dict(stated["facts"]).get("public_data"))
+    stated, entries, recipe, terms = run.statement or {}, run.entries, run.parsed, run.all_terms
+    public_data = tested(run.metrics) if run.terms else bool(dict(stated["facts"]).get("public_data"))
     try:
         known: dict[str, Any] = {"rounds": run.finished_rounds, "entries": entries, "public_data": public_data}
         found = restated(recipe, run.recipe, terms, **known)
@@ -199,15 +289,47 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
         except InputError:
             unchecked.append(f"what it costs together with {recipe.after}, which is not here")
             found["warnings"] = stated["warnings"]
-    different = differences(stated, found)
+    different = list(differences(stated, found))
     here = versions(("fedflat",))["fedflat"]
     older = terms.fedflat != here
-    words = [each for each in different if older and (worded(each) or (not record and unsaid(each)))]
+    words = [each for each in different if older and (each.worded or (not run.terms and each.unsaid))]
     if words:
         made = f"fedflat {terms.fedflat}" if terms.fedflat else "fedflat 0.2"
         named = ", ".join(dict.fromkeys(each.field.partition("[")[0] for each in words))
         unchecked.append(f"the wording of {named}: {made} wrote it, and this is {here}; that version compares it")
     return [each for each in different if each not in words], unchecked
+
+
+def metrics_faults(run: Records) -> Iterator[str]:
+    """Yield where metrics.jsonl shows another ε, or another clip, than recipe, ledger and code give.
+
+    Raises:
+        InputError: the recipe is none from which a plan follows.
+    """
+    plan = plan_again(run.parsed, run.all_terms)
+    for row in run.metrics:
+        number = row["round"]
+        before = run.entries[: 1 + max((n for n, e in enumerate(run.entries) if e["round"] == number), default=-1)]
+        expected = {"epsilon": _epsilon_shown(plan, before, number) if plan.private else None}
+        if before:
+            expected["clip"] = before[-1].get("clip")
+            row = {**row, "clip": plan.record(number, math.inf if row.get("clip") is None else row["clip"])["clip"]}
+        for name, value in expected.items():
+            if not _same(row.get(name), value):
+                yield f"round {number}: {Difference(name, row.get(name), value)}"
+
+
+def _epsilon_shown(plan: Plan, before: list[Entry], round: int) -> float | None:
+    """Return the ε that a run shows after a round, whose event is the last of those ``before``; None for inf.
+
+    Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already.
+    """
+    now = plan.standing(before)
+    latest = {entry["round"]: entry.get("key_id") for entry in before}
+    later = sum(number > round and name != latest.get(round) for number, name in latest.items())
+    more = 0 if isinstance(now.mechanism, ScheduledPlan) else later
+    found = now.epsilon(round + 1 + now.again(before) + more)
+    return found if math.isfinite(found) else None
 
 
 def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,122 +365,41 @@ def released_digest(path: Path, rounds: int) -> str | None:
     return digest_of(checkpoint.released(state, facts))
 
 
-def tip_faults(run: Records) -> list[str]:
-    """Return what of tips.jsonl does not fit the ledger."""
-    text = (run.folder / TIPS).read_bytes() if (run.folder / TIPS).exists() else b""
-    found = [f"no line for round {number}" for number in range(1, run.finished_rounds + 1) if number not in run.tips]
-    if text and (not text.endswith(b"\n") or text.count(b"\n") != len(run.tips)):
-        found.append("a line that is torn, comes twice or is none")
-    for number, line in run.tips.items():
-        if line.get("tip") != run.tip_at(line.get("events")):
-            found.append(f"round {number} was finished with other events in the ledger")
-    return found[:3]
-
-
-# ----------------------------------------------------------------------------------------------------- signatures
-
-UNSIGNED = "unsigned: chains and checksums are no signature, so who rewrites every file goes unseen"
-
-
-def signatures(run: Records, public: Ed25519PublicKey | None, witness: Path | None) -> Iterator[Check]:
-    """Hold signature.json, tips.jsonl and a client's tip against the ledger, the statement and the weights.
-
-    public: the operator's key. Without one only what is signed is compared, not by whom.
-    """
-    yield _signature(run, public)
-    signed = [line for line in run.tips.values() if "signed" in line]
-    bad = [line["round"] for line in signed if not _tip_fits(run, line, public)]
-    if bad:
-        yield Check(TIPS, "wrong", f"round {bad[0]}: not what the operator signed")
-    elif signed and public is not None:
-        yield Check(TIPS, "ok", f"{len(signed)} of {len(run.tips)} rounds signed by this key")
-    if witness is not None:
-        yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))
-
-
-def _payload(envelope: Any, public: Ed25519PublicKey | None) -> dict[str, Any]:
-    return signing.payload_of(envelope) if public is None else signing.opened(envelope, public)
-
-
-def _signature(run: Records, public: Ed25519PublicKey | None) -> Check:
-    path = run.folder
-    if not (path / SIGNATURE).is_file():
-        if public is not None and (path / STATEMENT).is_file():
-            return Check("signature", "wrong", "there is none, and a key was given")
-        return Check("signature", "unchecked", UNSIGNED)
-    try:
-        envelope = signing.read(path / SIGNATURE)
-        found = _payload(envelope, public)
-    except InputError as error:
-        return Check(SIGNATURE, "wrong", str(error))
-    said, subjects = found.get("predicate") or {}, found["subjects"]
-    faults = [
-        f"it is about another {name}" for name in (LEDGER, STATEMENT) if subjects.get(name) != _sha256(path / name)
-    ]
-    if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
-        faults.append("it is about another run or another ledger")
-    weights = released_digest(path, run.finished_rounds)
-    if weights is not None and subjects.get("weights") != weights:
-        faults.append("it is about another model")
-    if faults:
-        return Check(SIGNATURE, "wrong", "; ".join(faults))
-    if public is None:
-        named = ", ".join(str(each.get("keyid"))[:16] for each in envelope["signatures"])
-        return Check(SIGNATURE, "unchecked", f"about these records, by the key {named}; --key operator.pub checks it")
-    return Check(SIGNATURE, "ok", f"run, ledger, statement and weights signed by the key {signing.keyid(public)[:16]}")
-
-
-def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
-    try:
-        found = _payload(line["signed"], public)
-        expected = signing.tip_statement(run.id, line["round"], line["events"], line["tip"], line["checkpoint"])
-    except (InputError, KeyError):
-        return False
-    return bool(found["predicate"] == expected["predicate"] and found["subject"] == expected["subject"])
-
-
-def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> tuple[Verdict, str]:
-    """Compare what a client kept of the run with the ledger."""
-    try:
-        said = _payload(signing.read(witness), public)["predicate"]
-        events, name = int(said["events"]), str(said["run"])
-    except InputError as error:
-        return "wrong", str(error)
-    except (KeyError, TypeError, ValueError):
-        return "wrong", "no tip of a run"
-    if name != run.id:
-        return "wrong", "of another run"
-    if events > len(run.entries):
-        return "wrong", f"the client saw {events} events, and the ledger has {len(run.entries)}"
-    if events and run.tip_at(events) != said.get("tip"):
-        return "wrong", "the client saw other events than the ledger has"
-    by = "" if public is not None else ", by a key that was not given"
-    return "ok", f"the {events} events that the client saw are in the ledger{by}"
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
 # ---------------------------------------------------------------------------------------------------------- pages
 
 
-def page_fits(path: Path) -> bool | None:
-    """Return whether report.html is the page of these records; None for a page of several runs."""
+SHOWN = re.compile(r"(?:ε|\beps(?:ilon)?)\W{0,4}(?:of the mechanism\W{0,4})?(\d[\d,]*(?:\.\d+)?)", re.IGNORECASE)
+"""A figure that a text calls ε."""
+OTHER = "shows something else than the records; fedflat report or card makes it again"
+
+
+def check_page(run: Records) -> tuple[Verdict, str]:
+    """Compare report.html with the page that these records give, whatever the folder is called."""
     from fedflat.report import public, read_run, render
 
+    path = run.folder
     text = (path / REPORT).read_text("utf-8", "replace")
-    title = re.search(r"<h1>([^<]*)</h1>", text)
-    run = read_run(path)
-    names = dict.fromkeys([run.name, str(run.recipe.get("name") or run.algorithm)])
-    shown = html.unescape(title[1]) if title else ""
-    if re.fullmatch(r"[\w.+ -]{1,60}", shown):  # the folder was renamed since
-        names[shown] = None
-    shapes = [public(run)] if locked(path) else [public(run), run]  # before 1.0 a run's page showed private charts too
+    titles = [html.unescape(each) for each in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
+    found = read_run(path)
+    names = dict.fromkeys([found.name, str(found.recipe.get("name") or found.algorithm)])
+    if titles and re.fullmatch(r"[\w.+ -]{1,60}", titles[-1]):  # the folder was renamed since
+        names[titles[-1]] = None
+    shapes = [public(found)] if locked(path) else [public(found), found]  # before 1.0 it showed private charts too
     made = (render([dataclasses.replace(each, name=name)]) for each in shapes for name in names)
+    ours = _figures(headline(run.statement)) if run.statement else set()
+    if strange := {figure for title in titles for figure in _figures(title)} - ours:
+        return "wrong", f"its title names ε = {', '.join(sorted(strange))}, which the statement does not"
     if any(_of_any_folder(again) == _of_any_folder(text) for again in made):
-        return True
-    return None if 'id="differences"' in text or 'id="runs"' in text else False
+        return "ok", "shows what the records say"
+    if 'id="differences"' not in text and 'id="runs"' not in text:
+        return "wrong", OTHER
+    if not ours <= _figures(html.unescape(re.sub(r"<[^>]*>", " ", text))):
+        return "wrong", "a page of several runs that does not show this one's ε"
+    return "unchecked", "of several runs: the figures of the others are not covered here"
+
+
+def _figures(text: str) -> set[str]:
+    return {figure.replace(",", "") for figure in SHOWN.findall(text)}
 
 
 def _of_any_folder(text: str) -> str:
@@ -368,14 +409,17 @@ def _of_any_folder(text: str) -> str:
     return re.sub(r" · \d{1,2} [A-Z][a-z]{2,8} \d{4}(?=<)", "", text)
 
 
-def card_fits(path: Path, name: str) -> bool | None:
-    """Return whether a card is that of these records; None where it was made with ``--about`` or ``--with``."""
+def check_card(run: Records, name: str) -> tuple[Verdict, str]:
+    """Compare a card with the one that these records give; what ``--about`` or ``--with`` added is not covered."""
     from fedflat.report import card as making
     from fedflat.report import read_run
 
-    made, text = making.card(read_run(path)), (path / name).read_text("utf-8", "replace")
+    made, text = making.card(read_run(run.folder)), (run.folder / name).read_text("utf-8", "replace")
     again = making.html(made) if name.endswith(".html") else making.markdown(made)
     if again == text:
-        return True
-    kept = making.figures(made, name.endswith(".html"))
-    return None if all(line in text for line in kept) else False
+        return "ok", "shows what the records say"
+    if not all(line in text for line in making.figures(made, name.endswith(".html"))):
+        return "wrong", OTHER
+    more = _figures(html.unescape(text)) - _figures(html.unescape(again))
+    named = f": ε = {', '.join(sorted(more))} follows from nothing here" if more else ""
+    return "unchecked", f"made with --about or --with; what these added is not covered{named}"

@@ -33,7 +33,7 @@ from fedflat.engine.resume import software_of
 from fedflat.engine.train import Record, final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import keys
-from fedflat.records.folder import LEDGER, OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
+from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.opening import Opening
 from fedflat.records.signing import Operator, check_outside, sign_run
 from fedflat.report import Progress
@@ -154,7 +154,7 @@ def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
         raise TypeError("a run without a folder has no records")
     weights = weights_digest(job, outcome.state)
     write_statement(folder.path / STATEMENT, facts, folder.run, weights)
-    sign_run(folder.path, folder.run, (LEDGER, STATEMENT), weights, job.operator)
+    sign_run(folder.path, folder.run, weights, job.operator)
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:

@@ -129,7 +129,7 @@ def test_records_that_are_of_another_kind(tmp_path: Path) -> None:
         verify_run(tmp_path)
     (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": 8.0, "delta": 0.002}))
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(InputError, match="a run's records"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl: found IsADirectoryError"):
         verify_run(tmp_path)
 
 
