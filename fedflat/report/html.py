@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from fedflat.report import metrics, pages, statement, tables, wording
 from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
 from fedflat.report.groups import Group, differing, group_runs, setting
-from fedflat.report.metrics import Run, column, cost_sentences, costs, epsilon_text, section
+from fedflat.report.metrics import Run, cost_sentences, costs, epsilon_text, section
 from fedflat.report.pages import PRIVATE, Facts, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
 from fedflat.report.summary import cautions, remarks
@@ -119,12 +117,12 @@ def _run_sections(run: Run) -> list[Section]:
             cards([figure for figure in figures if figure.private], PRIVATE),
         ),
         Section("recipe", "Recipe", "recipe", _recipe(run)),
-        Section("reproduce", "Reproduce", "reproduce", _reproduce(run)),
+        Section("reproduce", "Reproduce", "reproduce", {"folder": f"{run.name}-again"}),
     ]
 
 
-def _use(run: Run) -> dict[str, str] | None:
-    """Return the lines that load the model and answer for new rows; None for a run without a round.
+def _use(run: Run) -> dict[str, Any] | None:
+    """Return what the lines that load the model and answer for new rows name; None for a run without a round.
 
     An export's page names no folder: the original's name may tell the seed.
     """
@@ -132,15 +130,7 @@ def _use(run: Run) -> dict[str, str] | None:
         return None
     exported = run.seed is None
     name = "." if exported else run.path.resolve().name or "RUN"
-    lines = ["import fedflat", "", f"run = fedflat.load({json.dumps(name, ensure_ascii=False)})"]
-    lines += ["run.model  # the torch module with the released weights, in eval mode"]
-    note = "Run it beside this run's folder. To hand the model over, export what the guarantee covers first:"
-    command = f"fedflat export {shlex.quote(name)} FOLDER"
-    if exported:
-        note, command = "Run it in the folder that holds this page, or on its command line:", "fedflat predict . FILE"
-    if section(run.recipe, "data").get("inputs"):
-        lines += ["run.predict(table)  # one answer for each row of a pandas table, prepared as in training"]
-    return {"code": "\n".join(lines), "note": note, "command": command}
+    return {"name": name, "exported": exported, "predicts": bool(section(run.recipe, "data").get("inputs"))}
 
 
 def _data(run: Run) -> Facts | None:
@@ -160,65 +150,36 @@ def _data(run: Run) -> Facts | None:
     return Facts(kept) if kept else None
 
 
-def _tile(label: str, value: str, below: str, kind: str = "") -> dict[str, str]:
-    return {"label": label, "value": value, "below": below, "kind": kind}
-
-
 def _summary(run: Run, found: Card | str | None) -> dict[str, Any]:
-    notices = [each for each in _notices(run) if each["lines"]]
-    sentence = found.sentence if isinstance(found, Card) else ""
-    notes = remarks(run.metrics, run.private)
-    return {"sentence": sentence, "tiles": _tiles(run), "notices": notices, "notes": notes}
+    return {
+        "sentence": found.sentence if isinstance(found, Card) else "",
+        "facts": metrics.summary(run),
+        "epsilon_name": metrics.epsilon_name(run),
+        "beside_epsilon": _beside_epsilon(run),
+        "own": {_label(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
+        "notices": [each for each in _notices(run) if each["lines"]],
+        "notes": remarks(run.metrics, run.private),
+    }
 
 
-def _tiles(run: Run) -> list[dict[str, str]]:
-    found = metrics.summary(run)
-    shown, never = found["best_accuracy"], "never evaluated on test data"
-    best = never if shown is None else f"best {wording.percent(shown)} % after round {found['best_round'] + 1}"
-    planned = found["rounds_planned"]
-    rounds = found["rounds"]
-    ended = f"of {planned} planned" if planned and planned != rounds else "as planned" if planned else ""
-    tested = _tile(
-        "Test accuracy", _percent(found["final_accuracy"]), best if found["final_accuracy"] is not None else never
-    )
-    # A task without an accuracy is shown by its loss.
-    if found["final_accuracy"] is None and found["final_loss"] is not None:
-        tested = _tile("Test loss", f"{found['final_loss']:.4g}", "public test data")
-    others = {key: column(run.metrics, key) for key in metrics.own_metrics(run.metrics)}
-    tiles = [
-        _epsilon_tile(run),
-        tested,
-        *[_tile(key.replace("_", " ").capitalize(), f"{p[-1][1]:.4g}", "") for key, p in others.items() if p],
-        _tile("Rounds", f"{rounds:,}", ended),
-    ]
-    if found["seconds"]:
-        tiles.append(_tile("Time", wording.duration(found["seconds"]), _pace(found["seconds"] / max(rounds, 1))))
-    if found["personal_accuracy"] is not None:
-        tiles.append(_tile("Personal accuracy", _percent(found["personal_accuracy"]), PRIVATE, "private"))
-    return tiles
+def _label(key: str) -> str:
+    return key.replace("_", " ").capitalize()
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{wording.percent(value)} %"
-
-
-def _pace(seconds: float) -> str:
-    return f"{wording.duration(seconds) if seconds >= 0.1 else f'{1000 * seconds:.0f} ms'} a round"
-
-
-def _epsilon_tile(run: Run) -> dict[str, str]:
+def _beside_epsilon(run: Run) -> list[str]:
+    """Return what must be read with a run's ε: δ, the formula's claim, what audits found, and why none is proven."""
     proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
     delta = metrics.number(run.privacy.get("delta"))
-    below = [f"δ = {delta:g}"] if delta is not None and (proven or claimed) is not None else []
+    said = [f"δ = {delta:g}"] if delta is not None and (proven or claimed) is not None else []
     if claimed is not None:
-        below.append(f"claimed by the formula: {epsilon_text(claimed)}")
+        said.append(f"claimed by the formula: {epsilon_text(claimed)}")
     if found := statement.short(run):
-        below.append(f"audited: {found}")
+        said.append(f"audited: {found}")
     if found := statement.greatest(run):
-        below.append(f"one client moves the release by {found}")
+        said.append(f"one client moves the release by {found}")
     if proven is None and claimed is None:
-        below.append((metrics.reasons(run) or ["no finite ε is proven"])[0])
-    return _tile(metrics.epsilon_name(run), epsilon_text(proven), "; ".join(below))
+        said.append((metrics.reasons(run) or ["no finite ε is proven"])[0])
+    return said
 
 
 def _notices(run: Run) -> list[dict[str, Any]]:
@@ -256,14 +217,6 @@ def _recipe(run: Run) -> dict[str, Any] | str:
         section(run.recipe, "versions"),
     )
     return {"text": text, "versions": facts(versions, verbatim=True) if versions else None}
-
-
-def _reproduce(run: Run) -> dict[str, str]:
-    note = (
-        "Run it in this run's folder, or save the recipe above as recipe.yaml."
-        " Cohorts and noise repeat only where the statement says that they follow from the seed."
-    )
-    return {"command": f"fedflat run recipe.yaml --out {shlex.quote(f'{run.name}-again')}", "note": note}
 
 
 # ------------------------------------------------------------------------------------------------------- figures

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 import re
+import shlex
 from importlib import resources
 from typing import Any
 
@@ -36,7 +38,8 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
-    found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex}
+    found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
+    found.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
 
@@ -100,6 +103,8 @@ def duration(value: float | None) -> str:
     """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if value is None:
         return "–"
+    if 0 < value < 0.0995:
+        return f"{1000 * value:.0f} ms"
     if value < 59.95:
         return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
     minutes, rest = divmod(round(value), 60)
