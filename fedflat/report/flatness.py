@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
-from fedflat.report.groups import COLOURS
 from fedflat.report.pages import Section, Table
 
 Record = Mapping[str, Any]
@@ -23,32 +21,32 @@ def write_page(found: Record, target: Path) -> Path:
 
 def render(found: Record) -> str:
     """Return the page on flatness as HTML text."""
-    groups = found["groups"]
-    models = list(dict.fromkeys(group["model"] for group in groups))
+    groups = [{**group, "name": _name(group)} for group in found["groups"]]
+    curvature = max(each["curvature_examples"] for each in found["models"])
+    reading = {"rho": found["settings"]["rho"], "curvature_examples": curvature}
+    drawn = [group for group in groups if group["surface"]]
     sections = [
         Section("summary", "", "noted_table", _numbers(found)),
         Section("gaps", "Differences", "table", _differences(found)),
-        Section("reading", "How to read this", "prose", _reading(found)),
+        Section("reading", "How to read this", "reading", reading),
+        Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
     ]
-    for place, model in enumerate(models):
-        own = [group for group in groups if group["model"] == model]
+    for place, (model, own) in enumerate(_by_model(found)):
         title = "Global model" if model == "global" else f"Local model of {model}"
-        sections.append(Section(f"model-{place}", title, "cards", _model(own, place)))
-    drawn = [group for group in groups if group["surface"]]
-    if drawn:
-        sections.insert(3, Section("surface", "Surfaces", "surfaces", _surfaces(drawn)))
+        shown = pages.cards(_curves(own, place), pages.PRIVATE if own[0]["private"] else "")
+        sections.append(Section(f"model-{place}", title, "cards", shown))
     labels = list(dict.fromkeys(group["label"] for group in groups))
     title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
-    version = f"fedflat {metadata.version('fedflat')}" if _installed() else "fedflat"
-    return pages.page(title, _lead(found), sections, version, "flatness")
+    return pages.page(title, _lead(found), sections, "fedflat", "flatness")
 
 
-def _installed() -> bool:
-    try:
-        metadata.version("fedflat")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def _by_model(found: Record) -> list[tuple[str, list[Record]]]:
+    models = dict.fromkeys(group["model"] for group in found["groups"])
+    return [(model, [group for group in found["groups"] if group["model"] == model]) for model in models]
+
+
+def _name(group: Record) -> str:
+    return str(group["label"]) + ("" if group["model"] == "global" else f", {group['model']}")
 
 
 def _lead(found: Record) -> str:
@@ -158,34 +156,12 @@ def cost_text(cost: Record) -> str:
     )
 
 
-def _reading(found: Record) -> list[str]:
-    settings, curved = found["settings"], max(each["curvature_examples"] for each in found["models"])
-    return [
-        "Directions are random and filter-normalised: each filter (output channel or row) of the direction has the norm"
-        " of the same filter of the weights; biases and norm layers do not move. At a distance of 1 every filter has"
-        " moved by its own norm. All methods share the same random draw.",
-        f"Eigenvalues, trace and sharpness are those of the loss on {curved:,} examples; sharpness is how much the loss"
-        f" rises within distance ρ = {settings['rho']:g} (a lower bound).",
-        "Weight noise is Gaussian, its standard deviation a share of each tensor's root mean square.",
-        "One direction out of thousands is drawn: a bowl that looks round can still be steep where nobody looked."
-        " A model with a high loss everywhere is flat too: compare at similar loss and accuracy.",
-        "Absolute numbers (eigenvalues, trace, ρ) change when a ReLU network's layers are rescaled although the"
-        " function does not; the curves along normalised directions mostly do not.",
-    ]
-
-
 # --------------------------------------------------------------------------------------------------------- curves
 
 
 def figures(found: Record) -> list[Figure]:
     """Return the page's curves, model by model."""
-    models = list(dict.fromkeys(group["model"] for group in found["groups"]))
-    owns = ([group for group in found["groups"] if group["model"] == model] for model in models)
-    return [figure for place, own in enumerate(owns) for figure in _curves(own, place)]
-
-
-def _model(groups: Sequence[Record], place: int) -> dict[str, Any] | None:
-    return pages.cards(_curves(groups, place), pages.PRIVATE if groups[0]["private"] else "")
+    return [figure for place, (_, own) in enumerate(_by_model(found)) for figure in _curves(own, place)]
 
 
 def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
@@ -227,44 +203,27 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
-    low, high = min(every), max(every)
-    low = max(low, 1e-9)
+    low, high = max(min(every), 1e-9), max(every)
     lines = plates.levels(low, high)
     surfaces = [{"side": len(each["surface"]["steps"]), "loss": _short(each["surface"]["loss"])} for each in groups]
+    reliefs = []
+    for group in groups:
+        loss, steps, title = (
+            group["surface"]["loss"],
+            group["surface"]["steps"],
+            f"{group['name']}: contours of the loss",
+        )
+        reliefs.append({**group, "drawing": plates.draw(loss, steps, lines, low, high, title)})
+    together = [(each["name"], each["style"], each["surface"]["loss"]) for each in groups]
+    overlaid = len(groups) > 1 and lines
     return {
-        "hint": "Drag, or use the arrow keys, to turn; Home puts them back. All share one scale, and turn together.",
-        "reliefs": [_relief(group, lines, low, high) for group in groups],
-        "overlay": _overlaid(groups, lines),
+        "reliefs": reliefs,
+        "overlay": plates.overlay(together, groups[0]["surface"]["steps"], lines) if overlaid else "",
+        "series": [Series(each["name"], {}, style=each["style"]) for each in groups],
         "levels": [(f"{level:g}", *plates.colours(level, low, high)) for level in lines],
         "data": {"low": low, "high": high, "ramps": plates.RAMPS, "surfaces": surfaces},
     }
 
 
-def _overlaid(groups: Sequence[Record], lines: Sequence[float]) -> dict[str, Any] | None:
-    """Return the contours of two surfaces or more in one square, with their legend; None for one surface or none."""
-    names = [each["label"] + ("" if each["model"] == "global" else f", {each['model']}") for each in groups]
-    if len(groups) < 2 or not lines:
-        return None
-    surfaces = [(name, each["style"], each["surface"]["loss"]) for name, each in zip(names, groups)]
-    legend = [Series(name, {}, style=style) for name, style, _ in surfaces]
-    return {"drawing": plates.overlay(surfaces, groups[0]["surface"]["steps"], lines), "series": legend}
-
-
 def _short(rows: Sequence[Sequence[float]]) -> list[float]:
     return [float(f"{value:.5g}") for row in rows for value in row]
-
-
-def _relief(group: Record, lines: Sequence[float], low: float, high: float) -> dict[str, Any]:
-    surface = group["surface"]
-    values, middle = surface["loss"], len(surface["steps"]) // 2
-    edge = max(max(row) for row in values)
-    name = group["label"] + ("" if group["model"] == "global" else f", {group['model']}")
-    how = surface["precision"]
-    if surface["deviation"] is not None:
-        how += f", within {surface['deviation']:.2g} of float32 at nine points"
-    return {
-        "name": name, "colour": f"c{group['style'] % COLOURS}", "private": group["private"],
-        "words": f"Loss {values[middle][middle]:.3g} in the middle, at most {edge:.3g} on the square.",
-        "seed": group["seeds"][0], "how": how,
-        "contours": plates.draw(values, surface["steps"], lines, low, high, f"{name}: contours of the loss"),
-    }  # fmt: skip

@@ -203,7 +203,7 @@ def _audit(run: Run) -> dict[str, Any] | None:
     for heads, movements in map(statement.matrix, run.audits):
         if heads:
             shown.append(Table("Movement of the release over C, by data and back end", heads, movements))
-    return {"tables": shown, "rule": statement.RULE, "notes": statement.notes(run.audits)}
+    return {"tables": shown, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
 
 
 def _recipe(run: Run) -> dict[str, Any] | str:

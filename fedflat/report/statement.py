@@ -6,23 +6,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import yaml
 from markupsafe import Markup
 
 from fedflat.report import metrics
 from fedflat.report.metrics import Record, Run, number
 from fedflat.report.pages import Facts
+from fedflat.report.wording import asset
 
-TITLES = {
-    "caution": "Caution", "proven_epsilon": "Proven ε", "claimed_epsilon": "Claimed ε (the paper's formula)",
-    "epsilon": "ε", "delta": "δ", "epsilon_at_1e-5": "ε at δ = 10⁻⁵",
-    "simulated_epsilon": "ε of the simulated population", "reasons": "Reasons", "warnings": "Warnings",
-    "paper_items": "Where the published procedure leaves its formula", "unit": "Unit of privacy",
-    "adjacency": "Adjacency", "trust": "Trust model", "trust_model": "Trusted", "adversaries": "Protected from",
-    "not_covered": "Not covered", "protocol": "Protocol", "sampling": "Sampling", "mechanism": "Mechanism",
-    "accountant": "Accountant", "rounds": "Rounds run", "rounds_charged": "Rounds charged", "noise_source": "Noise",
-    "floating_point": "Arithmetic", "rounding": "Rounding that the sensitivity allows for, as a share of the clip",
-}  # fmt: skip
-FOLDED = {"checklist": "Reporting checklist", "facts": "Facts the statement was made from"}
+WORDS: dict[str, Any] = yaml.safe_load(asset("statement.yaml"))
+TITLES: dict[str, str] = WORDS["titles"]
 
 
 class Statement(NamedTuple):
@@ -38,7 +31,7 @@ def statement_of(run: Run) -> Statement | str:
         return f"{metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:]}: nothing is proven."
     known = {key: run.privacy[key] for key in TITLES if key in run.privacy}
     rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
-    folded = [(name, rest.pop(key)) for key, name in FOLDED.items() if isinstance(rest.get(key), Mapping)]
+    folded = [(name, rest.pop(key)) for key, name in WORDS["folded"].items() if isinstance(rest.get(key), Mapping)]
     shown = facts(_without_repeats(known) | rest)
     if metrics.seeded(run):
         names = {TITLES["proven_epsilon"]: metrics.epsilon_name(run)}
@@ -51,8 +44,7 @@ def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
     proven = known.get("proven_epsilon")
     drop = {"epsilon"} if "proven_epsilon" in known and known.get("epsilon", proven) == proven else set()
     drop |= {"claimed_epsilon"} if proven is not None and known.get("claimed_epsilon") == proven else set()
-    optional = "claimed_epsilon simulated_epsilon rounding reasons not_covered adversaries warnings paper_items"
-    drop |= {key for key in (*optional.split(), "epsilon_at_1e-5") if known.get(key) in ([], "", None)}
+    drop |= {key for key in WORDS["optional"] if known.get(key) in ([], "", None)}
     if "proven_epsilon" not in known and "claimed_epsilon" in known:
         # A claimed ε is never shown without the proven one.
         known = {"proven_epsilon": None} | known
@@ -125,17 +117,6 @@ def readable(value: Any) -> str:
 AUDIT = "audit.json"
 """Written by ``fedflat audit RUN``."""
 NARROW = 11
-ABOUT = {
-    "worlds": "a few clients, one of them with hostile data or none, on every back end that applies",
-    "mechanism": "one round of the method, in the audit's fixed configuration",
-    "one-run": "the whole run, trained once more with canary clients",
-    "canaries": "the whole run, trained once more with canary clients",
-    "noise": "the noise and the cohorts of a few real rounds of clients without data",
-}
-RULE = (
-    "A lower bound is what leaks at least, except with the probability left by its confidence; it proves no guarantee. "
-    "An estimate bounds nothing. The claimed and proven ε of a row are those of what that audit looked at."
-)
 
 
 def audited_text(audit: Record) -> str:
@@ -271,11 +252,15 @@ def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
     found = []
     for audit in audits:
         kind = str(audit.get("kind"))
-        facts = [ABOUT.get(kind, ""), f"canary: {audit.get('canary')}", f"statistic: {audit.get('statistic')}"]
+        facts = [
+            WORDS["audits"].get(kind, ""),
+            f"canary: {audit.get('canary')}",
+            f"statistic: {audit.get('statistic')}",
+        ]
         broken = "" if "movement" in _details(audit) else "Contract 2b broken: "
         lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
-        about = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))
-        found.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": about, "lines": lines})
+        told = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))
+        found.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": told, "lines": lines})
     return found
 
 
