@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -120,22 +120,28 @@ def _isolated(parts: RoundParts, problem: ModuleProblem) -> tuple[RoundParts, st
     return parts, "training that draws random numbers" if problem.random else ""
 
 
+@dataclass
 class _Makers:
-    """Builds back ends for one run."""
+    """Builds back ends for one run. one_by_one: why clients must train one by one, if so."""
 
-    def __init__(
-        self,
-        parts: RoundParts,
-        problem: ModuleProblem,
-        data: FederatedData,
-        seed: int,
-        cores: int,
-        one_by_one: str = "",
-    ) -> None:
-        self.parts, self.problem, self.data, self.seed, self.cores = parts, problem, data, seed, cores
-        self.one_by_one = one_by_one
-        plain = data.targets.dim() == 1 and data.inputs.is_floating_point() and problem.objective.cross_entropy
-        self.layers: tuple[Linear, ...] | None = layers_of(problem.module, parts.layout) if plain else None
+    parts: RoundParts
+    problem: ModuleProblem
+    data: FederatedData
+    seed: int
+    cores: int
+    one_by_one: str = ""
+
+    @cached_property
+    def layers(self) -> tuple[Linear, ...] | None:
+        """The module's linear layers, where blocks can be trained by their products."""
+        plain = self.data.targets.dim() == 1 and self.data.inputs.is_floating_point()
+        plain = plain and self.problem.objective.cross_entropy
+        return layers_of(self.problem.module, self.parts.layout) if plain else None
+
+    @cached_property
+    def short(self) -> tuple[RoundParts, float]:
+        """The parts of a timing run, and by what their time is to be multiplied: a whole client may take minutes."""
+        return shortened(self.parts)
 
     def make(self, name: str, block: int | None, parts: RoundParts | None = None, threads: int = 1) -> Backend:
         """Return a back end by name. parts: with fewer steps for a timing run. threads: cores it may use."""
@@ -148,17 +154,13 @@ class _Makers:
         if name == "ray":
             return RayTasks(alone, self.cores, block)
         precision = "fp32" if name in FLOAT32 else self.problem.precision
-        written: BlockProblem | DenseProblem = BlockProblem(
-            self.problem.module, layout, precision, objective=self.problem.objective
-        )
-        factors = None
-        if self.layers is not None:
-            written = DenseProblem(layout, self.layers, precision)
-            factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
         size = min(block, self.clients) if block else self.block(name == "lowrank", BLOCK_ENTRIES)
-        apart = self.layers is not None and self.problem.device.type == "cpu"
-        given = (parts.algorithm, written, parts.local, self.data, self.seed, size)
-        return Vectorized(*given, factors, threads, apart, name)
+        if self.layers is None:
+            written = BlockProblem(self.problem.module, layout, precision, objective=self.problem.objective)
+            return Vectorized(alone, written, size, threads=threads, name=name)
+        factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
+        dense, apart = DenseProblem(layout, self.layers, precision), self.problem.device.type == "cpu"
+        return Vectorized(alone, dense, size, factors, threads, apart, name)
 
     @property
     def clients(self) -> int:
@@ -210,7 +212,7 @@ class _Makers:
     @cached_property
     def _expected(self) -> torch.Tensor:
         """The checked clients' sum ``(d,)``, computed on the processor."""
-        mine, (short, _) = self.problem, shortened(self.parts)
+        mine, (short, _) = self.problem, self.short
         module = copy.deepcopy(mine.module).to(CPU)
         problem = ModuleProblem(module, self.parts.layout, mine.precision, objective=mine.objective)
         plain = Sequential(short.algorithm, problem, short.local, placed(self.data, CPU), self.seed)
@@ -218,19 +220,17 @@ class _Makers:
 
     def no_factors(self) -> str:
         """Return why the low-rank form does not apply; empty if it does."""
-        if any(isinstance(piece, Isolated) for _, piece in pieces_of(self.parts.algorithm)):
-            return "a piece of one's own"
-        if not self.problem.objective.cross_entropy:
-            return "a loss other than cross-entropy"
-        if self.layers is None:
-            return "a model that is not a stack of linear layers"
-        if self.parts.algorithm.head is not None or any(p.part != "all" for p in self.parts.algorithm.phases):
-            return "a personal part"
-        if self.parts.algorithm.client_state or self.parts.algorithm.vectors > 1:
-            return "clients' state, or a message of several vectors"
-        if self.parts.local.optimizer != "sgd":
-            return f"local.optimizer: {self.parts.local.optimizer}"
-        return "local epochs of each client's own length" if self.parts.local.epochs is not None else ""
+        method, local = self.parts.algorithm, self.parts.local
+        reasons = {
+            "a piece of one's own": any(isinstance(piece, Isolated) for _, piece in pieces_of(method)),
+            "a loss other than cross-entropy": not self.problem.objective.cross_entropy,
+            "a model that is not a stack of linear layers": self.layers is None,
+            "a personal part": method.head is not None or any(phase.part != "all" for phase in method.phases),
+            "clients' state, or a message of several vectors": bool(method.client_state) or method.vectors > 1,
+            f"local.optimizer: {local.optimizer}": local.optimizer != "sgd",
+            "local epochs of each client's own length": local.epochs is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _fastest(makers: _Makers) -> Choice:
@@ -239,23 +239,25 @@ def _fastest(makers: _Makers) -> Choice:
     known = remembered(key)
     if known is not None and known.backend in BACKENDS and (known.backend != "lowrank" or not makers.no_factors()):
         return known
-    clients = max(CHECKED_CLIENTS, makers.cores * FACTORS_AT_MOST)
-    tried = copy.copy(makers)
     # Made-up clients: how fast real ones are would follow from their data.
-    tried.data = made_up(makers.data, makers.parts.local, clients)
+    clients = max(CHECKED_CLIENTS, makers.cores * FACTORS_AT_MOST)
+    tried = replace(makers, data=made_up(makers.data, makers.parts.local, clients))
     with using_threads(1):  # as in the run
         found = _measured(tried)
+    tried.problem.bind(tried.first.to(tried.problem.device))
     remember(key, found)
     return found
 
 
 def _measured(makers: _Makers) -> Choice:
     """Try what applies on a few clients and keep the least seconds per client, workers' start included."""
-    parts, first = makers.parts, makers.first
-    # Few local steps, scaled up: a whole client may take minutes.
-    short, factor = shortened(parts)
-    alone = factor * seconds_per_client(makers.make("sequential", None, short), short, first, 1)
-    makers.problem.bind(first.to(makers.problem.device))
+    parts, (short, factor) = makers.parts, makers.short
+
+    def seconds(threads: int) -> float:
+        backend = makers.make("sequential", None, short, threads)
+        return factor * seconds_per_client(backend, short, makers.first, 1)
+
+    alone = seconds(1)
     found = {Choice("sequential"): alone}
     cohort = max(1, math.ceil(parts.plan.sampler.size))
     # A worker's share of the cohort: its last turn may not fill the cores.
@@ -265,21 +267,19 @@ def _measured(makers: _Makers) -> Choice:
         if sendable:
             found[Choice("workers")] = alone * turns * PER_WORKER
         if turns * makers.cores > UNEVEN or not sendable:
-            together = makers.make("sequential", None, short, makers.cores)
-            found[Choice("sequential", threads=makers.cores)] = factor * seconds_per_client(together, short, first, 1)
+            found[Choice("sequential", threads=makers.cores)] = seconds(makers.cores)
     if parts.local.epochs is None and not makers.one_by_one:
-        _measure_blocks(makers, first, min(found.values()), found)
-    makers.problem.bind(first.to(makers.problem.device))
+        _measure_blocks(makers, min(found.values()), found)
     return min(found, key=lambda choice: found[choice])
 
 
-def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: dict[Choice, float]) -> None:
+def _measure_blocks(makers: _Makers, best: float, found: dict[Choice, float]) -> None:
     """Time blocks that fit memory, and such that fit a core's caches; on all cores where that is clearly faster."""
-    if makers.layers is None and best > SMALL_STEP:
+    stack, (short, factor) = makers.layers is not None, makers.short
+    if not stack and best > SMALL_STEP:
         return  # convolutions over clients by vmap are grouped convolutions, many times slower on CPUs
-    short, factor = shortened(makers.parts)
-    both = makers.layers is not None and makers.problem.precision == "bf16"
-    names = ["vectorized", *(["vectorized-fp32"] if both else [])]
+    names = ["vectorized"]
+    names += ["vectorized-fp32"] if stack and makers.problem.precision == "bf16" else []
     names += ["lowrank"] if not makers.no_factors() and makers.rows <= FEW_ROWS else []
     for name in names:
         whole = name == "lowrank"
@@ -291,11 +291,11 @@ def _measure_blocks(makers: _Makers, first: torch.Tensor, best: float, found: di
             least = math.inf
             for threads in sorted({1, makers.cores}):
                 backend = makers.make(name, size, parts, threads)
-                clients = size * (threads if makers.layers is not None else 1)
                 try:
-                    seconds = times * makers.places(size) * seconds_per_client(backend, parts, first, clients)
+                    taken = seconds_per_client(backend, parts, makers.first, size * (threads if stack else 1))
                 except (InputError, RunError):  # a candidate that a block breaks is none
                     break
+                seconds = times * makers.places(size) * taken
                 # Blocks of their own give the same bits with any number of threads; by vmap they may not.
-                if seconds < (1.0 if makers.layers is not None else CLEARLY) * least:
+                if seconds < (1.0 if stack else CLEARLY) * least:
                     found[Choice(name, size, threads)] = least = seconds

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.backends.onednn import in_logical_order, in_memory_order, keep_freed_memory
-from fedflat.backends.sequential import Sequential, words_of
-from fedflat.core.checks import InputError, RunError, one_line, wrong
+from fedflat.backends.sequential import Sequential, as_sent
+from fedflat.core.checks import RunError, one_line, wrong
 from fedflat.core.imports import load_files, user_files
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
@@ -144,10 +144,8 @@ def train_block(
             found.append(in_place(inner.one(client, broadcast, torch.cat([broadcast.shared, head]), states)))
         inner.problem.restore_and_check(everything=True)
         return found
-    except InputError as error:
-        return InputError(str(error))
-    except Exception as error:
-        return RunError(f"Ray task: {words_of(error)}")
+    except Exception as error:  # a user's piece or module may fail in any way
+        return as_sent(error, "Ray task")
 
 
 @functools.lru_cache(maxsize=1)

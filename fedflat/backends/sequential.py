@@ -59,10 +59,10 @@ class Sequential:
         with using_threads(self.threads) if self.threads > 1 else contextlib.nullcontext():
             for client in cohort.tolist():
                 result = None
-                if size := len(self.data.parts[client]):
+                if len(self.data.parts[client]):
                     states = states_of(self.algorithm, kept, client, broadcast.shared)
                     result = self.one(client, broadcast, kept.whole(broadcast.shared, client), states)
-                yield self.part(client, size, result, broadcast)
+                yield self._part(client, result, broadcast)
             refuse_change(self._pieces, "algorithm", everything=True)
             self.problem.restore_and_check(everything=True)
 
@@ -72,17 +72,16 @@ class Sequential:
         """Yield each client's part, in client order. train: gives the results of those with data, in that order."""
         results = train([client for client in cohort.tolist() if len(self.data.parts[client])])
         for client in cohort.tolist():
-            size = len(self.data.parts[client])
-            yield self.part(client, size, next(results) if size else None, broadcast)
+            yield self._part(client, next(results) if len(self.data.parts[client]) else None, broadcast)
         for _ in results:  # what it does after its last client
             pass
         refuse_change(self._pieces, "algorithm", everything=True)
 
-    def part(self, client: int, size: int, result: LocalResult | None, broadcast: Broadcast) -> Trained:
+    def _part(self, client: int, result: LocalResult | None, broadcast: Broadcast) -> Trained:
         """Return a client's result as a part of the round; zeros for a client without data (None)."""
         if result is None:
             return Trained.nothing(1, self.algorithm.vectors * broadcast.shared.numel())
-        return Trained.of([client], [size], result)
+        return Trained.of([client], [len(self.data.parts[client])], result)
 
     def one(
         self, client: int, broadcast: Broadcast, weights: Tensor, states: Mapping[str, Tensor] = MappingProxyType({})
@@ -119,6 +118,9 @@ class Sequential:
         return LocalResult(*(value.to(weights.device) for value in vars(result).values()))
 
 
-def words_of(error: Exception) -> str:
-    """Return what another process says of an error: our own as it is, any other by the end of its traceback."""
-    return str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-TRACEBACK:]
+def as_sent(error: Exception, where: str) -> Exception:
+    """Return what another process raises of an error: our own as it is, any other by the end of its traceback."""
+    if isinstance(error, InputError):
+        return InputError(str(error))
+    words = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-TRACEBACK:]
+    return RunError(f"{where}: {words}")

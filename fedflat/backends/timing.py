@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from fedflat.core.checks import RunError
 from fedflat.core.params import PersonalState
@@ -23,11 +22,12 @@ from fedflat.core.types import Broadcast, Local
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.batches import width_of
+from fedflat.engine.client import steps_of
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend, RoundSum
 from fedflat.engine.round import RoundParts
 
-VERSION = 6
+VERSION = 7
 """Of the back ends' speed: raised when a change makes earlier trials' outcomes doubtful."""
 TRIES, SHORT = 6, 0.5
 """Tries of a back end, as long as they took fewer seconds together; two in any case."""
@@ -94,40 +94,23 @@ def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np
 
 def shortened(parts: RoundParts) -> tuple[RoundParts, float]:
     """Return the same parts with few local steps, and by what their time is to be multiplied."""
-    local, phases = parts.local, parts.algorithm.phases
-    steps = min(local.steps, STEPS)
-    whole = sum(local.steps if p.steps is None else p.steps for p in phases)
-    kept = tuple(p if p.steps is None else replace(p, steps=min(p.steps, steps)) for p in phases)
-    done = sum(steps if p.steps is None else p.steps for p in kept)
-    few, method = replace(local, steps=steps, epochs=None), replace(parts.algorithm, phases=kept)
-    short = replace(parts, local=few, algorithm=method)
-    return short, whole / max(done, 1)
+    phases = parts.algorithm.phases
+    few = replace(parts.local, steps=min(parts.local.steps, STEPS), epochs=None)
+    short = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in phases)
+    whole, done = (sum(steps_of(p, local) for p in some) for some, local in ((phases, parts.local), (short, few)))
+    return replace(parts, local=few, algorithm=replace(parts.algorithm, phases=short)), whole / max(done, 1)
 
 
 def situation(parts: RoundParts, problem: ModuleProblem, data: FederatedData, cores: int) -> str:
     """Return what a trial's outcome depends on, as a short hash: machine, versions, model, method and shapes."""
-    facts = (
-        VERSION,
-        platform.node(),
-        platform.processor(),
-        torch.__version__,
-        torch.get_num_threads(),
-        cores,
-        str(problem.module),
-        problem.precision,
-        problem.onednn,
-        problem.objective.task,
-        problem.objective.own is None,
-        str(problem.device) if problem.device.type == "cpu" else torch.cuda.get_device_name(problem.device),
-        str(parts.layout.shapes),
-        repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms)),
-        repr(replace(parts.local, lr=0.0, lr_decay=1.0, schedule="constant", warmup=0, rounds=1)),
-        type(parts.clip).__name__,
-        int(math.log2(max(parts.plan.sampler.size, 1))),
-        width_of(data, parts.local.batch_size),
-        problem.random,
-        data.input_shape,
-    )
+    gpu, objective = problem.device.type != "cpu", problem.objective
+    place = str(problem.device) if not gpu else torch.cuda.get_device_name(problem.device)
+    machine = (platform.node(), platform.processor(), torch.__version__, torch.get_num_threads(), cores, place)
+    model = (str(problem.module), problem.precision, problem.onednn, problem.random, str(parts.layout.shapes))
+    method = repr((parts.algorithm.name, parts.algorithm.phases, parts.algorithm.transforms, type(parts.clip)))
+    local = repr(replace(parts.local, lr=0.0, lr_decay=1.0, schedule="constant", warmup=0, rounds=1))
+    shapes = (int(math.log2(max(parts.plan.sampler.size, 1))), width_of(data, parts.local.batch_size), data.input_shape)
+    facts = (VERSION, machine, model, objective.task, objective.own is None, method, local, shapes)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
@@ -138,12 +121,7 @@ def cache_file() -> Path:
 
 def remembered(key: str) -> Choice | None:
     """Return the outcome of an earlier trial; None if there is none, or the file cannot be read."""
-    found: Any = _read().get(key)
-    try:
-        block = None if found["block"] is None else int(found["block"])
-        return Choice(str(found["backend"]), block, int(found["threads"]))
-    except (TypeError, KeyError, ValueError):
-        return None
+    return _outcomes().get(key)
 
 
 def remember(key: str, choice: Choice) -> None:
@@ -151,16 +129,17 @@ def remember(key: str, choice: Choice) -> None:
     path = cache_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {**_read(), key: asdict(choice)}
         # Written beside and renamed: runs on one machine share the file.
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        fresh.write_bytes(_OUTCOMES.dump_json({**_outcomes(), key: choice}, indent=1))
         fresh.replace(path)
 
 
-def _read() -> dict[str, Any]:
+_OUTCOMES = TypeAdapter(dict[str, Choice])
+
+
+def _outcomes() -> dict[str, Choice]:
     try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
+        return _OUTCOMES.validate_json(cache_file().read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

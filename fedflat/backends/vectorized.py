@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.held import global_generators
 from fedflat.core.params import ClientContext, PersonalState
 from fedflat.core.process import set_meanwhile, using_threads
-from fedflat.core.types import Algorithm, Broadcast, Local
-from fedflat.data.clients import FederatedData
+from fedflat.core.types import Broadcast
 from fedflat.engine.accumulate import EMPTY
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.client import LocalResult, train_client
@@ -59,17 +59,15 @@ class Vectorized:
     that follows from its number, and an operation does the same arithmetic at a place whatever is in the others
     (docs/specification.md, "What was measured is what is released"). Places without a client compute on zeros, and are
     left out of the sum.
-    problem: works on weights written out. factors: the low-rank form, or None; a method that it declines is trained on
+    inner: the same training, one client at a time. problem: works on weights written out. factors: the low-rank form,
+    or None; a method that it declines is trained on
     weights written out. A block that does not fit into memory is halved and tried again.
     threads: cores. apart: each core takes a block of its own, and numbers do not depend on how many there are (for
     problems that touch no module); otherwise they work on one block together, and another number may round differently.
     """
 
-    algorithm: Algorithm
+    inner: Sequential
     problem: BlockProblem | DenseProblem
-    local: Local
-    data: FederatedData
-    seed: int
     block: int
     factors: LowRankProblem | None = None
     threads: int = 1
@@ -78,10 +76,10 @@ class Vectorized:
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train the cohort in blocks; zeros for clients without data."""
-        broadcast = sent(broadcast, self.data.inputs.device)
-        left = cohort[self.data.sizes[cohort] > 0]
+        broadcast = sent(broadcast, self.inner.data.inputs.device)
+        left = cohort[self.inner.data.sizes[cohort] > 0]
         if len(left) < len(cohort):
-            yield Trained.nothing(len(cohort) - len(left), self.algorithm.vectors * self.problem.layout.dimension)
+            yield Trained.nothing(len(cohort) - len(left), self.inner.algorithm.vectors * self.problem.layout.dimension)
         waiting, before = _Waiting(left.tolist()), global_generators()
         with using_threads(1 if self.apart else self.threads):
             # Again from the start of what is left where memory was short and blocks became smaller.
@@ -91,18 +89,18 @@ class Vectorized:
                     yield from waiting.ready(part) if isinstance(part, Trained) else (part,)
         self.problem.restore_and_check(everything=True)
         if before != global_generators():
-            found = f"{self.algorithm.name}, which draws random numbers while blocks of clients train"
+            found = f"{self.inner.algorithm.name}, which draws random numbers while blocks of clients train"
             raise wrong("algorithm", found, "engine.backend=sequential")
 
     def _blocks(
         self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
     ) -> Iterator[tuple[np.ndarray, Part]]:
         """Train blocks, and give each one's clients and part; end early where memory was short."""
-        size = self.block if self.local.epochs is None else 1  # a block steps together
+        size = self.block if self.inner.local.epochs is None else 1  # a block steps together
         blocks = placed_in_blocks(clients, size)
 
         def work(block: np.ndarray) -> Part:
-            sizes = np.where(block == EMPTY, EMPTY, self.data.sizes[block]).tolist()
+            sizes = np.where(block == EMPTY, EMPTY, self.inner.data.sizes[block]).tolist()
             # In the block's own thread: the round then only merges d numbers.
             return clipped(Trained.of(block.tolist(), sizes, self._trained(block, broadcast, kept)))
 
@@ -144,14 +142,14 @@ class Vectorized:
     def _run(
         self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor, kept: PersonalState
     ) -> LocalResult:
-        order = Order(self.seed, broadcast.round, self.local.batch_size)
-        rows = [_NO_ROWS if c == EMPTY else self.data.parts[c] for c in clients]
-        local_data = BlockBatches(self.data, clients.tolist(), order, rows)
-        states = [states_of(self.algorithm, kept, c, broadcast.shared) for c in clients.tolist()]
-        names = [state.name for state in self.algorithm.client_state]
+        order = Order(self.inner.seed, broadcast.round, self.inner.local.batch_size)
+        rows = [_NO_ROWS if c == EMPTY else self.inner.data.parts[c] for c in clients]
+        local_data = BlockBatches(self.inner.data, clients.tolist(), order, rows)
+        states = [states_of(self.inner.algorithm, kept, c, broadcast.shared) for c in clients.tolist()]
+        names = [state.name for state in self.inner.algorithm.client_state]
         own = ClientContext({name: torch.stack([each[name] for each in states]) for name in names})
-        local = self.local.of(len(rows[0]))
-        result = train_client(self.algorithm, problem, broadcast, local, local_data, weights, own)
+        local = self.inner.local.of(len(rows[0]))
+        result = train_client(self.inner.algorithm, problem, broadcast, local, local_data, weights, own)
         self.problem.restore_and_check()
         return result
 

@@ -17,6 +17,7 @@ import queue
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from fedflat.backends.onednn import in_logical_order, in_memory_order, keep_freed_memory
-from fedflat.backends.sequential import Sequential, words_of
-from fedflat.core.checks import InputError, RunError
+from fedflat.backends.sequential import Sequential, as_sent
+from fedflat.core.checks import RunError
 from fedflat.core.imports import load_files, user_files
 from fedflat.core.params import PersonalState
 from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text_of, write_errors_to
@@ -39,18 +40,6 @@ from fedflat.engine.reduce import Clipped, Trained, states_of
 WAIT = 5.0
 """Seconds after which a process that hears nothing looks whether the other is still alive: it costs nothing, and a
 worker that was left behind ends soon."""
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What a worker says of a client: the slot its vectors are in, and two numbers; or what went wrong."""
-
-    client: int
-    slot: int
-    loss: float = 0.0
-    accuracy: float = 0.0
-    error: str = ""
-    refused: bool = False
 
 
 @dataclass
@@ -68,14 +57,7 @@ class Workers:
         """Train each client of the cohort in some process, and yield the results in client order."""
         if self._pool is None:
             self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))
-        pool, (message, head) = self._pool, self._pool.spans[:2]
-        pool.broadcast(broadcast)
-
-        def results(clients: list[int]) -> Iterator[LocalResult]:
-            for done, vector in pool.train(clients, broadcast, kept):
-                yield LocalResult(vector[message], vector[head], torch.tensor(done.loss), torch.tensor(done.accuracy))
-
-        yield from self.inner.in_order(cohort, broadcast, results)
+        yield from self.inner.in_order(cohort, broadcast, partial(self._pool.train, broadcast, kept))
 
     def close(self) -> None:
         """Stop the worker processes and wait for them to end."""
@@ -114,7 +96,7 @@ class _Pool:
                 process.start()
         atexit.register(self.close)
 
-    def broadcast(self, broadcast: Broadcast) -> None:
+    def _share(self, broadcast: Broadcast) -> None:
         """Put the round's vectors where the workers read them; no task is under way then."""
         self.shared[0] = broadcast.shared
         if broadcast.mask is not None:
@@ -122,23 +104,25 @@ class _Pool:
         for row, vector in zip(self.shared[2:], broadcast.vectors.values()):
             row.copy_(vector)
 
-    def train(self, clients: list[int], broadcast: Broadcast, heads: PersonalState) -> Any:
-        """Yield (answer, vector) in client order, handing out tasks as slots come free."""
+    def train(self, broadcast: Broadcast, heads: PersonalState, clients: list[int]) -> Iterator[LocalResult]:
+        """Yield the clients' results in their order, handing out tasks as slots come free."""
+        self._share(broadcast)
+        (message, head), ready = self.spans[:2], dict[int, tuple[int, list[Tensor]]]()
         empty = torch.empty(0)  # the vectors themselves lie in shared memory
         names, mask = dict.fromkeys(broadcast.vectors, empty), None if broadcast.mask is None else empty
         small = replace(broadcast, shared=empty, vectors=names, mask=mask)
         # Handed out in client order; answers come in any order and wait in their slots.
-        waiting, ready = list(reversed(clients)), {}
+        waiting = list(reversed(clients))
         for client in clients:
             while client not in ready:
                 self._hand_out(waiting, small, heads)
-                done = self._answer()
-                if done.error:
-                    raise (InputError if done.refused else RunError)(done.error)
-                ready[done.client] = done
-            done = ready.pop(client)
-            yield done, self.slots[done.slot]
-            self.free.append(done.slot)
+                trained, slot, found = self._answer()
+                if isinstance(found, Exception):
+                    raise found
+                ready[trained] = slot, [torch.tensor(number) for number in found]
+            slot, numbers = ready.pop(client)
+            yield LocalResult(self.slots[slot, message], self.slots[slot, head], *numbers)
+            self.free.append(slot)
 
     def _hand_out(self, waiting: list[int], small: Broadcast, heads: PersonalState) -> None:
         _, head, *states = self.spans
@@ -150,10 +134,11 @@ class _Pool:
                 self.slots[slot, where] = state
             self.tasks.put((client, slot, small))
 
-    def _answer(self) -> _Done:
+    def _answer(self) -> Any:
+        """Return what a worker says of a client: its number and slot, then its loss and accuracy, or an error."""
         while True:
             try:
-                return self.answers.get(timeout=WAIT)  # type: ignore[no-any-return]
+                return self.answers.get(timeout=WAIT)
             except queue.Empty:
                 for process, file in zip(self.processes, self.errors):
                     if not process.is_alive():
@@ -286,8 +271,6 @@ def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, s
             inner.problem.restore_and_check(everything=getattr(inner.problem.module, "frozen", False) is not True)
             slots[slot, message] = result.message
             slots[slot, head] = result.personal
-            answers.put(_Done(client, slot, float(result.loss), float(result.accuracy)))
-        except InputError as error:
-            answers.put(_Done(client, slot, error=str(error), refused=True))
-        except Exception as error:
-            answers.put(_Done(client, slot, error=f"worker, client {client}: {words_of(error)}"))
+            answers.put((client, slot, (float(result.loss), float(result.accuracy))))
+        except Exception as error:  # a user's piece or module may fail in any way
+            answers.put((client, slot, as_sent(error, f"worker, client {client}")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ MERGED = 64
 """Blocks of norms after which they become one."""
 EMPTY = -1
 """The size of a row of a block in which there is no client."""
+NORM, FACTOR = "norm", "factor"
+"""Names of the figures that every message has."""
 
 
 class Accumulator:
@@ -31,6 +34,9 @@ class Accumulator:
 
     device: where the sum is. On a GPU, adding messages that lie there never waits for it.
     """
+
+    in_factors = False
+    """Whether messages that are not written out are added as they are."""
 
     def __init__(
         self,
@@ -42,12 +48,9 @@ class Accumulator:
         device: torch.device | str = "cpu",
     ) -> None:
         self.clip, self.threshold, self.tensors, self.dimension = clip, threshold, tensors, dimension
-        self.weighted = weighted
+        self.weighted, self.weight = weighted, 0.0
         self.total = torch.zeros(dimension, dtype=torch.float64, device=device)
-        self._norms: list[Tensor] = []
-        self._factors: list[Tensor] = []
-        self._stats: dict[str, list[Tensor]] = {}
-        self.weight = 0.0
+        self._figures: dict[str, list[Tensor]] = {}
         self._present: list[bool] = []
 
     @property
@@ -71,26 +74,34 @@ class Accumulator:
         marks a row without a client: it is measured with the others, so that no shape follows from who is there, and
         then left out.
         """
-        self._present += [size > 0 for size in sizes if size != EMPTY]
+        there = [size for size in sizes if size != EMPTY]
+        self._present += [size > 0 for size in there]
+        self.weight += float(sum(there)) if self.weighted else 0.0
+        rows = [row for row, size in enumerate(sizes) if size != EMPTY] if len(there) < len(sizes) else slice(None)
         messages = torch.atleast_2d(messages.detach())
         if messages.shape != (len(sizes), self.dimension) or not messages.is_floating_point():
             # NaN goes through the clip as any message that is not finite: it counts as zero.
             messages = torch.full((len(sizes), self.dimension), math.nan)
         messages = messages.to(self.total.device)
-        if isinstance(messages, Factored):
-            found = self._add_factored(messages, sizes, stats)
-            if found is not None:
-                return found
-            messages = messages.dense()
-        norms, clipped = self.clip.factors(messages, self.threshold, self.tensors)
-        rows = _rows_of(sizes)
-        if rows is not None:
-            messages, norms, clipped = messages[rows], norms[rows], clipped[rows]
-            sizes, stats = [sizes[row] for row in rows], _only(rows, stats)
-        factors = clipped
-        # Figures are those of the clip alone; weights come after.
-        self._keep(norms, factors if factors.dim() == 1 else factors.amin(1), stats)
-        weights = self._weights(sizes)
+        if isinstance(messages, Factored) and self.in_factors and self.clip.by_norm:
+            scale, bound = functools.partial(self.clip.scale, threshold=self.threshold), self.clip.bound(self.threshold)
+            found = add_clipped(self.total, messages, scale, bound, self._weights(sizes))
+            norms, factors = (each[rows] for each in found)
+        else:
+            dense = messages.dense() if isinstance(messages, Factored) else messages
+            norms, factors = (each[rows] for each in self.clip.factors(dense, self.threshold, self.tensors))
+            self._add(dense[rows], norms, factors, self._weights(there))
+        # Figures are those of the clip alone, without weights.
+        alone = factors if factors.dim() == 1 else factors.amin(1)
+        given = {name: torch.atleast_1d(values)[rows].double() for name, values in (stats or {}).items()}
+        self._note({NORM: norms, FACTOR: alone, **given})
+        return factors
+
+    def _weights(self, sizes: Sequence[int]) -> Tensor | None:
+        """n_i ``(n,)`` where the mean is weighted."""
+        return torch.as_tensor(sizes, dtype=torch.float64, device=self.total.device) if self.weighted else None
+
+    def _add(self, messages: Tensor, norms: Tensor, factors: Tensor, weights: Tensor | None) -> None:
         if weights is not None:
             factors = factors * (weights if factors.dim() == 1 else weights[:, None])
         finite = torch.isfinite(norms)
@@ -98,36 +109,16 @@ class Accumulator:
         if messages.device.type != "cpu" or not bool(finite.all()):
             messages = torch.where(finite[:, None], messages, torch.zeros_like(messages))
         self._sum(messages, factors)
-        return clipped
 
-    def _add_factored(
-        self, messages: Factored, sizes: Sequence[int], stats: Mapping[str, Tensor] | None
-    ) -> Tensor | None:
-        """Return what multiplied each message, where they were added as they are; None: they must be written out."""
-        return None
-
-    def _weights(self, sizes: Sequence[int]) -> Tensor | None:
-        """n_i ``(n,)`` where the mean is weighted, noted in ``weight``."""
-        if not self.weighted:
-            return None
-        self.weight += float(sum(size for size in sizes if size != EMPTY))
-        return torch.as_tensor(sizes, dtype=torch.float64, device=self.total.device)
-
-    def _keep(self, norms: Tensor, factors: Tensor, stats: Mapping[str, Tensor] | None) -> None:
-        """Note what each message was: norm, factor, facts."""
-        self._norms.append(norms.to(self.total.device))
-        self._factors.append(factors.to(self.total.device))
-        self._merge()
-        self._note(stats)
-
-    def _merge(self) -> None:
-        """One tensor of norms instead of many: small blocks left between freed messages keep a heap from shrinking."""
-        if len(self._norms) >= MERGED:
-            self._norms, self._factors = [torch.cat(self._norms)], [torch.cat(self._factors)]
-
-    def _note(self, stats: Mapping[str, Tensor] | None) -> None:
-        for name, values in (stats or {}).items():
-            self._stats.setdefault(name, []).append(torch.atleast_1d(values).double().to(self.total.device))
+    def _note(self, figures: Mapping[str, Tensor]) -> None:
+        """Keep figures ``(n,)`` of the messages: one tensor of many instead of many, for small blocks left between
+        freed messages keep a heap from shrinking.
+        """
+        for name, values in figures.items():
+            known = self._figures.setdefault(name, [])
+            known.append(values.to(self.total.device))
+            if len(known) >= MERGED:
+                known[:] = [torch.cat(known)]
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         """total += Σ factor·message, each product and sum in float64."""
@@ -146,38 +137,22 @@ class Accumulator:
 
     def result(self) -> Aggregate:
         """Return the sum of the messages added so far, with their norms and factors."""
-        norms = torch.cat(self._norms) if self._norms else torch.zeros(0, dtype=torch.float64)
+        figures = {name: torch.cat(values) for name, values in self._figures.items()}
+        empty = torch.zeros(0, dtype=torch.float64)
+        norms, factors = figures.pop(NORM, empty), figures.pop(FACTOR, empty)
         if norms.numel() > MOST and math.isfinite(self.threshold):
             raise RunError(f"cohort: {norms.numel()} messages in one sum; rounding is accounted for {MOST} at most.")
-        factors = torch.cat(self._factors) if self._factors else torch.zeros(0, dtype=torch.float64)
         # A client without data adds nothing, whatever its message: with ½ for it, presence would move the count by 1.
         present = norms[torch.tensor(self._present, dtype=torch.bool, device=norms.device)]
         bits = float((present <= self.threshold).double().sum() - 0.5 * present.numel())
-        means = {name: float(torch.cat(values).mean()) for name, values in self._stats.items()}
+        means = {name: float(values.mean()) for name, values in figures.items()}
         return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
 
 
 class PlainSum(Accumulator):
     """The clipped sum and nothing else: messages may be added in factors, and in parts that are merged."""
 
-    def _add_factored(
-        self, messages: Factored, sizes: Sequence[int], stats: Mapping[str, Tensor] | None
-    ) -> Tensor | None:
-        """Clip and add messages that are not written out, from their factors; return what multiplied each of them."""
-        clip = self.clip
-        if not clip.by_norm:
-            return None
-
-        def scale(norms: Tensor) -> Tensor:
-            return clip.scale(norms, self.threshold)
-
-        bound, weights = clip.bound(self.threshold), self._weights(sizes)
-        norms, factors = add_clipped(self.total, messages, scale, bound, weights)
-        rows = _rows_of(sizes)
-        if rows is not None:
-            norms, factors, stats = norms[rows], factors[rows], _only(rows, stats)
-        self._keep(norms, factors, stats)
-        return factors
+    in_factors = True
 
     def part(self, device: torch.device | str = "cpu") -> PlainSum:
         """Return an empty sum for some of the messages, filled elsewhere and then merged."""
@@ -185,13 +160,8 @@ class PlainSum(Accumulator):
 
     def merge(self, part: PlainSum) -> None:
         """Add what another sum of the same round holds."""
-        here = self.total.device
-        self.total += part.total.to(here)
-        self._norms += [values.to(here) for values in part._norms]
-        self._factors += [values.to(here) for values in part._factors]
-        self._merge()
-        for name, values in part._stats.items():
-            self._stats.setdefault(name, []).extend(found.to(here) for found in values)
+        self.total += part.total.to(self.total.device)
+        self._note({name: torch.cat(values) for name, values in part._figures.items()})
         self.weight += part.weight
         self._present += part._present
 
@@ -217,13 +187,3 @@ class GridAccumulator(Accumulator):
         """Return the aggregate so far, with its whole-number sum."""
         found, value = super().result(), self.encoder.value()
         return replace(found, total=found.total if value is None else value, exact=self.encoder.total.copy())
-
-
-def _rows_of(sizes: Sequence[int]) -> list[int] | None:
-    """Return the rows that hold a client; None if all do."""
-    rows = [row for row, size in enumerate(sizes) if size != EMPTY]
-    return None if len(rows) == len(sizes) else rows
-
-
-def _only(rows: list[int], stats: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    return {name: values[rows] for name, values in (stats or {}).items()}

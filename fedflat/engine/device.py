@@ -6,8 +6,9 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.core.loss import CROSS_ENTROPY, Objective
+from fedflat.core.loss import Objective
 from fedflat.core.params import Layout, flatten
+from fedflat.core.process import set_meanwhile
 from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData, made_rows
@@ -37,13 +39,7 @@ OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", 
 
 
 def device_for(
-    name: str,
-    backend: str,
-    module: nn.Module,
-    layout: Layout,
-    data: FederatedData,
-    precision: str,
-    objective: Objective = CROSS_ENTROPY,
+    name: str, backend: str, module: nn.Module, layout: Layout, data: FederatedData, precision: str, loss: Objective
 ) -> torch.device:
     """Return the device a recipe asks for, after one gradient there was compared with the processor's.
 
@@ -57,7 +53,7 @@ def device_for(
     if backend in PROCESSES:
         raise wrong("engine.device", f"{name} with engine.backend {backend}", "cpu for it, or another back end")
     device = _named("cuda" if name == "auto" else name)
-    reason = difference(module, layout, data, precision, device, objective)
+    reason = difference(module, layout, data, precision, device, loss)
     if not reason:
         return device
     if name != "auto":
@@ -79,12 +75,7 @@ def _named(name: str) -> torch.device:
 
 
 def difference(
-    module: nn.Module,
-    layout: Layout,
-    data: FederatedData,
-    precision: str,
-    device: torch.device,
-    objective: Objective = CROSS_ENTROPY,
+    module: nn.Module, layout: Layout, data: FederatedData, precision: str, device: torch.device, loss: Objective
 ) -> str:
     """Return what is wrong with a device, found by one gradient on made-up examples: empty where it agrees with the
     processor.
@@ -95,7 +86,7 @@ def difference(
     weights = flatten(module, layout)
 
     def gradient(at: torch.device, precision: str) -> Tensor:
-        problem = ModuleProblem(copy.deepcopy(module).to(at), layout, precision, objective=objective)
+        problem = ModuleProblem(copy.deepcopy(module).to(at), layout, precision, objective=loss)
         with problem.evaluating():
             return problem.gradient(weights.to(at, copy=True), "all", Batch(inputs.to(at), targets.to(at))).vector.cpu()
 
@@ -146,36 +137,22 @@ def exact(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _settings()]
-    strict, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        for owner, name, value in _settings():
-            setattr(owner, name, value)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warned)
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-def _settings() -> list[tuple[Any, str, Any]]:
-    """Return what ``exact`` sets: owner, name, value."""
     cudnn, matmul = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda.matmul)
-    owners: list[Any]
-    name: str
-    value: Any
-    name, value, owners = "allow_tf32", False, [matmul, cudnn]  # PyTorch before 2.9
+    settings: list[tuple[Any, str, Any]] = [(cudnn, "benchmark", False), (cudnn, "deterministic", True)]
+    settings.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
     if hasattr(matmul, "fp32_precision"):
-        name, value, owners = "fp32_precision", "ieee", [matmul, cudnn.conv, cudnn.rnn]
-    return [
-        *((owner, name, value) for owner in owners),
-        (cudnn, "benchmark", False),
-        (cudnn, "deterministic", True),
-        (torch.utils.deterministic, "fill_uninitialized_memory", False),
-    ]
+        settings += [(owner, "fp32_precision", "ieee") for owner in (matmul, cudnn.conv, cudnn.rnn)]
+    else:  # PyTorch before 2.9
+        settings += [(owner, "allow_tf32", False) for owner in (matmul, cudnn)]
+    strict, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as stack, warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        for owner, name, value in settings:
+            read, write = partial(getattr, owner, name), partial(setattr, owner, name)
+            stack.enter_context(set_meanwhile(read, write, value))
+        stack.callback(torch.use_deterministic_algorithms, strict, warn_only=warned)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+        yield
 
 
 def out_of_memory(error: Exception) -> bool:

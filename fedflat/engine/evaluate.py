@@ -46,55 +46,37 @@ def scores(
 
     threads: as many batches at once, each by one thread; the numbers do not depend on it.
     """
-    # A module may draw in eval mode too: without a generator of its own each owner's draws would follow the others'.
-    with seeded_torch(0, "evaluation"):
-        if problem.device.type != "cpu":
-            return _on_gpu(problem, weights, inputs, targets, batch)
-        return _on_processor(problem, weights, inputs, targets, batch, threads)
-
-
-def _on_processor(
-    problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int, threads: int
-) -> Scores:
-    problem.bind(weights)
-    starts = range(0, len(inputs), batch)
-    modules = problem.twins(min(threads, MOST, len(starts))) if len(starts) > 1 else [problem.module]
-
-    def share(number: int) -> list[tuple[Tensor, Tensor]]:
-        module = modules[number]
-        module.eval()
-        with torch.no_grad():
-            pieces = ((inputs[start : start + batch], targets[start : start + batch]) for start in starts[number::step])
-            return [problem.objective(problem.logits(some, module), wanted) for some, wanted in pieces]
-
-    step = len(modules)
-    with problem.evaluating():
-        if step == 1:
-            found = [share(0)]
-        else:
-            with ThreadPoolExecutor(step, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                found = list(pool.map(share, range(step)))
-    losses, right = zip(*(found[i % step][i // step] for i in range(len(starts))))
-    return Scores(torch.cat(losses), torch.cat(right))
-
-
-def _on_gpu(problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int) -> Scores:
-    """As ``scores``, one batch after the other; half as large where memory, which training holds too, is short."""
-    device, found = problem.device, list[tuple[Tensor, Tensor]]()
+    device, starts = problem.device, range(0, len(inputs), batch)
     problem.bind(weights.to(device))
+    several = device.type == "cpu" and len(starts) > 1
+    modules = problem.twins(min(threads, MOST, len(starts))) if several else [problem.module]
+
+    def share(number: int) -> list[list[Tensor]]:
+        """Score every n-th batch with one of n modules."""
+        module, found = modules[number].eval(), []
+        with torch.no_grad():
+            for start in starts[number :: len(modules)]:
+                rows = slice(start, start + batch)
+                outputs = problem.logits(inputs[rows].to(device), module)
+                found.append([each.cpu() for each in problem.objective(outputs, targets[rows].to(device))])
+        return found
+
     try:
-        with exact(device), problem.evaluating(), torch.no_grad():
-            for some, wanted in zip(inputs.split(batch), targets.split(batch)):
-                found.append(problem.objective(problem.logits(some.to(device), problem.module), wanted.to(device)))
+        # A module may draw in eval mode too: with a shared generator each owner's draws would follow the others'.
+        with seeded_torch(0, "evaluation"), exact(device), problem.evaluating():
+            if len(modules) == 1:
+                shares = [share(0)]
+            else:
+                with ThreadPoolExecutor(len(modules), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                    shares = list(pool.map(share, range(len(modules))))
     except RuntimeError as error:
-        if not out_of_memory(error) or batch == 1:
+        # A GPU's memory holds training too.
+        if device.type == "cpu" or batch == 1 or not out_of_memory(error):
             raise
-        found.clear()
-    if not found and len(inputs):
         torch.cuda.empty_cache()
-        return _on_gpu(problem, weights, inputs, targets, batch // 2)
-    losses, right = zip(*found)
-    return Scores(torch.cat(losses).cpu(), torch.cat(right).cpu())
+        return scores(problem, weights, inputs, targets, batch // 2)
+    losses, right = zip(*(shares[i % len(modules)][i // len(modules)] for i in range(len(starts))))
+    return Scores(torch.cat(losses), torch.cat(right))
 
 
 def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: int = BATCH) -> Tensor:

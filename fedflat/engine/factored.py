@@ -185,7 +185,9 @@ class Factored:
                 return torch.zeros(self.trace.clients, 0, device=self.trace.device)
         return self.dense()[item]
 
-    def _set(self, other: Factored) -> Factored:
+    def _set(self, other: Any) -> Factored:
+        if not isinstance(other, Factored):
+            raise Declined("a change in place that leaves the span of the gradients")
         self.bases, self.steps, self._written = other.bases, other.steps, None
         return self
 
@@ -219,7 +221,7 @@ class Factored:
         for s, c in other.steps.items():
             steps[s] = steps[s] + alpha * c if s in steps else alpha * c
         # Bases that cancelled are dropped, or every step would add products with zero.
-        return Factored(self.trace, [(b, c) for b, c in bases if not _zero(c)], steps)
+        return Factored(self.trace, [(b, c) for b, c in bases if isinstance(c, Tensor) or c != 0.0], steps)
 
     def sub(self, other: Any, *, alpha: float = 1.0) -> Factored:
         """Return the difference, still in factors; see ``add``."""
@@ -227,11 +229,11 @@ class Factored:
 
     def mul_(self, factor: Any) -> Factored:
         """``mul``, replacing its own factors."""
-        return self._set(_only_factored(self.mul(factor)))
+        return self._set(self.mul(factor))
 
     def add_(self, other: Any, *, alpha: float = 1.0) -> Factored:
         """``add``, replacing its own factors."""
-        return self._set(_only_factored(self.add(other, alpha=alpha)))
+        return self._set(self.add(other, alpha=alpha))
 
     def sub_(self, other: Any, *, alpha: float = 1.0) -> Factored:
         """``sub``, replacing its own factors."""
@@ -240,15 +242,6 @@ class Factored:
     __mul__ = __rmul__ = mul
     __add__ = __radd__ = add
     __sub__ = sub
-
-    def __rsub__(self, other: Any) -> Factored:
-        return self.mul(-1.0).add(other)
-
-    def __neg__(self) -> Factored:
-        return self.mul(-1.0)
-
-    def __truediv__(self, factor: Any) -> Factored:
-        return self.mul(1 / factor)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -261,9 +254,8 @@ class Factored:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = _OWN.get(func)
-        if own is not None:
-            return own(*args, **kwargs)
+        if func in _OWN:
+            return _OWN[func](*args, **kwargs)
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs or name.startswith("__i"):
             raise Declined(f"{name} on vectors kept as factors")
@@ -351,16 +343,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def _zero(c: Coefficient) -> bool:
-    return not isinstance(c, Tensor) and c == 0.0
-
-
-def _only_factored(found: Any) -> Factored:
-    if not isinstance(found, Factored):
-        raise Declined("a change in place that leaves the span of the gradients")
-    return found
-
-
 def _dense_norms(vectors: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
@@ -380,28 +362,13 @@ def _zeros_like(x: Factored, **kwargs: Any) -> Any:
     return Factored(x.trace, [], {})
 
 
-def _product(a: Any, b: Any) -> Any:
-    return a.mul(b) if isinstance(a, Factored) else b.mul(a)
-
-
-def _sum(a: Any, b: Any, alpha: float = 1.0) -> Any:
-    return a.add(b, alpha=alpha) if isinstance(a, Factored) else b.mul(alpha).add(a)
-
-
-def _difference(a: Any, b: Any, alpha: float = 1.0) -> Any:
-    return _sum(a, b, -alpha)
-
-
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.zeros_like: _zeros_like,
     torch.atleast_2d: lambda x: x,
     torch.clone: lambda x: x.clone(),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _product),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _sum),
-    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _difference),
 }
-"""What torch's own functions do where an argument is ``Factored``; a tensor may stand on either side."""
+"""What torch's own functions do where an argument is ``Factored``."""
 
 
 @dataclass(frozen=True)

@@ -226,19 +226,15 @@ def record(
 
 def _refuse_mixing(recording: Recording, made: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
     """Raise Refused where one client's row reaches another's outcome."""
+
+    def answer(name: str, classes: int, at: Tensor) -> Tensor:
+        return at.new_ones(len(at), classes) if classes else at * 2
+
     # NaN in all other rows must not show in the first: vmap cannot see what a matrix product mixes.
-    rows = [recording.run([*values, *rest], _same_back)[:1] for values in (made, _others_broken(made))]
+    broken = [torch.cat([values[:1], torch.full_like(values[1:], torch.nan)]) for values in made]
+    rows = [recording.run([*values, *rest], answer)[:1] for values in (made, broken)]
     if not torch.equal(*(torch.nan_to_num(row) for row in rows)):
         raise Refused("mixes the clients of a block")
-
-
-def _others_broken(made: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same first row, NaN in all others."""
-    return [torch.cat([values[:1], torch.full_like(values[1:], torch.nan)]) for values in made]
-
-
-def _same_back(name: str, classes: int, at: Tensor) -> Tensor:
-    return at.new_ones(len(at), classes) if classes else at * 2
 
 
 def _in_words(error: Exception) -> str:

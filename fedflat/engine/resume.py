@@ -165,7 +165,7 @@ def _choose_key(job: Job, ledger: Ledger, start: int, unsaved: bool) -> None:
         job.identity = replace(job.identity, engine=sha256(then.encode()).hexdigest())
     job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why), engine=job.identity.engine)
     job.key = _key(job, _root(job))
-    job.opening = replace(job.opening, key=key_name(job.opening, job.key))
+    job.opening = replace(job.opening, key=_name(job.opening, job.key))
     if job.opening != opening:
         job.opening.write(job.folder.path)  # type: ignore[union-attr]
     ledger.describe(job.opening.public)
@@ -201,11 +201,7 @@ def _key(job: Job, root: int | bytes) -> bytes:
     return noise_key(root, *job.identity.facts, attempt=job.opening.attempt)  # type: ignore[union-attr]
 
 
-def _name(job: Job, root: bytes) -> str:
-    return key_name(job.opening, _key(job, root))  # type: ignore[arg-type]
-
-
-def key_name(opening: Opening, key: bytes) -> str:
+def _name(opening: Opening, key: bytes) -> str:
     """Return the public name of a key: an HMAC under the run's secret, which tells nothing of what it was made from."""
     return hmac.new(bytes.fromhex(opening.secret), b"key id" + key, "sha256").hexdigest()[:16]
 
@@ -223,7 +219,7 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
         why += [behind] if behind else []
         held = keys.load(job.opening.run)  # type: ignore[union-attr]
         kept = held is not None and not job.folder.deployment  # type: ignore[union-attr]
-        if kept and job.opening.key not in ("", _name(job, held)):  # type: ignore[union-attr, arg-type]
+        if kept and job.opening.key not in ("", _name(job.opening, _key(job, held))):  # type: ignore[union-attr, arg-type]
             why.append("the noise key is not the one that the run was drawn with")
         if held is None and entries and start < job.parts.plan.rounds:
             why.append(GONE)

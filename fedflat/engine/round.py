@@ -92,8 +92,9 @@ class RoundParts:
 
 MALFORMED = "malformed"
 """Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
-LAST_ROUND = "last_round"
-"""Name of the server's slot with the round in which each client last took part, where rounds must lie apart."""
+LAST_ROUND, COUNTS = "last_round", "participations"
+"""Names of the server's slots with the round in which each client last took part, where rounds must lie apart, and
+with how often it did, where that is capped."""
 
 
 def select_cohort(parts: RoundParts, key: bytes, draw: int) -> np.ndarray:
@@ -134,29 +135,20 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
     Also the new counts, or each client's last round. The server of a local run sees who takes part, and a schedule is
     public, so neither is secret; a client left out counts as zero.
     """
-    if parts.plan.private and isinstance(parts.plan.sampler, MinSeparation):
-        return _apart(state, cohort, parts.plan.sampler)
-    cap = parts.plan.max_participations
-    if cap is None:
+    sampler, cap = parts.plan.sampler, parts.plan.max_participations
+    apart = parts.plan.private and isinstance(sampler, MinSeparation)
+    if not apart and cap is None:
         return cohort, state
-    counts = state.slots.get("participations")
-    counts = torch.zeros(parts.plan.sampler.clients, dtype=torch.int64) if counts is None else counts.clone()
-    allowed = cohort[counts.numpy()[cohort] < cap]
-    counts[torch.from_numpy(allowed)] += 1
-    return allowed, dataclasses.replace(state, slots={**state.slots, "participations": counts})
-
-
-def _apart(state: RoundState, cohort: np.ndarray, sampler: MinSeparation) -> tuple[np.ndarray, RoundState]:
-    last = last_rounds(state, sampler.clients)
-    allowed = separated(last.numpy(), cohort, state.round, sampler.separation)
-    last[torch.from_numpy(allowed)] = state.round
-    return allowed, dataclasses.replace(state, slots={**state.slots, LAST_ROUND: last})
-
-
-def last_rounds(state: RoundState, clients: int) -> Tensor:
-    """Return the round in which each client last took part, int64 ``(M,)``, ``NEVER`` at first; a copy."""
-    found = state.slots.get(LAST_ROUND)
-    return torch.full((clients,), NEVER, dtype=torch.int64) if found is None else found.clone()
+    name, before = (LAST_ROUND, NEVER) if apart else (COUNTS, 0)
+    known = state.slots.get(name)
+    known = torch.full((sampler.clients,), before, dtype=torch.int64) if known is None else known.clone()
+    if isinstance(sampler, MinSeparation) and apart:
+        allowed = separated(known.numpy(), cohort, state.round, sampler.separation)
+        known[torch.from_numpy(allowed)] = state.round
+    else:
+        allowed = cohort[known.numpy()[cohort] < (cap or 0)]
+        known[torch.from_numpy(allowed)] += 1
+    return allowed, dataclasses.replace(state, slots={**state.slots, name: known})
 
 
 def finish_round(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +45,6 @@ from fedflat.records.folder import LEDGER
 from fedflat.records.signing import note_tip
 
 Record = dict[str, Any]
-
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
 
@@ -65,7 +64,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
         update_plan(job, ledger, start.state.round, state.round)
         stopped, peeked, seen = "", False, False
         # The newest checkpoint may still be on its way to the disk when the loop ends, or breaks.
-        saved: Callable[[], object] = _nothing
+        saved: Callable[[], object] = contextlib.nullcontext
         stack.callback(lambda: saved())
         while state.round < plan.rounds:
             # Asked every round: what is charged again on a resume shortens the run.
@@ -103,13 +102,9 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 stopped = f"ended early after {state.round} rounds by what was released"
                 break
         complete = state.round >= job.last_round
-        _say_malformed(job, private)
+        if malformed := [count for record in private if (count := record.get(MALFORMED))]:
+            job.say(f"{sum(malformed)} messages in {len(malformed)} rounds were malformed and counted as zero")
         return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete, seen)
-
-
-def _say_malformed(job: Job, private: Sequence[Record]) -> None:
-    if counts := [count for record in private if (count := record.get(MALFORMED))]:
-        job.say(f"{sum(counts)} messages in {len(counts)} rounds were malformed and counted as zero")
 
 
 @contextlib.contextmanager
@@ -240,9 +235,9 @@ def _save(
             found = f"{folder.checkpoints}: cannot be written ({why})"  # type: ignore[union-attr]
             raise RunError(f"{found}; the run stops, resume it later.") from error
 
+    written = in_background(save)
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
-        save()
-    written = _nothing if folder.deployment else in_background(save)  # type: ignore[union-attr]
+        written()
     clock("metrics and checkpoint")
     return written
 
@@ -258,23 +253,11 @@ def weights_digest(job: Job, state: RoundState) -> str:
     return digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
 
 
-def _nothing() -> None:
-    """Do nothing: there is no checkpoint to wait for."""
-
-
 def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
     """ε after a round; it depends on the plan and the round only."""
     if not plan.private:
         return lambda: math.inf
-    begun = in_background(lambda: plan.epsilon(rounds))
-
-    def found() -> float:
-        try:
-            return begun()
-        except Exception:  # tried again where nothing else takes memory
-            return plan.epsilon(rounds)
-
-    return found
+    return in_background(lambda: plan.epsilon(rounds))
 
 
 def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
@@ -306,29 +289,29 @@ def best_so_far(state: RoundState, public: Record) -> RoundState:
     return replace(state, slots={**state.slots, AVERAGE: state.shared, BEST: score})
 
 
-def _due(round: int, every: int, rounds: int) -> bool:
-    return round % every == 0 or round == rounds
-
-
 def _evaluate(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
     """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
-    data, rounds, finished = job.data, job.parts.plan.rounds, state.round
+    data, method, finished = job.data, job.parts.algorithm, state.round
     last = finished == job.last_round
     public: Record = {"test_loss": None, "test_accuracy": None}
     hidden: Record = {}
-    whole = torch.cat([state.released, heads.first])
-    if data.test_inputs is not None and (last or _due(finished, job.evaluation.every, rounds)):
-        how = job.evaluation
+    if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
+        how, whole = job.evaluation, torch.cat([state.released, heads.first])
         found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
         public |= _tested(job, found, whole)
-    every = job.evaluation.personal_every or max(1, rounds // PERSONAL_TIMES)
-    if job.held and (last or _due(finished, every, rounds)):
-        accuracies = client_accuracies(job.problem, data, _personal_weights(job, state, heads), job.held)
-        name = "personal_accuracy" if _personal(job.parts.algorithm) else "client_accuracy"
-        if not job.problem.objective.scored:
-            name = name.replace("accuracy", "loss")
-        hidden[name] = float(accuracies.mean())
-        hidden[f"client_{name.partition('_')[2]}_quantiles"] = spread(accuracies)
+    every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
+    if job.held and (last or finished % every == 0):
+
+        def weights_of(client: int) -> Tensor:
+            """Return what the client would use itself: its own head, or the model fine-tuned on its own data."""
+            own = heads.whole(state.released, client)
+            return own if method.finetune is None else finetuned(job, state, own, client, method.finetune)
+
+        accuracies = client_accuracies(job.problem, data, weights_of, job.held)
+        figure = "accuracy" if job.problem.objective.scored else "loss"
+        kind = "client" if method.head is None and method.finetune is None else "personal"
+        hidden[f"{kind}_{figure}"] = float(accuracies.mean())
+        hidden[f"client_{figure}_quantiles"] = spread(accuracies)
     return public, hidden
 
 
@@ -344,18 +327,6 @@ def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
         targets = data.test_targets.cpu()  # type: ignore[union-attr]
         public |= {f"test_{name}": measured(metric, outputs, targets) for name, metric in job.metrics.items()}
     return public
-
-
-def _personal(algorithm: Algorithm) -> bool:
-    return algorithm.head is not None or algorithm.finetune is not None
-
-
-def _personal_weights(job: Job, state: RoundState, heads: PersonalState) -> Callable[[int], Tensor]:
-    """Client -> the weights it would use itself: own head, or the global model fine-tuned on its own data."""
-    tune = job.parts.algorithm.finetune
-    if tune is None:
-        return lambda client: heads.whole(state.released, client)
-    return lambda client: finetuned(job, state, heads.whole(state.released, client), client, tune)
 
 
 def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: Phase) -> Tensor:

@@ -139,7 +139,7 @@ class RealisedSum(PlainSum):
     @property
     def divisor(self) -> float | None:
         """|P_t|, the clients that came, and at least 1."""
-        return float(max(sum(len(norms) for norms in self._norms), 1))
+        return float(max(len(self._present), 1))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np  # noqa: F401  # for the examples
 import torch
 from torch import Tensor
 

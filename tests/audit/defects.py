@@ -106,7 +106,7 @@ class _Realised(PlainSum):
     @property
     def divisor(self) -> float | None:
         """The realised cohort, at least 1."""
-        return float(max(sum(len(norms) for norms in self._norms), 1))
+        return float(max(len(self._present), 1))
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ CHANGES = {
     "too little noise": lambda patch: patch.setattr(mechanisms.GaussianNoise, "noise", _too_little(REAL_NOISE)),
     "weighted mean": lambda patch: patch.setattr(jobs, "weighted", lambda recipe, method: True),
     "realised denominator": lambda patch: patch.setattr(
-        Accumulator, "divisor", property(lambda self: float(max(1, sum(len(n) for n in self._norms))))
+        Accumulator, "divisor", property(lambda self: float(max(1, len(self._present))))
     ),
 }
 

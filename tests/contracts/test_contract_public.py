@@ -26,6 +26,7 @@ from small_federation import module
 import fedflat
 from fedflat.assembly import jobs, plans
 from fedflat.config.reference import recipe_keys
+from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.rng import stream
 from fedflat.data import sources
 from fedflat.engine import device, resume, train
@@ -254,7 +255,9 @@ def test_a_device_is_tried_on_made_up_rows(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device, "Batch", lambda x, y: seen.append(x) or (_ for _ in ()).throw(RuntimeError))
     data = fedflat.clients(CLIENTS)
     with pytest.raises(RuntimeError):
-        difference(module(), fedflat.core.params.layout_of(module(), None), data, "fp32", torch.device("cpu"))
+        difference(
+            module(), fedflat.core.params.layout_of(module(), None), data, "fp32", torch.device("cpu"), CROSS_ENTROPY
+        )
     assert all(bool((seen[0][row] != data.inputs).any(1).all()) for row in range(len(seen[0])))
 
 
