@@ -21,19 +21,10 @@ from fedflat.core.params import ClientContext, Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import AVERAGE, Algorithm, Broadcast, Phase, RoundState
+from fedflat.engine import evaluate
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
-from fedflat.engine.evaluate import (
-    Scores,
-    class_accuracy,
-    client_accuracies,
-    cohort_scores,
-    measured,
-    outputs_of,
-    scores,
-    spread,
-)
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds, refuse_private
 from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
@@ -160,7 +151,7 @@ class _Round:
         job = self.job
         if job.parts.plan.evaluation is not None:
             weights = torch.cat([self.state.shared, heads.first])
-            self.scores = cohort_scores(job.problem, job.data, weights, cohort.tolist())
+            self.scores = evaluate.cohort_scores(job.problem, job.data, weights, cohort.tolist())
 
     def sum_of(self, broadcast: Broadcast, heads: PersonalState) -> RoundSum:
         """Return what adds up the messages of one draw's cohort."""
@@ -297,7 +288,7 @@ def _evaluate(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record
     hidden: Record = {}
     if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
         how, whole = job.evaluation, torch.cat([state.released, heads.first])
-        found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
+        found = evaluate.scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
         public |= _tested(job, found, whole)
     every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
     if job.held and (last or finished % every == 0):
@@ -307,25 +298,25 @@ def _evaluate(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record
             own = heads.whole(state.released, client)
             return own if method.finetune is None else finetuned(job, state, own, client, method.finetune)
 
-        accuracies = client_accuracies(job.problem, data, weights_of, job.held)
+        accuracies = evaluate.client_accuracies(job.problem, data, weights_of, job.held)
         figure = "accuracy" if job.problem.objective.scored else "loss"
         kind = "client" if method.head is None and method.finetune is None else "personal"
         hidden[f"{kind}_{figure}"] = float(accuracies.mean())
-        hidden[f"client_{figure}_quantiles"] = spread(accuracies)
+        hidden[f"client_{figure}_quantiles"] = evaluate.spread(accuracies)
     return public, hidden
 
 
-def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
+def _tested(job: Job, found: evaluate.Scores, weights: Tensor) -> Record:
     """Return the loss, accuracy where the task has one, and the user's own metrics, on public test data."""
     data, objective = job.data, job.problem.objective
     loss, score = found.mean()
     public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
     if objective.task == "classification":
-        public["class_accuracy"] = class_accuracy(found, data.test_targets)  # type: ignore[arg-type]
+        public["class_accuracy"] = evaluate.class_accuracy(found, data.test_targets)  # type: ignore[arg-type]
     if job.metrics:
-        outputs = outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
+        outputs = evaluate.outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
         targets = data.test_targets.cpu()  # type: ignore[union-attr]
-        public |= {f"test_{name}": measured(metric, outputs, targets) for name, metric in job.metrics.items()}
+        public |= {f"test_{name}": evaluate.measured(metric, outputs, targets) for name, metric in job.metrics.items()}
     return public
 
 

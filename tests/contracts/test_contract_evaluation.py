@@ -18,7 +18,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import RoundState
-from fedflat.engine import train
+from fedflat.engine import evaluate, train
 from fedflat.engine.evaluate import client_accuracies, cohort_scores
 from fedflat.engine.round import private_accuracy
 from fedflat.engine.train import best_so_far
@@ -120,7 +120,7 @@ def test_it_tells_the_accuracy_of_the_model_that_the_round_begins_with(monkeypat
         seen.append(0.5 + found[0] / (2 * found[1]))
         return found
 
-    monkeypatch.setattr(train, "cohort_scores", watch)
+    monkeypatch.setattr(evaluate, "cohort_scores", watch)
     quiet = recipe(privacy={"clip": 0.5, "noise_multiplier": 0.0, "delta": 1e-3}, cohort={"size": CLIENTS})
     found = fedflat.run(quiet, clients=clients())
     assert [row["private_accuracy"] for row in found.history] == pytest.approx(seen)
