@@ -35,9 +35,8 @@ from fedflat.core.params import PersonalState, layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.types import Algorithm, Broadcast, ClientView, Local, Phase
 from fedflat.data.clients import FederatedData
-from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.reduce import RoundSum
+from fedflat.engine.reduce import PlainSum, RoundSum
 from fedflat.pieces.clipping import whole_vector
 
 ROOT = Path(__file__).parent.parent

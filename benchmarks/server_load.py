@@ -20,7 +20,7 @@ import torch
 
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.reduce import Accumulator
 from fedflat.federation import wire
 from fedflat.federation.transport import Flower, return_large_blocks
 from fedflat.pieces.clipping import whole_vector

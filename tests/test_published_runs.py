@@ -17,8 +17,8 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
 from fedflat.core.types import Broadcast, Local
-from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.job import Job
+from fedflat.engine.reduce import PlainSum
 from fedflat.engine.round import accumulator_of, finish_round, noisy_sum, select_cohort
 from fedflat.methods.published import Published
 from fedflat.methods.shares import NoiseShares, SharesAccumulator

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedflat.audit.bench import ENTRIES, Bench, Client, Neighbours, World, prepare_job, run_key, single
 from fedflat.audit.worlds import Recorder
-from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.job import Job
+from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.engine.train import final_module, train
 

@@ -20,11 +20,10 @@ from fedflat.core.params import PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast, Local
 from fedflat.data.clients import FederatedData, made_rows
-from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.batches import width_of
 from fedflat.engine.client import steps_of
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.reduce import Backend, RoundSum
+from fedflat.engine.reduce import Backend, PlainSum, RoundSum
 from fedflat.engine.round import RoundParts
 
 VERSION = 7

@@ -21,14 +21,13 @@ from fedflat.core.held import global_generators
 from fedflat.core.params import ClientContext, PersonalState
 from fedflat.core.process import set_meanwhile, using_threads
 from fedflat.core.types import Broadcast
-from fedflat.engine.accumulate import EMPTY
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.factored import Declined, LowRankProblem
 from fedflat.engine.mlp import DenseProblem
 from fedflat.engine.problem import BlockProblem, Problem
-from fedflat.engine.reduce import Clipped, Part, Trained, states_of
+from fedflat.engine.reduce import EMPTY, Clipped, Part, Trained, states_of
 
 SWITCH_SECONDS = 2e-4
 """How long a thread that comes back from arithmetic waits for the interpreter (Python: 5 ms). Well below the time

@@ -10,6 +10,6 @@ Example, a round by hand (``examples/one_round.py`` has it without the engine)::
     state, info = finish_round(parts, state, broadcast, total.result(), key, ledger.append)
 
 ``train`` runs the rounds of a ``job``; ``client`` is the only local loop, on a ``problem`` that gives gradients of
-``batches``; ``reduce`` adds what clients send by ``accumulate``, vectors in factors by ``factored`` and ``measured``;
+``batches``; ``reduce`` adds what clients send, vectors in factors by ``factored`` and ``measured``;
 ``round`` is the server; ``isolated`` records a user's own pieces; ``resume`` decides how a run goes on.
 """

@@ -36,9 +36,9 @@ from fedflat.core.types import (
     ServerView,
     broadcast_by,
 )
-from fedflat.engine.accumulate import GridAccumulator, PlainSum
 from fedflat.engine.client import rate_of, steps_of
 from fedflat.engine.evaluate import QUANTILES
+from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.privacy.plan import Plan
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from fedflat.core import durable
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
-from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.reduce import Clipped, Part, Trained
+from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
 from fedflat.federation import wire
 from fedflat.federation.bounds import Limit, refusal
 from fedflat.federation.events import log_fields

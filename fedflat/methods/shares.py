@@ -22,7 +22,7 @@ from fedflat.core.papers import CITED
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
-from fedflat.engine.accumulate import Accumulator, PlainSum
+from fedflat.engine.reduce import Accumulator, PlainSum
 from fedflat.engine.round import RoundParts
 from fedflat.methods.published import Published, paper_of, published_plan, with_tensors
 from fedflat.pieces import clipping

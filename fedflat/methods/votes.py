@@ -27,12 +27,11 @@ from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import HELD_OUT, TEST, public_examples
-from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.reduce import Clipped, Trained
+from fedflat.engine.reduce import Accumulator, Clipped, Trained
 from fedflat.methods.noise import trust_of
 from fedflat.methods.plans import VotesPlan
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian

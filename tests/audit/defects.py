@@ -20,9 +20,9 @@ from fedflat.audit.mechanism import CONFIDENCE, audit_bench
 from fedflat.backends.sequential import Sequential
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
-from fedflat.engine.accumulate import Accumulator, PlainSum
 from fedflat.engine.job import Job
 from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import Accumulator, PlainSum
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 

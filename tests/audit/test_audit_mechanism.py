@@ -32,7 +32,7 @@ from fedflat.audit.worlds import Engine, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import Mechanism
-from fedflat.engine.accumulate import Accumulator
+from fedflat.engine.reduce import Accumulator
 from fedflat.pieces import clipping, mechanisms
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 

@@ -24,12 +24,12 @@ from fedflat.core.params import Layout, PersonalState, layout_of
 from fedflat.core.rng import noise_key, seeded_torch
 from fedflat.core.types import Broadcast, ClientView, Part
 from fedflat.data.clients import FederatedData, from_pairs
-from fedflat.engine.accumulate import Accumulator
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch, Gradient, ModuleProblem
+from fedflat.engine.reduce import Accumulator
 
 
 class PastTheRound:

@@ -22,12 +22,11 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.params import PersonalState, flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
-from fedflat.engine import accumulate, measured
-from fedflat.engine.accumulate import PlainSum
+from fedflat.engine import measured, reduce
 from fedflat.engine.factored import Factored, LowRankProblem, Trace
 from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch
-from fedflat.engine.reduce import RoundSum
+from fedflat.engine.reduce import PlainSum, RoundSum
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.pieces.clipping import Adaptive, PerTensor, WholeVector, norms_of
 from fedflat.privacy.plan import build_plan
@@ -190,7 +189,7 @@ def test_the_broken_twins_are_caught(twin: Add, hostile: Any) -> None:
 @pytest.mark.parametrize("twin", [float32_norm, float32_product])
 def test_a_twin_in_the_accumulators_place_is_caught_as_well(twin: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     def through(add: Add) -> float:
-        monkeypatch.setattr(accumulate, "add_clipped", add)
+        monkeypatch.setattr(reduce, "add_clipped", add)
         found = []
         hostile = canceller(1e9) if twin is float32_norm else exactly_zero(1e14)
         with seeded_torch(3, "others"):
@@ -337,7 +336,7 @@ def test_the_constants_leave_room_for_every_term() -> None:
 def test_more_messages_than_are_accounted_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedflat.core.checks import InputError, RunError
 
-    monkeypatch.setattr(accumulate, "MOST", 3)
+    monkeypatch.setattr(reduce, "MOST", 3)
     for clip, refused in ((1.0, True), (math.inf, False)):
         sink = PlainSum(WholeVector(clip), clip, (slice(0, 2),), 2)
         sink.add(torch.ones(4, 2), [1] * 4)

@@ -19,8 +19,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import PersonalState
 from fedflat.core.rounding import ROUNDING
-from fedflat.engine.accumulate import Accumulator
-from fedflat.engine.reduce import RoundSum
+from fedflat.engine.reduce import Accumulator, RoundSum
 from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.methods.votes import VoteClip
 

@@ -19,10 +19,9 @@ from fedflat.core.checks import InputError
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import from_pairs
-from fedflat.engine.accumulate import EMPTY, Accumulator
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.factored import Factored
-from fedflat.engine.reduce import RoundSum
+from fedflat.engine.reduce import EMPTY, Accumulator, RoundSum
 from fedflat.engine.round import broadcast_of
 
 WATCHED = 2

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import ClientView
-from fedflat.engine.accumulate import PlainSum
 from fedflat.engine.factored import Declined, Factored, LowRankProblem
 from fedflat.engine.mlp import DenseProblem, layers_of
 from fedflat.engine.problem import Batch
+from fedflat.engine.reduce import PlainSum
 from fedflat.pieces.clipping import norms_of, per_tensor, whole_vector
 from fedflat.pieces.gradients import blur, compose, pgn, sam
 

@@ -14,7 +14,7 @@ load = pytest.importorskip("benchmarks.server_load")
 def peak(clients: int, twin: bool, answer: Any) -> None:
     """MiB beyond the start, in a process of its own (a fork of this one would inherit
     what tests left free); the twin keeps every message."""
-    from fedflat.engine.accumulate import Accumulator
+    from fedflat.engine.reduce import Accumulator
 
     load.return_large_blocks()
     kept: list[Any] = []
