@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,14 +32,6 @@ WORTH_KEEPING = 10.0
 below: no copy of its data comes to lie where nobody looks for it."""
 
 
-class Frozen(Protocol):
-    """A module that says whether its features stay the same, and that takes features for its inputs."""
-
-    @property
-    def frozen(self) -> bool: ...
-    def features(self, inputs: Tensor) -> Tensor: ...
-
-
 def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32") -> FederatedData:
     """Return the federation with each input replaced by its features ``(n,)``, if ``module`` has a frozen body.
 
@@ -57,7 +48,10 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
         return replace(data, inputs=inputs, test_inputs=test)
     if name not in _LAST:
         _LAST.clear()
-        _LAST[name] = _kept(name) or _of_all(data, module, precision, name)
+        # From the disk it is mapped into memory, so that what is not being read need not be there.
+        known_there = read_tensors(cache_folder() / f"features-{name}.safetensors")
+        there = None if known_there is None else (known_there["inputs"], known_there.get("test"))
+        _LAST[name] = there or _of_all(data, module, precision, name)
     inputs, test = _LAST[name]
     return replace(data, inputs=inputs, test_inputs=test)
 
@@ -79,16 +73,6 @@ def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | 
     return found, test
 
 
-def _path(name: str) -> Path:
-    return cache_folder() / f"features-{name}.safetensors"
-
-
-def _kept(name: str) -> tuple[Tensor, Tensor | None] | None:
-    """Return the features from the disk, mapped into memory, so that what is not being read need not be there."""
-    found = read_tensors(_path(name))
-    return None if found is None else (found["inputs"], found.get("test"))
-
-
 _NONE = np.zeros(0, dtype=np.int64)
 _LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
 
@@ -102,9 +86,11 @@ def computed(
     owned: each client's rows. Examples of different clients never share a batch: its shape, and so its rounding, would
     tell one client of another's. None: all are one owner's. Features of rows that nobody owns are zero.
     """
-    body, device = cast(Frozen, module), _device(module, inputs)
+    body: Any = module
+    device = _device(module, inputs)
     if len(inputs) == 0:
-        return body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
+        empty: Tensor = body.features(inputs.new_zeros(1, *inputs.shape[1:]).to(device))[:0].detach().to(inputs.device)
+        return empty
     lengths = _lengths(module, inputs)
     groups = [torch.arange(len(inputs))] if owned is None else [torch.from_numpy(rows).long() for rows in owned]
     rows: list[Tensor] = []
@@ -122,24 +108,20 @@ def computed(
             # Texts of one length share a batch, so padding is not computed on.
             batch = batch[:, : max(1, int(lengths[chosen].max()))]
         with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
-            return body.features(batch.to(device)).float().to(inputs.device)
+            found: Tensor = body.features(batch.to(device)).float().to(inputs.device)
+        if watched is not None:  # what it left behind would reach the next owner
+            refuse_change(watched, everything=True)
+        return found
 
     shown = ("making features, batch", len(rows)) if owned is None else ("making features, client", len(groups))
     steps = range(1, len(rows) + 1) if owned is None else owners
     watched = StateWatch(module) if own_code(module) else None
     threads = torch.get_num_threads() if device.type == "cpu" and watched is None else 1
 
-    def watching(chosen: Tensor) -> Tensor:
-        """Return a batch of one owner's; what it left behind would reach the next owner."""
-        found = one(chosen)
-        if watched is not None:
-            refuse_change(watched, everything=True)
-        return found
-
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        first = [watching(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
+        first = [one(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
         result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
-        for chosen, step, found in zip(rows, steps, itertools.chain(first, pool.map(watching, rows[1:]))):
+        for chosen, step, found in zip(rows, steps, itertools.chain(first, pool.map(one, rows[1:]))):
             result[chosen] = found
             report_progress(shown[0], step, shown[1])
     return result

@@ -29,16 +29,6 @@ def width_of(data: FederatedData, batch_size: int) -> int:
     return batch_size if data.most is None else min(batch_size, max(1, data.most))
 
 
-def repeats(data: FederatedData, batch_size: int) -> bool:
-    """Return whether it is public that every client's minibatch is all it has, the same at every step."""
-    return data.most is not None and batch_size >= data.most
-
-
-def chunk_of(data: FederatedData, batch_size: int) -> int:
-    """Return the examples of all of a client's data that a block looks at together."""
-    return min(WHOLE_CHUNK, max(BLOCK_CHUNK, width_of(data, batch_size)))
-
-
 @dataclass(frozen=True)
 class Order:
     """Which examples a client sees at each step: a function of (seed, round, client, phase) only."""
@@ -114,8 +104,9 @@ class BlockBatches:
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it may have."""
-        # One tensor for all steps: a low-rank trace then knows that it is the same minibatch.
-        if repeats(self.data, self.order.batch_size):
+        # Where it is public that every minibatch is all that a client has, it is one tensor for all steps: a low-rank
+        # trace then knows that it is the same minibatch.
+        if self.data.most is not None and self.order.batch_size >= self.data.most:
             whole = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
             yield from (whole for _ in range(steps))
             return
@@ -151,7 +142,7 @@ class BlockBatches:
         more, the share is 0, and nothing is added to what it has.
         """
         _, _, sizes = self._flat
-        width = chunk_of(self.data, self.order.batch_size)
+        width = min(WHOLE_CHUNK, max(BLOCK_CHUNK, width_of(self.data, self.order.batch_size)))
         for start in range(0, int(sizes.max()), width):
             piece = ramp(sizes, start, start + width)
             share = (piece >= 0).sum(1) / np.maximum(sizes, 1)

@@ -421,6 +421,3 @@ def _try(algorithm: Algorithm, layout: Layout, local: Local) -> None:
         elif isinstance(piece, IsolatedState):
             one = {key: value[0] for key, value in state.items()}
             piece(torch.zeros(algorithm.vectors * layout.dimension), replace(view, state=one))
-
-
-__all__ = ["Isolated", "Recording", "Refused", "isolated", "packaged", "record"]

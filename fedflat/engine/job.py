@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from fedflat.core.checks import wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 from fedflat.data.clients import FederatedData
@@ -65,13 +64,6 @@ class RoundResult:
         """The round's record that no guarantee covers (private/private.jsonl)."""
         self.read_private = True
         return self._private
-
-
-def refuse_private(read: bool) -> None:
-    """Refuse an end that was decided with private values at hand."""
-    if read:
-        found = "a run ended by a function that has read state.private"
-        raise wrong("on_round", found, "True only from a function of the released record and state.model()")
 
 
 def charge_remaining_rounds(ledger: Ledger, plan: Plan, rounds: range, bound: float) -> None:

@@ -55,7 +55,9 @@ def add_clipped(
         norm, size = rows.measured()
         factor = scale(norm)
         # By the factor times its size a client is judged alone: who else is in the room changes nothing.
-        kept = _accurate(factor * size, bound, rows)
+        kept = (factor * size * rows.product_error <= SHARE * bound) & (
+            factor * size * math.sqrt(rows.norm_error) <= ROUNDING * bound
+        )
         chosen = factor * kept
         for place in torch.nonzero(~kept & (factor > 0))[:, 0].cpu().tolist():
             # What was measured is what is added: this very float64 vector.
@@ -70,12 +72,6 @@ def add_clipped(
         norms.append(torch.where(torch.isfinite(norm), norm, torch.inf)[:count])
         factors.append(factor[:count])
     return torch.cat(norms), torch.cat(factors)
-
-
-def _accurate(sizes: Tensor, bound: float, rows: _Rows) -> Tensor:
-    """Return whether clients may stay in factors, from c·b ``(n,)``: their products and their norms are close
-    enough."""
-    return (sizes * rows.product_error <= SHARE * bound) & (sizes * math.sqrt(rows.norm_error) <= ROUNDING * bound)
 
 
 class _Rows:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.params import ClientContext, Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
@@ -25,7 +25,7 @@ from fedflat.engine import evaluate
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.device import exact, sent
-from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds, refuse_private
+from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
@@ -87,7 +87,9 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
             ended = on_round(released, after) is True
             peeked = peeked or after.read_private
             if ended and state.round < job.last_round:
-                refuse_private(peeked)  # no ε covers an end that private values decided
+                if peeked:  # no ε covers an end that private values decided
+                    given = "a run ended by a function that has read state.private"
+                    raise wrong("on_round", given, "True only from a function of the released record and state.model()")
                 rest = range(state.round, job.last_round)
                 charge_remaining_rounds(ledger, job.parts.plan, rest, job.parts.clip.bound(state.clip))
                 stopped = f"ended early after {state.round} rounds by what was released"
