@@ -143,20 +143,17 @@ def resident(data: FederatedData, module: nn.Module) -> FederatedData:
     """
     if not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or data.inputs.dim() != 4:
         return data
-    if at_fault(module):
-        return plain(data)
-    test = None if data.test_inputs is None else _channels_last(data.test_inputs)
-    return replace(data, inputs=_channels_last(data.inputs), test_inputs=test)
+    return plain(data) if at_fault(module) else _laid_out(data, torch.channels_last)
 
 
 def plain(data: FederatedData) -> FederatedData:
     """Return the same federation, images in the plain layout."""
-    test = None if data.test_inputs is None else data.test_inputs.contiguous()
-    return replace(data, inputs=data.inputs.contiguous(), test_inputs=test)
+    return _laid_out(data, torch.contiguous_format)
 
 
-def _channels_last(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last) if images.numel() else images
+def _laid_out(data: FederatedData, layout: torch.memory_format) -> FederatedData:
+    test = None if data.test_inputs is None else data.test_inputs.contiguous(memory_format=layout)
+    return replace(data, inputs=data.inputs.contiguous(memory_format=layout), test_inputs=test)
 
 
 def in_memory_order(inputs: Tensor) -> tuple[Tensor, bool]:

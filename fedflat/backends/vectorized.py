@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedflat.backends.sequential import Sequential
 from fedflat.core.checks import RunError, wrong
@@ -26,7 +26,7 @@ from fedflat.engine.client import LocalResult, train_client
 from fedflat.engine.device import out_of_memory, sent
 from fedflat.engine.factored import Declined, LowRankProblem
 from fedflat.engine.mlp import DenseProblem
-from fedflat.engine.problem import BlockProblem, Problem
+from fedflat.engine.problem import BlockProblem
 from fedflat.engine.reduce import EMPTY, Clipped, Part, Trained, states_of
 
 SWITCH_SECONDS = 2e-4
@@ -126,29 +126,25 @@ class Vectorized:
         warnings.warn(found, stacklevel=2)
 
     def _trained(self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState) -> LocalResult:
+        inner, ids = self.inner, clients.tolist()
+        rows = [_NO_ROWS if client == EMPTY else inner.data.parts[client] for client in ids]
+        order = Order(inner.seed, broadcast.round, inner.local.batch_size)
+        data, local = BlockBatches(inner.data, ids, order, rows), inner.local.of(len(rows[0]))
+        states = [states_of(inner.algorithm, kept, client, broadcast.shared) for client in ids]
+        names = [state.name for state in inner.algorithm.client_state]
+        own = ClientContext({name: torch.stack([each[name] for each in states]) for name in names})
         factors = self.factors  # another block's thread may decline in between
         if factors is not None:
             try:
-                return self._run(factors, clients, broadcast, factors.start(broadcast.shared, len(clients)), kept)  # type: ignore[arg-type]
+                start: Any = factors.start(broadcast.shared, len(ids))
+                return train_client(inner.algorithm, factors, broadcast, local, data, start, own)
             except Declined:
                 self.factors = None
         if kept.first.numel():
-            weights = torch.stack([kept.whole(broadcast.shared, c) for c in clients])
+            weights = torch.stack([kept.whole(broadcast.shared, client) for client in ids])
         else:
-            weights = broadcast.shared.repeat(len(clients), 1)
-        return self._run(self.problem, clients, broadcast, weights, kept)
-
-    def _run(
-        self, problem: Problem, clients: np.ndarray, broadcast: Broadcast, weights: Tensor, kept: PersonalState
-    ) -> LocalResult:
-        order = Order(self.inner.seed, broadcast.round, self.inner.local.batch_size)
-        rows = [_NO_ROWS if c == EMPTY else self.inner.data.parts[c] for c in clients]
-        local_data = BlockBatches(self.inner.data, clients.tolist(), order, rows)
-        states = [states_of(self.inner.algorithm, kept, c, broadcast.shared) for c in clients.tolist()]
-        names = [state.name for state in self.inner.algorithm.client_state]
-        own = ClientContext({name: torch.stack([each[name] for each in states]) for name in names})
-        local = self.inner.local.of(len(rows[0]))
-        result = train_client(self.inner.algorithm, problem, broadcast, local, local_data, weights, own)
+            weights = broadcast.shared.repeat(len(ids), 1)
+        result = train_client(inner.algorithm, self.problem, broadcast, local, data, weights, own)
         self.problem.restore_and_check()
         return result
 

@@ -230,13 +230,12 @@ def _worker_environment() -> Any:
     pages = "" if "glibc.malloc.hugetlb" in tunables else "glibc.malloc.hugetlb=1"
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     wanted["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, pages)))
-    before = {name: os.environ[name] for name in wanted if name in os.environ}
+    before = dict(os.environ)
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name in wanted:
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)
 
 

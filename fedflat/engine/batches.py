@@ -153,23 +153,19 @@ class BlockBatches:
         return class_shares(self.data, self.rows, classes)
 
     def _take(self, positions: np.ndarray) -> Batch:
+        """Return the examples at positions ``(n, …)`` into each client's rows; padding (-1) is a client's first, and
+        without any the federation's.
+        """
         device = self.data.inputs.device
-        rows = torch.from_numpy(self.rows_at(positions)).to(device)
+        flat, starts, _ = self._flat
+        starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
+        rows = torch.from_numpy(flat[starts + np.maximum(positions, 0)]).to(device)
         weights = torch.from_numpy((positions >= 0).astype(np.float32)).to(device)
         inputs, targets = chosen(self.data.inputs, rows), chosen(self.data.targets, rows)
         if self._empty is not None:
             # They were filled with somebody's example, since an index must point somewhere.
             inputs[self._empty], targets[self._empty] = 0, 0
         return Batch(inputs, targets, weights)
-
-    def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the rows of the federation for positions ``(n, …)`` into each client's own; padding (-1) is its first,
-        and without any the federation's.
-        """
-        flat, starts, _ = self._flat
-        starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
-        found: np.ndarray = flat[starts + np.maximum(positions, 0)]
-        return found
 
 
 def class_shares(data: FederatedData, rows: Sequence[np.ndarray], classes: int) -> Tensor:

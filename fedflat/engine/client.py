@@ -93,17 +93,30 @@ class _Client:
         update = self.weights[..., self.problem.layout.span("shared")] - self.broadcast.shared
         if self.broadcast.mask is not None:
             update = update * self.broadcast.mask
-        view = self.view(
-            algorithm.shared_phase,
-            gradient=lambda: local_gradient(self.problem, self.weights, self.data),
-            examples=lambda: examples_of(self.data, self.weights),
-        )
+        view = self.view(algorithm.shared_phase, gradient=self.whole_gradient, examples=self.examples)
         last, like = len(algorithm.transforms) - 1, update
         for index, transform in enumerate(algorithm.transforms):
             if index == last and algorithm.vectors > 1:
                 like = update.new_empty(*update.shape[:-1], algorithm.vectors * update.shape[-1])
             update = _like(transform(update, view), like, f"algorithm.transforms[{index}]")
         return update
+
+    def whole_gradient(self) -> Tensor:
+        """Return the gradient ``(…, d)`` of the client's whole loss at its final weights, in evaluation mode, without
+        any penalty: LUS scores entries by it (Cheng et al. 2022, Eq. 11).
+        """
+        total = torch.zeros_like(self.weights[..., self.problem.layout.span("shared")])
+        with self.problem.evaluating():
+            for batch, share in self.data.everything():
+                total += self.problem.gradient(self.weights, "shared", batch).vector * share
+        return total
+
+    def examples(self) -> Tensor:
+        """Return how many examples the client, or each of a block, has ``(…, 1)``."""
+        total = self.weights.new_zeros((*self.weights.shape[:-1], 1))
+        for batch, _ in self.data.everything():
+            total += len(batch.targets) if batch.weights is None else batch.weights.sum(-1, keepdim=True)
+        return total
 
     def mean(self, values: list[Tensor]) -> Tensor:
         """Return the mean over the steps ``(…)``; zero without any."""
@@ -192,24 +205,3 @@ def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
         norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         vector = vector * (local.max_grad_norm / norm.clamp_min(TINY)).clamp(max=1.0)
     return vector.add(at, alpha=local.weight_decay) if local.weight_decay else vector
-
-
-def examples_of(data: LocalData, weights: Tensor) -> Tensor:
-    """Return how many examples a client, or each of a block, has ``(…, 1)``."""
-    total = weights.new_zeros((*weights.shape[:-1], 1))
-    for batch, _ in data.everything():
-        total += len(batch.targets) if batch.weights is None else batch.weights.sum(-1, keepdim=True)
-    return total
-
-
-def local_gradient(problem: Problem, weights: Tensor, data: LocalData) -> Tensor:
-    """Return the gradient ``(…, d)`` of a client's whole loss at its final weights, in evaluation mode, without any
-    penalty.
-
-    LUS scores entries by it (Cheng et al. 2022, Eq. 11).
-    """
-    total = torch.zeros_like(weights[..., problem.layout.span("shared")])
-    with problem.evaluating():
-        for batch, share in data.everything():
-            total += problem.gradient(weights, "shared", batch).vector * share
-    return total

@@ -33,6 +33,9 @@ KEPT = 4
 """Recordings kept of a piece: for each shape and each phase's public numbers one."""
 
 
+_RECORDING = threading.RLock()
+
+
 class Refused(InputError):
     """A piece that cannot be recorded, and why."""
 
@@ -60,12 +63,11 @@ class Recording:
 
     steps: tuple[_Step, ...]
     result: _Slot
-    facts: tuple[Any, ...]
     broadcast: Mapping[str, Tensor]
 
-    def fits(self, facts: tuple[Any, ...], broadcast: Mapping[str, Tensor]) -> bool:
-        """Return whether it was made for these public numbers."""
-        return self.facts == facts and all(torch.equal(self.broadcast[name], v) for name, v in broadcast.items())
+    def fits(self, broadcast: Mapping[str, Tensor]) -> bool:
+        """Return whether it was made for these public vectors."""
+        return all(torch.equal(self.broadcast[name], vector) for name, vector in broadcast.items())
 
     def run(self, inputs: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for a block's tensors."""
@@ -179,7 +181,6 @@ def record(
     call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor],
     inputs: Sequence[Tensor],
     broadcast: Mapping[str, Tensor],
-    facts: tuple[Any, ...],
     check: bool = True,
 ) -> Recording:
     """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
@@ -218,7 +219,7 @@ def record(
     result = recorder.slot(found)
     if not isinstance(result, _Slot):
         raise Refused("returns a tensor that it keeps")
-    recording = Recording(_without_leftovers(recorder.steps, result), result, facts, told)
+    recording = Recording(_without_leftovers(recorder.steps, result), result, told)
     if check:
         _refuse_mixing(recording, made, [*told.values(), token])
     return recording
@@ -277,13 +278,9 @@ class Isolated:
     name: str
     _made: dict[tuple[Any, ...], Recording] = field(default_factory=dict, repr=False, compare=False)
     _checked: set[Any] = field(default_factory=set, repr=False, compare=False)
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def __getstate__(self) -> Any:
-        return self.piece, self.name
-
-    def __setstate__(self, state: Any) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return type(self), (self.piece, self.name)
 
     @property
     def called(self) -> str:
@@ -298,9 +295,9 @@ class Isolated:
         block = [x[None] for x in given] if single else [x.expand(len(tensors[0]), -1) for x in given]
         asked: Ask = ask if not single else lambda name, classes, at: ask(name, classes, at[0])[None]
         shapes = tuple(x.shape for x in block)
-        with self._lock:  # blocks of clients train in threads
+        with _RECORDING:  # blocks of clients train in threads
             made = self._made.get((shapes, facts))
-            if made is None or not made.fits(facts, view.broadcast):
+            if made is None or not made.fits(view.broadcast):
 
                 def inner(mine: list[Tensor], told: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
                     state = dict(zip(names, mine[len(tensors) :]))
@@ -308,7 +305,7 @@ class Isolated:
                     return call(mine[: len(tensors)], seen, ask)
 
                 try:
-                    made = record(inner, block, view.broadcast, facts, check=shapes not in self._checked)
+                    made = record(inner, block, view.broadcast, check=shapes not in self._checked)
                 except Refused as error:
                     raise Refused(f"{self.name}: {self.called} {error}") from error
                 # Learning rates change each round; old recordings would only pile up.

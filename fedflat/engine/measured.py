@@ -55,9 +55,8 @@ def add_clipped(
         norm, size = rows.measured()
         factor = scale(norm)
         # By the factor times its size a client is judged alone: who else is in the room changes nothing.
-        kept = (factor * size * rows.product_error <= SHARE * bound) & (
-            factor * size * math.sqrt(rows.norm_error) <= ROUNDING * bound
-        )
+        parts = factor * size
+        kept = (parts * rows.product_error <= SHARE * bound) & (parts * math.sqrt(rows.norm_error) <= ROUNDING * bound)
         chosen = factor * kept
         for place in torch.nonzero(~kept & (factor > 0))[:, 0].cpu().tolist():
             # What was measured is what is added: this very float64 vector.

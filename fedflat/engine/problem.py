@@ -169,12 +169,6 @@ class ModuleProblem:
             found: Tensor = module(inputs)
         return found if self.precision == "fp32" else found.float()
 
-    def _training_logits(self, inputs: Tensor) -> Tensor:
-        if not self.onednn or not self.module.training or len(inputs) < LEAST:
-            return self.logits(inputs)
-        found: Tensor = self.module(looked_at(self.module, inputs).to_mkldnn())
-        return found.to_dense()
-
     def twins(self, count: int) -> list[nn.Module]:
         """``count`` modules for as many threads, the first being the module itself.
 
@@ -198,7 +192,11 @@ class ModuleProblem:
         shared = self.layout.shared
         chosen = self.parameters[{"all": slice(None), "shared": slice(shared), "personal": slice(shared, None)}[part]]
         # Its own tensors only in training: evaluation must give what another machine gives.
-        losses, right = self.objective(self._training_logits(batch.inputs), batch.targets)
+        if self.onednn and self.module.training and len(batch.inputs) >= LEAST:
+            logits = self.module(looked_at(self.module, batch.inputs).to_mkldnn()).to_dense()
+        else:
+            logits = self.logits(batch.inputs)
+        losses, right = self.objective(logits, batch.targets)
         loss = weighted_mean(losses, batch.weights)
         grads = torch.autograd.grad(loss, chosen, allow_unused=True)
         # A parameter that the pass did not use has gradient zero.
