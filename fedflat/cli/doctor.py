@@ -169,7 +169,7 @@ def _is_utf8(name: str) -> bool:
 
 def _folders() -> Iterator[Finding]:
     """Yield where a run, the caches and the noise keys go: writable; keys for the owner only, and outside the run."""
-    from fedflat.backends.timing import cache_file
+    from fedflat.backends.choose import cache_file
     from fedflat.records import keys
 
     here, own = Path.cwd(), keys.folder()

@@ -24,7 +24,7 @@ from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.tasks import objective_of, suited
-from fedflat.backends.timing import STEPS, seconds_per_client
+from fedflat.backends.choose import STEPS, seconds_per_client
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, MinSeparation, Poisson

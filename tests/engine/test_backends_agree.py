@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
-from fedflat.backends import timing
-from fedflat.backends.timing import Choice, cache_file, remember, remembered
+from fedflat.backends import choose
+from fedflat.backends.choose import Choice, cache_file, remember, remembered
 from fedflat.backends.vectorized import _in_order
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
@@ -244,7 +244,7 @@ def test_a_broken_cache_is_no_error(tmp_path: Path) -> None:
 def test_the_situation_knows_model_method_and_shapes() -> None:
     job = prepare(Recipe.of(recipe("dp-fedavg", backend="sequential")), module(), clients())
     other = prepare(Recipe.of(recipe("dp-fedsam", backend="sequential")), module(), clients())
-    keys = {timing.situation(j.parts, j.problem, j.data, cores) for j in (job, other) for cores in (1, 2)}
+    keys = {choose.situation(j.parts, j.problem, j.data, cores) for j in (job, other) for cores in (1, 2)}
     assert len(keys) == 4
 
 
