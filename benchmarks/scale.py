@@ -27,7 +27,6 @@ import torch
 
 from benchmarks.scale_paper import Costs, markdown
 from benchmarks.workloads import BY_NAME, network
-from fedflat.backends.onednn import keep_freed_memory, resident
 from fedflat.backends.ray import RayTasks
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.workers import Workers
@@ -35,6 +34,7 @@ from fedflat.core.params import PersonalState, layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.types import Algorithm, Broadcast, ClientView, Local, Phase
 from fedflat.data.clients import FederatedData
+from fedflat.engine.device import keep_freed_memory, resident
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import PlainSum, RoundSum
 from fedflat.pieces.clipping import whole_vector

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fedflat.algorithms import Factory
 from fedflat.assembly.plans import NOT_HELD, PREFIX, THEIRS, algorithm_of, is_proxy, public_examples
 from fedflat.assembly.tasks import check_outputs, try_loss
-from fedflat.backends.onednn import refuse_crashing
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
@@ -32,6 +31,7 @@ from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients
 from fedflat.data.partition import partition
+from fedflat.engine.device import refuse_crashing
 from fedflat.models.patches import dead_leaves
 
 Clients = FederatedData | Mapping[Any, Any] | Sequence[Any]

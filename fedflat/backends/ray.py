@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.onednn import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.backends.sequential import Sequential, as_sent
 from fedflat.core.checks import RunError, one_line, wrong
 from fedflat.core.imports import load_files, user_files
@@ -36,6 +35,7 @@ from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
+from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Clipped, Trained, states_of
 

@@ -25,7 +25,6 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from fedflat.backends.onednn import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.backends.sequential import Sequential, as_sent
 from fedflat.core.checks import RunError
 from fedflat.core.imports import load_files, user_files
@@ -34,6 +33,7 @@ from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text
 from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
+from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Clipped, Trained, states_of
 

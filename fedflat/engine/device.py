@@ -1,9 +1,18 @@
-"""Place training on the processor or one GPU; server state, noise and ledger stay on the processor."""
+"""Place training on the processor or one GPU, in the memory layout that layers read fastest where that is right.
+
+Server state, noise and ledger stay on the processor.
+"""
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import faulthandler
 import os
+import resource
+import signal
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,15 +23,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.conv import _ConvNd
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.loss import Objective
-from fedflat.core.params import Layout, flatten
-from fedflat.core.process import set_meanwhile
-from fedflat.core.rng import stream
+from fedflat.core.params import Layout, at_fault, flatten, usable
+from fedflat.core.process import CRASHES, set_meanwhile
+from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData, made_rows
-from fedflat.engine.problem import Batch, ModuleProblem
+from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 
 CPU = torch.device("cpu")
 PROCESSES = ("workers", "ray")
@@ -36,6 +46,15 @@ TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2}
 COARSER = 3.0
 """In bf16: by how many times the processor's own rounding a GPU's gradient may differ from float32."""
 OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "alloc_failed")
+TRIES, EXAMPLES = 3, LEAST
+"""Batches that are tried, odd so that one is in the middle, and examples in each: the fewest that go by oneDNN."""
+CLOSE = 1e-4
+"""Largest distance of two gradients, relative to their length, in the middle one of the tries: in one of them a pooling
+or a ReLU may decide otherwise between two nearly equal numbers, as it also may against exact arithmetic."""
+PASSES, ROWS = 4, 16
+"""Gradients that a module's first child process takes, since damaged memory shows late, and examples in each."""
+SECONDS, PATIENCE = 30, 120
+"""Processor time that they may take (damaged memory may also mean an endless loop), and seconds on the clock."""
 
 
 def device_for(
@@ -158,3 +177,156 @@ def exact(device: torch.device) -> Iterator[None]:
 def out_of_memory(error: Exception) -> bool:
     """Return whether an error says that memory was short."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+def refuse_crashing(module: nn.Module, inputs: Tensor) -> None:
+    """Raise InputError for a user's module with convolutions whose first gradients crash in compiled code.
+
+    They are taken in a child process, since no ``except`` sees such a crash.
+    """
+    number = _ended_by(module, inputs, last=False)
+    if number in CRASHES:
+        found = f"a module whose first gradient crashes in compiled code ({signal.Signals(number).name})"
+        raise wrong("model", found, "layers that torch can train on this machine")
+
+
+def in_bearable_layout(module: nn.Module, data: FederatedData) -> FederatedData:
+    """Return the federation with images in the plain layout where channels-last ones end a user's module's process."""
+    last = data.inputs.dim() == 4 and not data.inputs.is_contiguous()
+    return plain(data) if last and _ended_by(module, data.inputs, last=True) else data
+
+
+def _ended_by(module: nn.Module, like: Tensor, last: bool) -> int:
+    """Return the signal that ended a child process which took gradients of a module on made-up inputs; 0 if none did.
+
+    It is forked, which takes milliseconds, and computes on one thread, since a fork has no other threads. last: images
+    channels-last.
+    """
+    if not any(isinstance(layer, _ConvNd) for layer in module.modules()) or like.device.type != "cpu":
+        return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child needs none of the threads
+        # A fork has the module already; a new process would have to be sent it, and import torch.
+        child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the C library's last words
+            faulthandler.disable()
+            torch.set_num_threads(1)
+            trained = [each for each in module.train().parameters() if each.requires_grad]
+            for _ in range(PASSES):
+                inputs = torch.randn(ROWS, *like.shape[1:]).to(like.dtype)
+                inputs = inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+                torch.autograd.grad(module(inputs).float().square().mean(), trained, allow_unused=True)
+        finally:
+            os._exit(0)  # an error of its own shows again where it is told
+    deadline = time.monotonic() + PATIENCE
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 0
+        time.sleep(0.005)
+    return os.WTERMSIG(ended[1]) if os.WIFSIGNALED(ended[1]) else 0
+
+
+def serves(module: nn.Module, layout: Layout, precision: str, inputs: Tensor) -> bool:
+    """Return whether gradients on oneDNN's own tensors are those on plain ones, but for rounding.
+
+    Only layers that oneDNN has (convolution, pooling, ReLU, linear) run on such tensors, in float32. The answer is a
+    function of the module with its weights, the shape of ``inputs`` ``(N, c, h, w)``, torch and the processor; only
+    made-up images are looked at, so that a resumed run and every worker go the same way. Weights, buffers and
+    generators are left as they were.
+
+    Not the same: oneDNN's pooling passes over NaN and its ReLU makes 0 of it. An image that is not finite still shows
+    in the gradient, which is multiplied by it, and weights that are not finite in the update.
+    """
+    if precision != "fp32" or not usable(inputs) or not any(isinstance(layer, nn.Conv2d) for layer in module.modules()):
+        return False
+    if at_fault(module) or (len(inputs) and not inputs.is_contiguous(memory_format=torch.channels_last)):
+        return False  # see ``in_bearable_layout``
+    own, usual = (ModuleProblem(module, layout, precision, onednn=onednn) for onednn in (True, False))
+    weights = flatten(module, layout)
+    try:
+        # The middle of three: one ReLU that tips over between equal numbers is no fault.
+        distances = sorted(_distance(own, usual, weights, _images(number, inputs)) for number in range(TRIES))
+    except Exception:  # a module may do anything with its inputs, and most of it is not there for these tensors
+        return False
+    finally:
+        usual.bind(weights)  # a forward pass may have written to buffers
+    return distances[TRIES // 2] <= CLOSE
+
+
+def _images(number: int, like: Tensor) -> Batch:
+    drawn = stream(0, "images to try layers on", number).standard_normal((EXAMPLES, *like.shape[1:]))
+    images = torch.from_numpy(drawn).to(like.dtype).contiguous(memory_format=torch.channels_last)
+    return Batch(images, torch.zeros(EXAMPLES, dtype=torch.int64))
+
+
+def _distance(own: ModuleProblem, plain: ModuleProblem, weights: Tensor, batch: Batch) -> float:
+    """‖g − g′‖/‖g‖ of the two problems' gradients; infinite where either is not finite."""
+    with seeded_torch(0, "images to try layers on"):  # neither draws what the run would draw
+        found = own.gradient(weights, "all", batch).vector
+    with seeded_torch(0, "images to try layers on"):
+        expected = plain.gradient(weights, "all", batch).vector
+    distance = float((found - expected).norm() / expected.norm())
+    return distance if distance >= 0 else float("inf")
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _LARGE = -3, -1, 1 << 30
+_ARENA_MAX = -8
+"""Numbers of ``mallopt``'s parameters in glibc's malloc.h; 1 GiB is more than any block that training takes."""
+
+
+def resident(data: FederatedData, module: nn.Module) -> FederatedData:
+    """Return the same federation, images channels-last for convolutional models: contiguous max pooling is slow on
+    CPUs.
+
+    Images stay as they are where a kernel for channels-last ones is at fault.
+    """
+    if not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or data.inputs.dim() != 4:
+        return data
+    return plain(data) if at_fault(module) else _laid_out(data, torch.channels_last)
+
+
+def plain(data: FederatedData) -> FederatedData:
+    """Return the same federation, images in the plain layout."""
+    return _laid_out(data, torch.contiguous_format)
+
+
+def _laid_out(data: FederatedData, layout: torch.memory_format) -> FederatedData:
+    test = None if data.test_inputs is None else data.test_inputs.contiguous(memory_format=layout)
+    return replace(data, inputs=data.inputs.contiguous(memory_format=layout), test_inputs=test)
+
+
+def in_memory_order(inputs: Tensor) -> tuple[Tensor, bool]:
+    """Return the inputs in the order in which they lie in memory, and whether that is ``(N, H, W, C)`` for ``(N, C, H,
+    W)``.
+    """
+    last = inputs.dim() == 4 and not inputs.is_contiguous() and inputs.permute(0, 2, 3, 1).is_contiguous()
+    return (inputs.permute(0, 2, 3, 1) if last else inputs), last
+
+
+def in_logical_order(inputs: Tensor, last: bool) -> Tensor:
+    """Return the inverse of ``in_memory_order``, on the same memory."""
+    return inputs.permute(0, 3, 1, 2) if last else inputs
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory: local training frees and takes the same sizes all the time.
+
+    One arena for all threads: a thread's own is too small for a block of clients and would ask the system each time.
+
+    Elsewhere than on glibc this does nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGE)
+    mallopt(_TRIM_THRESHOLD, _LARGE)
+    mallopt(_ARENA_MAX, 1)

@@ -99,7 +99,7 @@ class ModuleProblem:
     user's own.
     pristine: a copy of the module, made before any client's data was seen; it is what a run releases.
     objective: the loss.
-    onednn: whether the training passes of minibatches run on oneDNN's own tensors (``onednn.serves`` finds out).
+    onednn: whether the training passes of minibatches run on oneDNN's own tensors (``device.serves`` finds out).
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def return_large_blocks() -> None:
 
     A server frees every reply at once and keeps a few small facts of it; from one heap, those keep the heap from
     shrinking, and memory grows by about a model with every client. Local training wants the opposite
-    (``backends.onednn``).
+    (``engine.device``).
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import fedflat
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.onednn import serves
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.params import at_fault, flatten, layout_of
+from fedflat.engine.device import serves
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 from fedflat.models import build
 
