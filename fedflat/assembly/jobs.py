@@ -36,6 +36,7 @@ from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import public_training
+from fedflat.engine import device as place
 from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.evaluate import Metric, outputs_of
 from fedflat.engine.job import Evaluation, Job
@@ -177,11 +178,11 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     untouched = StateWatch(module)
     data = _resident(made.data, module, device, precision, made.features)
     if any(part is made.module for part in made.given):
-        data = in_bearable_layout(module, data)
+        data = place.in_bearable_layout(module, data)
     parts, threshold = _parts(recipe, made.method, data, layout)
     # Tried on made-up vectors, so that a fault shows before anybody's data are trained on.
     random = try_pieces(parts.algorithm, layout) or made.random
-    onednn = made.objective.cross_entropy and serves(module, layout, precision, data.inputs)
+    onednn = made.objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
     kept = settled(recipe, parts, data.clients, pristine)
     # Bits of a module on a GPU are another machine's; the identity must not follow them.
     given = [pristine if part is made.module else part for part in made.given]  # the same on every device
@@ -262,12 +263,12 @@ def _resident(
     cores.
     """
     data = with_features(data, module, precision) if features else data
-    return placed(data if device.type != "cpu" and precision == "fp32" else resident(data, module), device)
+    return placed(data if device.type != "cpu" and precision == "fp32" else place.resident(data, module), device)
 
 
 def _backend(recipe: Recipe, parts: RoundParts, problem: ModuleProblem, data: FederatedData) -> Backend:
     # glibc gives memory back after each step otherwise, and taking it again costs as much as a step.
-    keep_freed_memory()
+    place.keep_freed_memory()
     engine = recipe.engine
     with exact(problem.device):
         return backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
