@@ -38,8 +38,8 @@ from fedflat.data.clients import FederatedData
 from fedflat.data.sources import public_training
 from fedflat.engine import device as place
 from fedflat.engine.device import CPU, device_for, exact, placed
-from fedflat.engine.evaluate import Metric, outputs_of
-from fedflat.engine.job import Evaluation, Job
+from fedflat.engine.evaluate import outputs_of
+from fedflat.engine.job import Evaluation, Job, Metric
 from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts

@@ -20,7 +20,8 @@ from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import FederatedData, classes_of, first_above
-from fedflat.engine.evaluate import Metric, measured
+from fedflat.engine.evaluate import measured
+from fedflat.engine.job import Metric
 
 TRIED = 4
 """Made-up examples that a loss is tried on."""

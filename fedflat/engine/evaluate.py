@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.rng import seeded_torch
+from fedflat.core.params import ClientContext, PersonalState
+from fedflat.core.rng import seeded_torch, stream
+from fedflat.core.types import AVERAGE, Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import FederatedData
-from fedflat.engine.device import exact, out_of_memory
+from fedflat.engine.batches import ClientBatches, Order
+from fedflat.engine.client import train_client
+from fedflat.engine.device import exact, out_of_memory, sent
+from fedflat.engine.job import Job, Metric, Record
 from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.round import QUANTILES
 
-Metric = Any
-"""(outputs, targets) of the test set -> a number; or an object as torchmetrics has them."""
 MOST = 8
 """Batches evaluated at once, at most: each holds its layers' outputs."""
 
 BATCH = 500
 """Examples of a test pass where the recipe says nothing: a test set of 10,000 in twenty passes."""
-QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
-"""What is shown of a distribution over clients: its ends, its middle, and the bands that the report draws."""
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,80 @@ def cohort_scores(problem: ModuleProblem, data: FederatedData, weights: Tensor, 
 def spread(accuracies: np.ndarray) -> dict[str, float]:
     """Return the quantiles of the clients' accuracies: who is served worst."""
     return {name: float(np.quantile(accuracies, q)) for name, q in QUANTILES.items()}
+
+
+PERSONAL_TIMES = 10
+"""Evaluations of clients' own models in a run whose recipe says nothing: each passes over all held-back data."""
+BEST = "best metric"
+"""Name of the server's slot with the largest accuracy, or the smallest loss with a minus, on public test data."""
+
+
+def best_so_far(state: RoundState, public: Record) -> RoundState:
+    """Return the state that releases the weights of the best round so far; the later one of two must be better.
+
+    Which round is released follows from what was released before, so it costs nothing.
+    """
+    value = public["test_accuracy"]
+    if value is None and public["test_loss"] is not None:
+        value = -public["test_loss"]
+    before = state.slots.get(BEST)
+    if value is None or math.isnan(value) or (before is not None and value <= float(before)):
+        return state
+    score = torch.tensor(value, dtype=torch.float64)
+    return replace(state, slots={**state.slots, AVERAGE: state.shared, BEST: score})
+
+
+def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
+    """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
+    data, method, finished = job.data, job.parts.algorithm, state.round
+    last = finished == job.last_round
+    public: Record = {"test_loss": None, "test_accuracy": None}
+    hidden: Record = {}
+    if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
+        how, whole = job.evaluation, torch.cat([state.released, heads.first])
+        found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
+        public |= _tested(job, found, whole)
+    every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
+    if job.held and (last or finished % every == 0):
+
+        def weights_of(client: int) -> Tensor:
+            """Return what the client would use itself: its own head, or the model fine-tuned on its own data."""
+            own = heads.whole(state.released, client)
+            return own if method.finetune is None else finetuned(job, state, own, client, method.finetune)
+
+        accuracies = client_accuracies(job.problem, data, weights_of, job.held)
+        figure = "accuracy" if job.problem.objective.scored else "loss"
+        kind = "client" if method.head is None and method.finetune is None else "personal"
+        hidden[f"{kind}_{figure}"] = float(accuracies.mean())
+        hidden[f"client_{figure}_quantiles"] = spread(accuracies)
+    return public, hidden
+
+
+def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
+    """Return the loss, accuracy where the task has one, and the user's own metrics, on public test data."""
+    data, objective = job.data, job.problem.objective
+    loss, score = found.mean()
+    public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
+    if objective.task == "classification":
+        public["class_accuracy"] = class_accuracy(found, data.test_targets)  # type: ignore[arg-type]
+    if job.metrics:
+        outputs = outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
+        targets = data.test_targets.cpu()  # type: ignore[union-attr]
+        public |= {f"test_{name}": measured(metric, outputs, targets) for name, metric in job.metrics.items()}
+    return public
+
+
+def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: Phase) -> Tensor:
+    """Return the global model after a client's local fine-tuning ``(D,)``; used for evaluation only, never sent."""
+    parts, rows = job.parts, job.data.parts[client]
+    if len(rows) == 0:
+        return weights
+    alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
+    broadcast = Broadcast(state.round, state.released, math.inf, parts.local.rate(max(state.round - 1, 0)))
+    order = Order(job.seed, state.round, parts.local.batch_size)
+    local_data = ClientBatches(job.data, client, order, rows)
+    with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
+        weights = weights.to(device)
+        own = ClientContext(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
+        train_client(alone, job.problem, sent(broadcast, device), parts.local, local_data, weights, own)
+    return weights

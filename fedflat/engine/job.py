@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 from fedflat.data.clients import FederatedData
-from fedflat.engine.evaluate import Metric
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts
@@ -30,6 +29,8 @@ from fedflat.records.opening import Identity, Opening
 from fedflat.records.signing import Operator
 
 Record = dict[str, Any]
+Metric = Any
+"""(outputs, targets) of the test set -> a number; or an object as torchmetrics has them."""
 SEEN = "should_stop ended the run after on_round had read state.private: if that decided the end, no ε covers it."
 NOT_RUN = "planned and not run, since what was released ended the run"
 

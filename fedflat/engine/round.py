@@ -37,7 +37,6 @@ from fedflat.core.types import (
     broadcast_by,
 )
 from fedflat.engine.client import rate_of, steps_of
-from fedflat.engine.evaluate import QUANTILES
 from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.privacy.plan import Plan
 
@@ -90,6 +89,8 @@ class RoundParts:
         return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))
 
 
+QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
+"""What is shown of a distribution over clients: its ends, its middle, and the bands that the report draws."""
 MALFORMED = "malformed"
 """Name of a round's private figure: messages that were not finite, or of another shape, and counted as zero."""
 LAST_ROUND, COUNTS = "last_round", "participations"

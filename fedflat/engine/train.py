@@ -17,14 +17,11 @@ from torch import Tensor
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import digest_of
-from fedflat.core.params import ClientContext, Layout, PersonalState
+from fedflat.core.params import Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
-from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.types import AVERAGE, Algorithm, Broadcast, Phase, RoundState
+from fedflat.core.types import AVERAGE, Broadcast, RoundState
 from fedflat.engine import evaluate
-from fedflat.engine.batches import ClientBatches, Order
-from fedflat.engine.client import train_client
-from fedflat.engine.device import exact, sent
+from fedflat.engine.device import exact
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
@@ -38,9 +35,6 @@ from fedflat.records.signing import note_tip
 Record = dict[str, Any]
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
-
-PERSONAL_TIMES = 10
-"""Evaluations of clients' own models in a run whose recipe says nothing: each passes over all held-back data."""
 
 
 def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[], bool] | None = None) -> Outcome:
@@ -179,11 +173,10 @@ class _Round:
         first: Record = {"round": info.released["round"], "epsilon": self.spent()}
         claimed = plan.account.claimed(plan, new.round + job.charged_again)
         first |= {} if claimed is None else {"claimed_epsilon": claimed}
-        if job.evaluation.keep == "last":
-            public, private = _evaluate(job, new, heads)
-        else:
-            public, private = _evaluate(job, replace(new, slots={**new.slots, AVERAGE: new.shared}), heads)
-            new = best_so_far(new, public)
+        best = job.evaluation.keep != "last"
+        shown = replace(new, slots={**new.slots, AVERAGE: new.shared}) if best else new
+        public, private = evaluate.evaluate_round(job, shown, heads)
+        new = evaluate.best_so_far(new, public) if best else new
         self.clock("evaluation")
         facts = {**info.released, **public}
         first |= {name: facts.get(name) for name in ("clip", "test_loss", "test_accuracy")}
@@ -261,81 +254,6 @@ def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
     if not mechanism.ahead or not job.parts.plan.private or size < LARGE:
         return None
     return in_background(lambda: mechanism.unit(job.key, round, size))
-
-
-BEST = "best metric"
-"""Name of the server's slot with the largest accuracy, or the smallest loss with a minus, on public test data."""
-
-
-def best_so_far(state: RoundState, public: Record) -> RoundState:
-    """Return the state that releases the weights of the best round so far; the later one of two must be better.
-
-    Which round is released follows from what was released before, so it costs nothing.
-    """
-    value = public["test_accuracy"]
-    if value is None and public["test_loss"] is not None:
-        value = -public["test_loss"]
-    before = state.slots.get(BEST)
-    if value is None or math.isnan(value) or (before is not None and value <= float(before)):
-        return state
-    score = torch.tensor(value, dtype=torch.float64)
-    return replace(state, slots={**state.slots, AVERAGE: state.shared, BEST: score})
-
-
-def _evaluate(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
-    """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
-    data, method, finished = job.data, job.parts.algorithm, state.round
-    last = finished == job.last_round
-    public: Record = {"test_loss": None, "test_accuracy": None}
-    hidden: Record = {}
-    if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
-        how, whole = job.evaluation, torch.cat([state.released, heads.first])
-        found = evaluate.scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
-        public |= _tested(job, found, whole)
-    every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
-    if job.held and (last or finished % every == 0):
-
-        def weights_of(client: int) -> Tensor:
-            """Return what the client would use itself: its own head, or the model fine-tuned on its own data."""
-            own = heads.whole(state.released, client)
-            return own if method.finetune is None else finetuned(job, state, own, client, method.finetune)
-
-        accuracies = evaluate.client_accuracies(job.problem, data, weights_of, job.held)
-        figure = "accuracy" if job.problem.objective.scored else "loss"
-        kind = "client" if method.head is None and method.finetune is None else "personal"
-        hidden[f"{kind}_{figure}"] = float(accuracies.mean())
-        hidden[f"client_{figure}_quantiles"] = evaluate.spread(accuracies)
-    return public, hidden
-
-
-def _tested(job: Job, found: evaluate.Scores, weights: Tensor) -> Record:
-    """Return the loss, accuracy where the task has one, and the user's own metrics, on public test data."""
-    data, objective = job.data, job.problem.objective
-    loss, score = found.mean()
-    public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
-    if objective.task == "classification":
-        public["class_accuracy"] = evaluate.class_accuracy(found, data.test_targets)  # type: ignore[arg-type]
-    if job.metrics:
-        outputs = evaluate.outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
-        targets = data.test_targets.cpu()  # type: ignore[union-attr]
-        public |= {f"test_{name}": evaluate.measured(metric, outputs, targets) for name, metric in job.metrics.items()}
-    return public
-
-
-def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: Phase) -> Tensor:
-    """Return the global model after a client's local fine-tuning ``(D,)``; used for evaluation only, never sent."""
-    parts, rows = job.parts, job.data.parts[client]
-    if len(rows) == 0:
-        return weights
-    alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
-    broadcast = Broadcast(state.round, state.released, math.inf, parts.local.rate(max(state.round - 1, 0)))
-    order = Order(job.seed, state.round, parts.local.batch_size)
-    local_data = ClientBatches(job.data, client, order, rows)
-    with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
-        weights = weights.to(device)
-        own = ClientContext(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
-        train_client(alone, job.problem, sent(broadcast, device), parts.local, local_data, weights, own)
-    return weights
 
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:

@@ -19,11 +19,10 @@ from fedflat.core.rng import fresh_key
 from fedflat.core.types import Broadcast, RoundState
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import exact
-from fedflat.engine.evaluate import scores
+from fedflat.engine.evaluate import finetuned, scores
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import Accumulator, RoundSum, Trained, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
-from fedflat.engine.train import finetuned
 from fedflat.federation.secagg.client import answer_stage
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task

@@ -27,8 +27,7 @@ from fedflat.core.rng import fresh_key
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
-from fedflat.engine.evaluate import Metric
-from fedflat.engine.job import Job, OnRound, Outcome, RoundResult
+from fedflat.engine.job import Job, Metric, OnRound, Outcome, RoundResult
 from fedflat.engine.resume import software_of
 from fedflat.engine.train import Record, final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement

@@ -18,10 +18,9 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import RoundState
-from fedflat.engine import evaluate, train
-from fedflat.engine.evaluate import client_accuracies, cohort_scores
+from fedflat.engine import evaluate
+from fedflat.engine.evaluate import best_so_far, client_accuracies, cohort_scores
 from fedflat.engine.round import private_accuracy
-from fedflat.engine.train import best_so_far
 from fedflat.federation.task import check_deployable
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import recompute
@@ -195,7 +194,7 @@ def test_the_best_round_is_kept_in_model_folder_and_resume(tmp_path: Path) -> No
 def test_a_metric_that_is_not_there_keeps_what_was_best() -> None:
     state = RoundState(1, torch.ones(2), 1.0, {})
     first = best_so_far(state, {"test_accuracy": None, "test_loss": 2.0})
-    assert float(first.slots[train.BEST]) == -2.0
+    assert float(first.slots[evaluate.BEST]) == -2.0
     for public in ({"test_accuracy": None, "test_loss": None}, {"test_accuracy": math.nan, "test_loss": 1.0}):
         assert best_so_far(first, public) is first
     assert best_so_far(first, {"test_accuracy": None, "test_loss": 2.0}) is first

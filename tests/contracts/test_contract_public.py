@@ -29,7 +29,7 @@ from fedflat.config.reference import recipe_keys
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.rng import stream
 from fedflat.data import sources
-from fedflat.engine import device, resume, train
+from fedflat.engine import device, evaluate, resume
 from fedflat.engine.device import difference
 from fedflat.report.html import write_report
 
@@ -188,14 +188,14 @@ def test_the_noise_is_held_fixed_and_the_data_move_what_is_noised(tmp_path: Path
 
 def test_a_private_size_in_a_record_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the size of the largest client in metrics.jsonl, as a field of its own and in place of a constant."""
-    tested = train._evaluate
+    tested = evaluate.evaluate_round
     for field in ("largest", "claimed_epsilon"):
 
         def leaking(job: Any, state: Any, heads: Any, field: str = field) -> Any:
             public, hidden = tested(job, state, heads)
             return public | {field: float(job.data.sizes.max())}, hidden
 
-        monkeypatch.setattr(train, "_evaluate", leaking)
+        monkeypatch.setattr(evaluate, "evaluate_round", leaking)
         base = made(GIVEN, LAST, tmp_path / field / "base")
         found = moved(base, made(GIVEN, WORLDS["many"], tmp_path / field / "many"))
         assert any(text.startswith(f"metrics.jsonl: {field}") for text in found)
