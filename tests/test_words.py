@@ -14,7 +14,7 @@ import pytest
 import fedflat
 from fedflat import algorithms, pieces
 from fedflat.algorithms import ALGORITHMS
-from fedflat.core.papers import CITED
+from fedflat.methods.published import CITED
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -104,7 +104,7 @@ ROOMS = [
     "simulation",
 ]
 PIECES = [f"fedflat.pieces.{found.name}" for found in pkgutil.iter_modules(pieces.__path__)]
-TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.result", "data.own", "core.papers"]
+TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.result", "data.own", "methods.published"]
 EXAMPLES = [*PIECES, "fedflat.algorithms", *(f"fedflat.{name}" for name in TOLD)]
 
 

@@ -14,7 +14,7 @@ from fedflat.assembly import going_on
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection, ServerSection
-from fedflat.core.checks import nearest, wrong
+from fedflat.core.checks import nearest, one_of, require, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
@@ -53,17 +53,13 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         raise wrong("algorithm.name", f"{name}, {GIVEN}: the run's folder does not hold the method", NOT_HELD)
     elif ":" in name:
         factory = imported("algorithm.name", name)
-    elif name in ALGORITHMS:
-        factory = ALGORITHMS[name]
     else:
-        raise wrong("algorithm.name", name, ", ".join(ALGORITHMS), hint=nearest(name, ALGORITHMS))
-    allowed = list(inspect.signature(factory).parameters)
+        factory = ALGORITHMS[one_of("algorithm.name", name, ALGORITHMS)]
+    keys = inspect.signature(factory).parameters
     for key in options:
-        if key not in allowed:
-            raise wrong(
-                f"algorithm.{key}", key, f"for {name}: {', '.join(allowed) or 'no key'}", hint=nearest(key, allowed)
-            )
-    for one in inspect.signature(factory).parameters.values():
+        allowed = f"for {name}: {', '.join(keys) or 'no key'}"
+        require(key in keys, f"algorithm.{key}", key, allowed, hint=nearest(key, keys))
+    for one in keys.values():
         named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
         if named and one.default is one.empty and one.name not in options:
             raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
@@ -71,10 +67,8 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         if isinstance(one.default, bool) and not isinstance(options.get(one.name, one.default), bool):
             raise wrong(f"algorithm.{one.name}", options[one.name], "true or false")
     method = factory(**options)
-    if not isinstance(method, Algorithm):
-        raise wrong(
-            "algorithm.name", f"{name}, which returned {type(method).__name__}", "a function that returns Algorithm"
-        )
+    found = f"{name}, which returned {type(method).__name__}"
+    require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
     return method
 
 
@@ -113,7 +107,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         noise=privacy.noise.kind,
         bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
-        selection=selection_of(recipe),
+        selection=Selection.of(privacy.selection.model_dump()) if privacy.selection else None,
         share=recipe.start.share if recipe.start else None,
         evaluation=evaluation_of(recipe, method),
     )
@@ -141,7 +135,7 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
     clip = privacy.clipping.kind
     hint = "evaluation.private: true needs it."
     plain = method.private and method.kind == "update"
-    for fits, where, found, allowed in (
+    for holds, where, found, allowed in (
         (plain, "algorithm.name", method.name, "a private method whose clients send updates"),
         (trust == "central", "privacy.trust", trust, "central"),
         (privacy.protocol == "sound", "privacy.protocol", privacy.protocol, "sound"),
@@ -151,15 +145,8 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
         (recipe.start is None, "start", "class sums", "nothing"),
         (recipe.task == "classification", "task", recipe.task, "classification"),
     ):
-        if not fits:
-            raise wrong(where, found, allowed, hint=hint)
+        require(holds, where, found, allowed, hint=hint)
     return recipe.evaluation.share
-
-
-def selection_of(recipe: Recipe) -> Selection | None:
-    """Return what the recipe's run is selected by, if it is."""
-    asked = recipe.privacy.selection
-    return None if asked is None else Selection.of(asked.model_dump())
 
 
 def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
@@ -171,14 +158,13 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
         if method.name not in ALGORITHMS and local.optimizer == "sgd":
             found = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
             warnings.warn(f"{found}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
-    reason = f"Reason: {method.fixed_momentum}."
-    if method.fixed_momentum and momentum != method.momentum:
-        raise wrong("local.momentum", momentum, f"{method.momentum or 0.0:g} for {method.name}", hint=reason)
+    reason, free = f"Reason: {method.fixed_momentum}.", not method.fixed_momentum
+    fixed = f"{method.momentum or 0.0:g} for {method.name}"
+    require(free or momentum == method.momentum, "local.momentum", momentum, fixed, hint=reason)
     if local.optimizer != "sgd":
-        if method.fixed_momentum:
-            raise wrong("local.optimizer", local.optimizer, f"sgd for {method.name}", hint=reason)
-        if local.momentum is not None:
-            raise wrong("local.momentum", local.momentum, f"no value with local.optimizer {local.optimizer}")
+        require(free, "local.optimizer", local.optimizer, f"sgd for {method.name}", hint=reason)
+        nothing = f"no value with local.optimizer {local.optimizer}"
+        require(local.momentum is None, "local.momentum", local.momentum, nothing)
     epochs = local.epochs if shares.applies(recipe, method) else None
     settled = {"steps": steps_of(recipe, method, data), "momentum": momentum, "epochs": epochs}
     return Local(**{**local.model_dump(), **settled, "rounds": recipe.rounds})
@@ -263,16 +249,14 @@ def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
     server = recipe.server
     if method.optimizer is None:
         return server.filled()
-    if method.kind != "update":
-        raise wrong("algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
-    if shares.applies(recipe, method):
-        hint = "Its server optimizer reckons with the noise of the sound round."
-        raise wrong("privacy.protocol", "published", f"sound for {method.name}", hint=hint)
+    require(method.kind == "update", "algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
+    hint = "Its server optimizer reckons with the noise of the sound round."
+    sound = not shares.applies(recipe, method)
+    require(sound, "privacy.protocol", "published", f"sound for {method.name}", hint=hint)
     for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
-        found = getattr(server, key)
-        if found != ServerSection.model_fields[key].default:
-            hint = "The method brings its own server optimizer, made for its noise."
-            raise wrong(f"server.{key}", found, f"nothing for {method.name}", hint=hint)
+        found, default = getattr(server, key), ServerSection.model_fields[key].default
+        hint = "The method brings its own server optimizer, made for its noise."
+        require(found == default, f"server.{key}", found, f"nothing for {method.name}", hint=hint)
     return server.model_copy(update={"lr": method.server_lr if server.lr is None else server.lr})
 
 
@@ -289,26 +273,21 @@ def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Opti
 def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
     """Return what is released of the server's iterates; None: the last one."""
     server, keep = recipe.server, recipe.evaluation.keep
-    if keep != "last" and (server.average != "none" or method.head is not None or method.kind == "votes"):
-        found = f"{keep} with {method.name}" if server.average == "none" else f"{keep} with server.average"
-        raise wrong("evaluation.keep", found, "last")
+    beside = method.name if server.average == "none" else "server.average"
+    alone = server.average == "none" and method.head is None and method.kind != "votes"
+    require(keep == "last" or alone, "evaluation.keep", f"{keep} with {beside}", "last")
     if server.average == "none":
         return None
-    if shares.applies(recipe, method):
-        raise wrong("server.average", f"{server.average} with privacy.protocol: published", "none")
+    found = f"{server.average} with privacy.protocol: published"
+    require(not shares.applies(recipe, method), "server.average", found, "none")
     return TailAverage(recipe.rounds) if server.average == "tail" else MovingAverage(server.decay)
 
 
 def weighted(recipe: Recipe, method: Algorithm) -> bool:
     """Sample weights make the sensitivity depend on data sizes: only non-private twins may use them."""
-    if recipe.server.weights == "samples" and method.private:
-        raise wrong(
-            "server.weights",
-            "samples",
-            "uniform for a private method",
-            hint="Weights n_i make the sensitivity depend on data sizes.",
-        )
-    return recipe.server.weights == "samples"
+    samples, hint = recipe.server.weights == "samples", "Weights n_i make the sensitivity depend on data sizes."
+    require(not samples or not method.private, "server.weights", "samples", "uniform for a private method", hint=hint)
+    return samples
 
 
 def check(recipe: Recipe, method: Algorithm) -> None:
@@ -319,16 +298,15 @@ def check(recipe: Recipe, method: Algorithm) -> None:
     """
     if recipe.start is None:
         return
-    if recipe.after is not None:
-        raise wrong("start", recipe.start.kind, "nothing with after", hint="It would put the head back to zero.")
-    if recipe.privacy.protocol != "sound":
-        raise wrong("privacy.protocol", recipe.privacy.protocol, "sound with start")
-    if recipe.task != "classification" or recipe.loss is not None:
-        found = recipe.task if recipe.loss is None else "a loss of one's own"
-        raise wrong("task", found, "classification with start", hint="Its release are sums by class.")
-    if method.kind != "update" or method.head is not None or method.zero_head:
-        hint = "Such a method averages updates of a model whose last layer is shared, and has steps of its own."
-        raise wrong("algorithm.name", f"{method.name} with start", "a method that goes on from there", hint=hint)
+    kind, protocol = recipe.start.kind, recipe.privacy.protocol
+    require(recipe.after is None, "start", kind, "nothing with after", hint="It would put the head back to zero.")
+    require(protocol == "sound", "privacy.protocol", protocol, "sound with start")
+    found = recipe.task if recipe.loss is None else "a loss of one's own"
+    hint = "Its release are sums by class."
+    require(found == "classification", "task", found, "classification with start", hint=hint)
+    goes_on = method.kind == "update" and method.head is None and not method.zero_head
+    hint = "Such a method averages updates of a model whose last layer is shared, and has steps of its own."
+    require(goes_on, "algorithm.name", f"{method.name} with start", "a method that goes on from there", hint=hint)
 
 
 def with_start(recipe: Recipe, parts: RoundParts) -> RoundParts:

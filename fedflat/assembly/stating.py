@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -54,18 +54,13 @@ TURNS = (
 class Terms:
     """Public facts that a statement needs and that neither the recipe nor the ledger's events show.
 
-    The ledger's first line carries them. algorithm, kind, private, vectors, personal, finetuned, client_state: of the
-    method. left_out: how many clients became public test data. identified: whether the user's own code can be told
-    apart from other code. dimension: d. tensors: how many tensors are shared. fedflat: the version that began the run.
+    The ledger's first line carries them. method: the packaged one, or, of the user's own one, a stand-in with what the
+    account asks for. left_out: how many clients became public test data. identified: whether the user's own code can be
+    told apart from other code. dimension: d. tensors: how many tensors are shared. fedflat: the version that began the
+    run.
     """
 
-    algorithm: str
-    kind: str = "update"
-    private: bool = True
-    vectors: int = 1
-    personal: bool = False
-    finetuned: bool = False
-    client_state: tuple[str, ...] = ()
+    method: Algorithm
     identified: bool = True
     prior: str = "unknown"
     held_out: bool = False
@@ -80,7 +75,7 @@ class Terms:
         """Return the terms of a run that is about to begin."""
         method, layout = job.parts.algorithm, job.parts.layout
         return cls(
-            **_of_method(method),
+            method,
             identified=job.identity.method is not None,
             prior=prior_of(recipe, job.problem.pristine),
             held_out=held_out(method, recipe.data.dataset, job.data.name),
@@ -93,52 +88,47 @@ class Terms:
 
     @classmethod
     def read(cls, recipe: Recipe, record: Mapping[str, Any]) -> Terms:
-        """Return the terms in a ledger's record; those of a packaged method come from its code instead."""
-        known = {field.name for field in fields(cls)}
-        said: dict[str, Any] = {key: value for key, value in record.items() if key in known}
-        # JSON has no tuples, and terms are compared as values.
-        said["client_state"] = tuple(said.get("client_state", ()))
-        return cls(**said if own_method(recipe) else {**said, **_of_method(algorithm_of(recipe))})
+        """Return the terms in a ledger's record; a packaged method comes from its code."""
+        method = _stand_in(record) if own_method(recipe) else algorithm_of(recipe)
+        known = {field.name for field in fields(cls)} & record.keys()
+        return cls(method, **{name: record[name] for name in known})
 
     def record(self) -> dict[str, Any]:
         """Return what the ledger keeps."""
-        return {**asdict(self), "client_state": list(self.client_state)}
-
-    def method(self, recipe: Recipe) -> Algorithm:
-        """Return the packaged method, or, of the user's own one, a stand-in with what the account asks for."""
-        if not own_method(recipe):
-            return algorithm_of(recipe)
-        return Algorithm(
-            self.algorithm,
-            private=self.private,
-            vectors=self.vectors,
-            transforms=(_stand_in,) if self.vectors > 1 else (),
-            head=("*",) if self.personal else None,
-            finetune=Phase() if self.finetuned else None,
-            client_state=tuple(ClientState(name, _stand_in) for name in self.client_state),
-            kind=self.kind,  # type: ignore[arg-type]
-        )
+        method, others = self.method, {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return {
+            "algorithm": method.name,
+            "kind": method.kind,
+            "private": method.private,
+            "vectors": method.vectors,
+            "personal": method.head is not None,
+            "finetuned": method.finetune is not None,
+            "client_state": [state.name for state in method.client_state],
+            **others,
+        }
 
 
-def _stand_in(*_: Any) -> Any:
+def _stand_in(record: Mapping[str, Any]) -> Algorithm:
+    """Return a method with the properties in a ledger's record, whose own functions are never called."""
+    return Algorithm(
+        record["algorithm"],
+        private=record.get("private", True),
+        vectors=record.get("vectors", 1),
+        transforms=(_never_called,) if record.get("vectors", 1) > 1 else (),
+        head=("*",) if record.get("personal") else None,
+        finetune=Phase() if record.get("finetuned") else None,
+        client_state=tuple(ClientState(name, _never_called) for name in record.get("client_state", ())),
+        kind=record.get("kind", "update"),
+    )
+
+
+def _never_called(*_: Any) -> Any:
     raise TypeError("a stand-in for a method's own function is never called")
 
 
 def own_method(recipe: Recipe) -> bool:
     """Return whether the recipe's method is the user's own code, which reading a folder must not run."""
     return ":" in recipe.algorithm.name or recipe.algorithm.options.get("source") == GIVEN
-
-
-def _of_method(method: Algorithm) -> dict[str, Any]:
-    return {
-        "algorithm": method.name,
-        "kind": method.kind,
-        "private": method.private,
-        "vectors": method.vectors,
-        "personal": method.head is not None,
-        "finetuned": method.finetune is not None,
-        "client_state": tuple(state.name for state in method.client_state),
-    }
 
 
 def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
@@ -185,9 +175,7 @@ def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:
 
 def plan_again(recipe: Recipe, terms: Terms) -> Plan:
     """Return the plan of a run's files: of its recipe and of what it began with."""
-    # A stand-in for the user's own method: reading a folder must never run its code.
-    method = terms.method(recipe)
-    plan = plan_of(recipe, method, recipe.data.clients or 0, terms.dimension)
+    plan = plan_of(recipe, terms.method, recipe.data.clients or 0, terms.dimension)
     return published.with_tensors(plan, terms.tensors)
 
 
@@ -239,7 +227,7 @@ def stated(
     found = statement(
         plan,
         rounds_run=rounds,
-        algorithm=terms.algorithm,
+        algorithm=terms.method.name,
         facts=facts,
         key_source=key_source(recipe, terms),
         entries=entries,
@@ -260,19 +248,23 @@ def key_source(recipe: Recipe, terms: Terms) -> Any:
 
 def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
     """Return the public facts that the statement puts into sentences of its own."""
-    return {
-        "clip": recipe.privacy.model_dump(exclude_none=True)["clip"] if terms.private else None,
+    method = terms.method
+    found = {
+        "clip": recipe.privacy.model_dump(exclude_none=True)["clip"] if method.private else None,
         "secure": recipe.privacy.secure_rng,
         "own_clients": not is_public(recipe.data.dataset),
-        "personal": terms.personal,
-        "finetuned": terms.finetuned,
-        **({"client_state": list(terms.client_state)} if terms.client_state else {}),
+        "personal": method.head is not None,
+        "finetuned": method.finetune is not None,
         "public_data": tested,
-        **({} if terms.identified else {"unidentified": True}),
         "prior": terms.prior,
         "held_out": terms.held_out,
-        **({"left_out": terms.left_out} if terms.left_out else {}),
     }
+    rare = {
+        "client_state": [state.name for state in method.client_state],
+        "unidentified": not terms.identified,
+        "left_out": terms.left_out,
+    }
+    return found | {name: value for name, value in rare.items() if value}
 
 
 # ---------------------------------------------------------------------------------------------------- deployments

@@ -18,7 +18,7 @@ from typer import Option
 
 from fedflat import __version__, cli, report
 from fedflat.core.checks import one_of, wrong
-from fedflat.core.papers import CITED
+from fedflat.methods.published import CITED
 from fedflat.papers import figures, measured, outcome, scales, tables
 from fedflat.papers.rows import dry, train
 

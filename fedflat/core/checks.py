@@ -26,6 +26,15 @@ def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError
     return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
 
 
+def require(holds: bool, where: str, found: Any, allowed: str, *, hint: str = "") -> None:
+    """Raise the error sentence of ``wrong`` unless a condition holds.
+
+    >>> require(3 > 2, "cohort.size", 3, "more than 2")
+    """
+    if not holds:
+        raise wrong(where, found, allowed, hint=hint)
+
+
 class gather(contextlib.AbstractContextManager["gather"]):
     """Collect what is wrong in several places, so that one answer names all of it.
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
-from fedflat.core.papers import CITED
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate, default_delta
@@ -27,6 +26,8 @@ from fedflat.privacy.plan import Plan
 from fedflat.privacy.trust import Accounted, Guarantee, accountable
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+CITED: dict[str, str] = _DATA["cited"]
+"""How each reproduced paper is cited, by the number that recipes and ``fedflat reproduce`` know it by."""
 PAPERS: dict[str, tuple[int, ...]] = {paper: tuple(items) for paper, items in _DATA["papers"].items()}
 """Which items of ``privacy/statement.yaml`` a paper's procedure has; 6 and 9 only where the recipe has them too."""
 PAPER_OF: dict[str, str] = _DATA["methods"]
@@ -38,7 +39,7 @@ REASONS: dict[int, str] = _DATA["reasons"]
 class Published(Accounted):
     """The account of a paper's released procedure.
 
-    paper: a number of ``core.papers.CITED``, but not 001. items: of ``privacy/statement.yaml``, those of this run.
+    paper: a number of ``CITED``, but not 001. items: of ``privacy/statement.yaml``, those of this run.
     tensors: L, the tensors that are sent and clipped each on its own; 1 where the whole vector is clipped (Cheng
     et al. 2022). clip: C, or None where each client takes its own median (Liu et al. 2025).
     """
@@ -213,6 +214,26 @@ def formula(sampler: Sampler, multiplier: float, delta: float, rounds: int, acco
         return math.inf if rounds else 0.0
     event = Poisson(sampler.clients, float(sampler.size)).event(multiplier)
     return compose_epsilon(event, rounds, delta, accountant)
+
+
+def number_of(paper: str) -> str:
+    """Return ``000`` for ``000``, for ``0`` and for ``Shi et al. 2023a`` in any case and spacing; else what was given.
+
+    >>> number_of("shi et al. 2023b"), number_of("4")
+    ('003', '004')
+    """
+    plain = "".join(paper.lower().split())
+    cited = {"".join(name.lower().split()): number for number, name in CITED.items()}
+    return cited.get(plain, plain.zfill(3) if plain.isdigit() else paper)
+
+
+def reproduced_paper(paper: str, have: Iterable[str]) -> str:
+    """Return the ``number_of`` a paper that is among ``have``; else InputError, with how those are cited."""
+    number, names = number_of(paper), {one: CITED.get(one, one) for one in have}
+    if number not in names:
+        allowed = ", ".join(f"{one} ({name})" for one, name in names.items())
+        raise wrong("reproduce PAPER", paper, allowed, hint=nearest(paper, names.values()))
+    return number
 
 
 def paper_of(algorithm: str, given: str | None) -> str:

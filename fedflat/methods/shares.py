@@ -18,13 +18,12 @@ from torch import Tensor
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.papers import CITED
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
 from fedflat.engine.reduce import Accumulator, PlainSum
 from fedflat.engine.round import RoundParts
-from fedflat.methods.published import Published, paper_of, published_plan, with_tensors
+from fedflat.methods.published import CITED, Published, paper_of, published_plan, with_tensors
 from fedflat.pieces import clipping
 from fedflat.pieces.transforms import AddBackDirection, TopK
 from fedflat.privacy.plan import Plan

@@ -13,9 +13,8 @@ from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
-from fedflat.core.papers import CITED
 from fedflat.core.params import Layout, layout_of
-from fedflat.methods.published import PAPERS, Published, formula, with_tensors
+from fedflat.methods.published import CITED, PAPERS, Published, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.scales import SCALES, at, choose, differences, scaled
 from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find

@@ -14,7 +14,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import nearest, one_of, wrong
-from fedflat.core.papers import paper_of
+from fedflat.methods.published import reproduced_paper
 
 FOLDER = Path(__file__).parent
 ROMAN = {"i": "1", "ii": "2", "iii": "3", "iv": "4", "v": "5", "vi": "6"}
@@ -175,7 +175,7 @@ def find(paper: str, table: str) -> Table:
 def asked_for(paper: str, given: str, name: str, every: Iterable[str], more: str = "") -> tuple[str, str]:
     """Return a paper's number and the ``name`` that ``given`` asks for, which ``every`` must have as ``000 name``."""
     have = [each.split(" ", 1) for each in every]
-    number = paper_of(paper, (p for p, _ in have))
+    number = reproduced_paper(paper, (p for p, _ in have))
     own = [each for p, each in have if p == number]
     if name not in own:
         raise wrong(f"reproduce {number}", given, ", ".join(own) + more, hint=nearest(name, own))

@@ -8,7 +8,16 @@ import pytest
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import FromRound
-from fedflat.methods.published import PAPER_OF, PAPERS, Published, formula, paper_of, published_plan, with_tensors
+from fedflat.methods.published import (
+    PAPER_OF,
+    PAPERS,
+    Published,
+    formula,
+    paper_of,
+    published_plan,
+    reproduced_paper,
+    with_tensors,
+)
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import TEXTS
@@ -130,6 +139,12 @@ def test_the_statement_says_what_each_procedure_does() -> None:
         assert ("realised cohort" in made.facts["mechanism"]) == (paper == "004")
         assert made.settled(None)["local"] == {} and made.settled(5)["local"] == {"steps": None, "epochs": 5}
         assert made.stated(plan(paper), 3)["claimed"] == made.claimed(plan(paper), 3)
+
+
+def test_a_paper_is_found_by_its_number_or_as_it_is_cited() -> None:
+    assert [reproduced_paper(name, PAPERS) for name in ("0", "003", "shi et al. 2023B")] == ["000", "003", "003"]
+    with pytest.raises(InputError, match=r"reproduce PAPER: found Zhang.*000 \(Shi et al. 2023a\), 002"):
+        reproduced_paper("Zhang et al. 2024", PAPERS)
 
 
 def test_items_six_and_nine_apply_only_where_the_recipe_has_them() -> None:
