@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -138,29 +138,35 @@ def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> in
     return unpacked
 
 
-def limit_messages(limit: Limit) -> None:
-    """Hold what this process receives against the limit: answers before they are read, objects before any is kept, and
-    a message before it is unpacked. For a SuperNode, whose SuperLink may send anything."""
+def pulled(limit: Limit, tree: Any, pull: Callable[[str], bytes]) -> dict[str, bytes]:
+    """Return the objects of a message, held against the limit one by one; ``Malformed`` for too many or too long."""
+    contents: dict[str, bytes] = {}
+    for name in limit.names(tree):
+        contents[name] = pull(name)
+        if sum(map(len, contents.values())) > limit.total:
+            break
+    limit.check(contents)
+    return contents
+
+
+def unpacked(number: str, contents: dict[str, bytes]) -> Any:
+    """Return the message of this id, which was held against the limit; ``Malformed`` if it is none."""
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    try:
+        message = inflate_object_from_contents(number, contents)
+    except Exception as error:  # whatever a decoder raises on bytes that somebody else chose
+        raise Malformed("form") from error
+    message.metadata.__dict__["_message_id"] = number
+    return message
+
+
+def limit_answers(limit: Limit) -> None:
+    """Refuse an answer of a SuperLink that is longer than a message or the app's bundle, before it is read."""
     import httpx
-    from flwr.supercore.inflatable import inflatable_utils
     from flwr.supercore.protobuf.client import ProtobufClient
-    from flwr.supernode import start_client_internal
 
-    pull, inflate = inflatable_utils.pull_objects, inflatable_utils.inflate_object_from_contents
     made = ProtobufClient.__init__
-
-    def pulled(object_ids: list[str], *given: Any, **named: Any) -> Any:
-        if len(object_ids) > limit.objects:
-            raise Malformed("size")
-        found = pull(object_ids, *given, **named)
-        if sum(map(len, found.values())) > limit.total:
-            raise Malformed("size")
-        return found
-
-    def inflated(object_id: str, contents: dict[str, bytes], **named: Any) -> Any:
-        if named.get("objects") is None:
-            limit.check(contents)
-        return inflate(object_id, contents, **named)
 
     def answered(response: Any) -> None:
         length = response.headers.get("content-length", "")
@@ -171,8 +177,6 @@ def limit_messages(limit: Limit) -> None:
         made(self, *given, **named)
         self._client.event_hooks = {"response": [answered]}
 
-    inflatable_utils.pull_objects = start_client_internal.pull_objects = pulled
-    inflatable_utils.inflate_object_from_contents = inflated
     ProtobufClient.__init__ = limited  # type: ignore[method-assign]
 
 

@@ -33,10 +33,8 @@ from fedflat.federation.processes import (
 )
 from fedflat.federation.project import (
     CONTROL_CERTIFICATE,
-    HERE,
     PACKAGE,
     environment,
-    node_port,
     superlink_command,
     supernode_command,
 )
@@ -78,8 +76,7 @@ class Federation:
     def start(self, clients: Sequence[int] | None = None) -> None:
         """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
-        nodes = ((HERE, node_port(self.port, client)) for client in chosen)
-        for host, port in (self.addresses.listen, self.addresses.control, *nodes):
+        for host, port in (self.addresses.listen, self.addresses.control):
             must_be_free(str(self.project / ADDRESSES_FILE), host, port)
         self.start_superlink()
         for client in chosen:

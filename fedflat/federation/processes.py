@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
+import logging
 import os
 import random
 import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -24,6 +26,7 @@ from typing import IO
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.imports import missing
 
+log = logging.getLogger("fedflat.processes")
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 """Linux's numbers, of prctl.h."""
@@ -125,11 +128,14 @@ def begin() -> int:
     return raise_descriptor_limit()
 
 
-def end_with_an_exit() -> None:
-    """Turn every signal that asks for an end into SystemExit, so that ``finally`` and ``with`` clean up."""
+def end_with_an_exit(status: int | None = None) -> None:
+    """Turn every signal that asks for an end into SystemExit, so that ``finally`` and ``with`` clean up.
+
+    status: of the exit, where it is not to name the signal.
+    """
 
     def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(128 + number if status is None else status)
 
     for number in END_SIGNALS:
         signal.signal(number, leave)
@@ -141,6 +147,61 @@ def dies_with(parent: int) -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do some work in a forked process, which ends when this one does; return its number."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        dies_with(parent)
+        work()
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
+    except BaseException:
+        log.exception("a forked process failed")
+    finally:
+        os._exit(status)
+
+
+def task(name: str, work: Callable[[], object]) -> int:
+    """Do a task in a forked process, the leader of a group of its own that ``ps`` shows under a name."""
+
+    def alone() -> None:
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        # A task has nothing to tidy up, and must not run the end of the process that started it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        named(name)
+        work()
+
+    child = forked(alone)
+    with suppress(OSError):
+        os.setpgid(child, child)
+    return child
+
+
+def start_companion(work: Callable[[], object]) -> None:
+    """Fork a process that works beside this one; each of the two ends with the other.
+
+    To be called before any thread is started: a fork of a process with threads may inherit a lock that nobody frees.
+    """
+
+    def alone() -> None:
+        end_with_an_exit()
+        work()
+
+    child = forked(alone)
+
+    def end_after() -> None:
+        os.waitpid(child, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_after, daemon=True).start()
 
 
 def named(name: str) -> None:

@@ -211,8 +211,8 @@ def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str
     at = f"{out.absolute()}/" if at is None else at
     own = f"{at}{client_folder(Path(), client)}"
     held = f' held="{own}/{HELD}"' if (client_folder(out, client) / HELD).exists() else ""
-    ports = {"host": host, "port": port, "node_port": node_port(port, client)}
-    return {"at": at, "own": own, "client": client, "pin": pin, "held": held, "package": PACKAGE, **ports}
+    address = {"host": host, "port": port}
+    return {"at": at, "own": own, "client": client, "pin": pin, "held": held, "package": PACKAGE, **address}
 
 
 def _words(template: str, places: Mapping[str, Any]) -> list[str]:
@@ -227,11 +227,6 @@ def _shown(template: str, places: Mapping[str, Any]) -> str:
 
 def _template(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def node_port(port: int, client: int) -> int:
-    """Return a port on 127.0.0.1 for each client of a test on one machine, after the SuperLink's two."""
-    return port + 2 + client
 
 
 def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict[str, Any]:

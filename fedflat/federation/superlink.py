@@ -31,7 +31,7 @@ from fedflat.federation.lock import (
 )
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment
 from fedflat.federation.task import Roster, Task
-from fedflat.federation.worker import Runtime, server_work, start_worker
+from fedflat.federation.worker import Runtime, take_tasks
 
 NODE = re.compile(r"((?:node|supernode)(?:[ _]id)?s?[ =:'\"]*)\d+", re.IGNORECASE)
 """A SuperNode's number in a line of Flower's."""
@@ -59,8 +59,7 @@ def serve(project: Path) -> int:
         os.environ.pop(former, None)  # each would open a door of Flower's former protocol beside ours
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
     runtime = Runtime.fresh(addresses.control, own)
-    # Forked before uvicorn starts threads: a fork of a process with threads may inherit a lock that nobody frees.
-    start_worker(runtime, "flwr-serverapp", partial(server_work, (project / "app").absolute()))
+    processes.start_companion(partial(take_tasks, runtime, (project / "app").absolute()))
     plain_log()
     plugin = OperatorOnly(lock)
     app = _application(addresses, own, plugin, runtime.secret)

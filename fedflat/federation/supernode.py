@@ -1,36 +1,47 @@
 """A client's SuperNode that runs nothing but fedflat: ``python -m fedflat.federation.supernode --app … --superlink …``.
 
-Flower's SuperNode runs the code that comes with a run. Here it is started with ``--isolation process``: it fetches
-messages only, and a process of the client's owner answers them with the installed fedflat (``worker``). What the two
-say to each other on 127.0.0.1 goes through TLS with a certificate made at each start, and a secret kept in memory.
+Flower's SuperNode runs the code that comes with a run, and serves what its processes need on a port. This one is a
+client of the SuperLink and listens nowhere: it fetches a message, within the app's limits, and a process forked for it
+answers with the installed fedflat, on the owner's copy of the app.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import logging
 import os
-import signal
 import sys
+import time
+import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation import processes
-from fedflat.federation.bounds import limit_messages
-from fedflat.federation.doors import this_machine_only, worker_or_task
-from fedflat.federation.project import HERE, QUIET
+from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
+from fedflat.federation.events import log_to_stderr
+from fedflat.federation.project import QUIET
+from fedflat.federation.secagg.client import signing_key
 from fedflat.federation.task import Task
-from fedflat.federation.worker import Runtime, client_work, start_worker
+from fedflat.federation.wire import Malformed
+
+log = logging.getLogger("fedflat.supernode")
+
+PAUSE = 3.0
+"""Seconds between looks for a message, as Flower's own."""
 
 
 def serve(given: argparse.Namespace) -> int:
     """Run the SuperNode until it is told to end.
 
     Raises:
-        InputError: files that are missing or open to others, a taken port. RunError: the SuperLink lost the node.
+        InputError: files that are missing or open to others. RunError: the SuperLink lost the node.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
     processes.check_flower()
@@ -38,42 +49,123 @@ def serve(given: argparse.Namespace) -> int:
     if not authority.is_file():
         raise wrong("--root-certificates", str(authority), "the authority's certificate (ca.crt)")
     processes.check_private(key, "--auth-supernode-private-key ")
-    processes.must_be_free("--port", HERE, given.port)
+    private = signing_key(key)
     processes.begin()
-    limit_messages(task.limits.ask)
     os.environ.update(QUIET)
-    own = key.parent / "port"
-    runtime = Runtime.fresh((HERE, given.port), own)
-    start_worker(runtime, "flwr-clientapp", partial(client_work, app))
-    _be_the_supernode(given, key, own, runtime.secret)
-    with suppress(SystemExit):
-        signal.raise_signal(signal.SIGTERM)  # Flower came back from a lost connection, but its own port is still open
+    from flwr.common.config import parse_config_args
+
+    config = parse_config_args([given.node_config])
+    log_to_stderr(str(config.get("log", "text")))
+    ours, workers = Pipe()
+    processes.start_companion(partial(_answer_messages, workers, app, config))
+    workers.close()
+    processes.end_with_an_exit(0)
+    from flwr.supernode.fleet_http_connection import http_request_response
+
+    limit_answers(task.limits.ask)
+    with http_request_response(given.superlink, False, str(authority), (private, private.public_key())) as connection:
+        log.info("connected to %s", given.superlink)
+        _take_messages(connection, task.limits.ask, app, ours)
+    # Flower closes a connection whose node the SuperLink does not know any more.
     raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
 
 
-def _be_the_supernode(given: argparse.Namespace, key: Path, own: Path, secret: bytes) -> None:
-    from flwr.supernode import main as served
-    from flwr.supernode.cli import flower_supernode
+def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection) -> None:
+    """Have every message answered that comes for this client, one after the other."""
+    from flwr.app import Error, Message
+    from flwr.common.constant import ErrorCode
+    from flwr.supercore.run import RunNotRunningException
 
-    # Flower has no hook for its local port, so the function that makes its application is replaced by one with a door.
-    create_app = served.create_app
+    _, receive, send, get_run, get_fab, pull, push, confirm = connection
 
-    def guarded(state_factory: Any, superexec_auth_secret: Any) -> Any:
-        allowed = worker_or_task(secret, state_factory.state)
-        return this_machine_only(create_app(state_factory, superexec_auth_secret), allowed)
+    @lru_cache(maxsize=16)
+    def difference_of(run: int) -> str:
+        return difference(get_fab(get_run(run).fab_hash, run).content, app)
 
-    served.create_app = guarded
-    reader, writer = os.pipe()  # Flower wants a file
-    os.write(writer, secret)
-    os.close(writer)
-    sys.argv = [
-        "flower-supernode", "--superlink", given.superlink, "--root-certificates", str(given.root_certificates),
-        "--auth-supernode-private-key", str(key), "--node-config", given.node_config,
-        "--isolation", "process", "--superexec-auth-secret-file", f"/dev/fd/{reader}",
-        "--host", HERE, "--port", str(given.port), "--ssl-ca-certfile", f"{own}/ca.crt",
-        "--ssl-certfile", f"{own}/server.crt", "--ssl-keyfile", f"{own}/server.key",
-    ]  # fmt: skip
-    flower_supernode()
+    while True:
+        try:
+            if (received := receive()) is None:
+                time.sleep(PAUSE)
+                continue
+            since, (message, tree) = time.monotonic(), received
+            run, number = message.metadata.run_id, message.metadata.message_id
+            if fault := difference_of(run):
+                log.error("refused: run %d is of another app than %s: %s", run, app, fault)
+                error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
+                answer = parts_of(Message(error, reply_to=message))
+            else:
+                contents = pulled(limit, tree, partial(pull, run))
+                confirm(run, number)
+                worker.send((number, contents))
+                answer = worker.recv()
+                if answer is None:
+                    log.error("no answer: the process that was to give it has ended")
+                    continue
+                worker.recv()  # that its process has ended
+            bare, own_tree, objects = answer
+            wanted, session = send(bare, own_tree, time.monotonic() - since)
+            for name in wanted:
+                push(run, session, name, objects[name])
+        except RunNotRunningException:
+            log.info("a message of a run that has ended is not answered")
+        except Malformed as refused:
+            log.error("refused: a message of another size or form than was agreed (%s)", refused.reason)
+
+
+def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:
+    """Return a reply as it is sent: without its content, the tree of its objects, and these by their ids."""
+    from flwr.app.message.message import remove_content_from_message
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
+    return remove_content_from_message(reply) if reply.has_content() else reply, get_object_tree(reply), objects
+
+
+def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
+    """Answer messages, each in a forked process of its own; send None when it has ended, with or without an answer."""
+    import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
+    from fedflat.federation.client import reply_to
+
+    keep_plan(app)
+
+    def answer(number: str, contents: dict[str, bytes]) -> None:
+        connection.send(parts_of(reply_to(unpacked(number, contents), config, app)))
+
+    with suppress(EOFError):
+        while True:
+            child = processes.task("flwr-clientapp", partial(answer, *connection.recv()))
+            while not processes.gone(child):
+                time.sleep(processes.LOOK)
+            connection.send(None)
+
+
+def keep_plan(app: Path) -> None:
+    """Make the app's plan, which takes seconds with correlated noise, so that it is there for every message."""
+    from fedflat.assembly.plans import algorithm_of, plan_of
+
+    task = Task.read(app)
+    with suppress(InputError):  # said where a message is answered
+        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
+
+
+def difference(bundle: bytes, app: Path) -> str:
+    """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
+    own = {f"{app.name}/{path.name}": path for path in app.iterdir() if path.is_file()}
+    try:
+        with zipfile.ZipFile(io.BytesIO(bundle)) as files:
+            came = {entry.filename: entry for entry in files.infolist() if "/" in entry.filename}
+            # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
+            came = {name: entry for name, entry in came.items() if not name.startswith(".info/")}
+            for name in sorted(own.keys() | came.keys()):
+                if name not in own or name not in came:
+                    return f"{name} is only {'here' if name in own else 'there'}"
+                text = own[name].read_bytes()
+                if came[name].file_size != len(text) or files.read(name) != text:
+                    return f"{name} differs"
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"not readable ({type(error).__name__})"
+    return ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = processes.node_options("supernode", __doc__)
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
-    parser.add_argument("--port", type=int, default=9094, help="a free port of this machine, on 127.0.0.1 alone")
+    parser.add_argument("--port", type=int, help="ignored: since 1.0 a SuperNode listens nowhere")
     given = parser.parse_args(arguments)
     return processes.status_of(lambda: serve(given))
 

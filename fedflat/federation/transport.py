@@ -27,7 +27,7 @@ from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
 from fedflat.federation import wire
-from fedflat.federation.bounds import Limit, refusal
+from fedflat.federation.bounds import Limit, pulled, refusal, unpacked
 from fedflat.federation.events import log_fields
 from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker, loggable
 from fedflat.federation.task import Roster
@@ -78,40 +78,27 @@ class Inbox:
     def pull_messages(self, asked: list[str]) -> list[Any]:
         """Return the replies to some questions, refused ones as errors."""
         from flwr.common.serde import metadata_from_proto
-        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
         client, found = self.grid._runtime_client, []
         given = client.PullMessages(PullAppMessagesRequest(message_ids=asked))
-        for said, tree in zip(given.messages_list, given.message_object_trees, strict=True):
-            known = said.metadata
+        for sent, tree in zip(given.messages_list, given.message_object_trees, strict=True):
+            known = metadata_from_proto(sent.metadata)
+            run = {"node": self.grid.node, "run_id": known.run_id}
+
+            def pull(name: str, run: dict[str, Any] = run) -> bytes:
+                return bytes(client.PullObject(PullObjectRequest(object_id=name, **run)).object_content)
+
             try:
-                found.append(self._unpacked(client, known, self.limit.names(tree)))
+                message = unpacked(known.message_id, pulled(self.limit, tree, pull))
+                own = {"_src_node_id": known.src_node_id, "_reply_to_message_id": known.reply_to_message_id}
+                message.metadata.__dict__.update(own)
+                found.append(message)
             except Malformed as fault:
-                found.append(refusal(metadata_from_proto(known), fault.reason))
-            received = {"run_id": known.run_id, "message_object_id": known.message_id}
-            client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=self.grid.node, **received))
+                found.append(refusal(known, fault.reason))
+            client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=known.message_id, **run))
         return found
-
-    def _unpacked(self, client: Any, said: Any, names: list[str]) -> Any:
-        """Return a reply, held against the limit before it is unpacked. said: what the SuperLink knows of it."""
-        from flwr.proto.message_pb2 import PullObjectRequest
-        from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-
-        contents: dict[str, bytes] = {}
-        for name in names:
-            request = PullObjectRequest(node=self.grid.node, run_id=said.run_id, object_id=name)
-            contents[name] = client.PullObject(request).object_content
-            if sum(map(len, contents.values())) > self.limit.total:
-                break
-        self.limit.check(contents)
-        try:
-            message = inflate_object_from_contents(said.message_id, contents)
-        except Exception as error:  # whatever a decoder raises on bytes that a client chose
-            raise Malformed("form") from error
-        own = {"_message_id": said.message_id, "_src_node_id": said.src_node_id}
-        message.metadata.__dict__.update({**own, "_reply_to_message_id": said.reply_to_message_id})
-        return message
 
 
 @dataclass

@@ -40,10 +40,9 @@ from fedflat.federation.bounds import Limit
 from fedflat.federation.local import Federation
 from fedflat.federation.lock import write_authority_and_server
 from fedflat.federation.processes import must_be_free
-from fedflat.federation.project import PACKAGE, client_folder, node_port, supernode_command, write_project
-from fedflat.federation.task import Task
+from fedflat.federation.project import PACKAGE, client_folder, supernode_command, write_project
+from fedflat.federation.supernode import difference
 from fedflat.federation.wire import Answer, write_answer
-from fedflat.federation.worker import difference
 
 STOLEN = np.full(3000, 0.12345678, dtype=np.float32)
 
@@ -203,8 +202,7 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
         federation.start_node(0)
         ours = supernode_command(place / "fed", 1, "127.0.0.1", federation.port, federation.task.pin)
         kept = ours[ours.index("--superlink") :]
-        kept[kept.index("--port") + 1] = str(node_port(federation.port, 1))
-        federation._spawn("client-1", ["flower-supernode", *kept, *tls])
+        federation._spawn("client-1", ["flower-supernode", *kept, "--port", str(free_port()), *tls])
         order = flwr(home, federation, "run", str(app), "fedflat", "--format", "json")
         assert json.loads(order.stdout)["success"], order.stdout
         answers = place / "loot" / "answers"
@@ -262,11 +260,10 @@ def test_a_port_that_is_taken_is_one_line_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fed, port = tmp_path / "fed", free_port()
-    task = Task.read(write_project(small(), fed, port=port).folder / "app" / PACKAGE)
-    node = supernode_command(fed, 0, "127.0.0.1", port, task.pin)[3:]
+    write_project(small(), fed, port=port)
     starts = [
-        (port, superlink.main, [str(fed)]), (port + 1, superlink.main, [str(fed)]), (port + 2, supernode.main, node),
-        *((taken, local.main, [str(fed)]) for taken in (port, port + 1, node_port(port, 3))),
+        *((taken, superlink.main, [str(fed)]) for taken in (port, port + 1)),
+        *((taken, local.main, [str(fed)]) for taken in (port, port + 1)),
     ]  # fmt: skip
     for taken, main, words in starts:
         with socket.create_server(("127.0.0.1", taken)):

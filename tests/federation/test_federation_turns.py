@@ -22,7 +22,7 @@ from fedflat.core.types import RoundState
 from fedflat.federation import server
 from fedflat.federation.project import PACKAGE, _taking_turns, write_project
 from fedflat.federation.replies import CheckIns
-from fedflat.federation.worker import client_work
+from fedflat.federation.supernode import keep_plan
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.plan import build_plan
@@ -235,7 +235,7 @@ def test_factors_are_made_once_for_a_node_and_not_for_each_message(tmp_path: Pat
     folder = tmp_path / "fed"
     _, clients = deployed(folder, small(**TURNS))
     factor_for.cache_clear()
-    client_work(folder / "app" / PACKAGE)
+    keep_plan(folder / "app" / PACKAGE)
     made = factor_for.cache_info().misses
     assert clients[0].job.parts.plan.rounds == 6
     assert made == factor_for.cache_info().misses == 1

@@ -190,6 +190,6 @@ def test_the_units_are_those_of_a_deployment(tmp_path: Path) -> None:
             (command,) = [line for line in text.splitlines() if line.startswith(key)]
             words = shlex.split(command.removeprefix(key).replace("%i", "2").replace("${PIN}", task.pin))
             assert words[1:3] == wanted[1:3]
-            assert [w for w in words if w[:2] == "--"] == [w for w in wanted if w[:2] == "--" and w != "--port"]
+            assert [w for w in words if w[:2] == "--"] == [w for w in wanted if w[:2] == "--"]
     rules = (ROOT / "deploy" / "logrotate.conf").read_text()
     assert rules.count("{") == rules.count("}") == 1 and "copytruncate" in rules
