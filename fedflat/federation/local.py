@@ -21,23 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses, address_text
-from fedflat.federation.processes import (
-    dies_with,
-    end,
-    end_with_an_exit,
-    must_be_free,
-    private,
-    program,
-    raise_descriptor_limit,
-)
-from fedflat.federation.project import (
-    CONTROL_CERTIFICATE,
-    PACKAGE,
-    environment,
-    superlink_command,
-    supernode_command,
-)
+from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report import Progress
@@ -77,7 +63,7 @@ class Federation:
         """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
         for host, port in (self.addresses.listen, self.addresses.control):
-            must_be_free(str(self.project / ADDRESSES_FILE), host, port)
+            processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)
@@ -173,7 +159,7 @@ class Federation:
 
     def stop(self) -> None:
         """Stop every process started here: asked first, then killed."""
-        end([process.pid for process in self.processes.values()], GRACE)
+        processes.end([process.pid for process in self.processes.values()], GRACE)
         self.processes.clear()
 
     def _environment(self) -> dict[str, str]:
@@ -191,8 +177,8 @@ class Federation:
         own = os.getpid()
 
         def born() -> None:
-            private()
-            dies_with(own)
+            processes.private()
+            processes.dies_with(own)
 
         file = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(file, "ab") as log:
@@ -210,10 +196,10 @@ def _program(name: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a project on this machine; exit status 0 if the run completed."""
-    private()
-    raise_descriptor_limit()
-    end_with_an_exit()
-    return program("local PROJECT", arguments, lambda: _whole_run(Path(arguments[0])))
+    processes.private()
+    processes.raise_descriptor_limit()
+    processes.end_with_an_exit()
+    return processes.program("local PROJECT", arguments, lambda: _whole_run(Path(arguments[0])))
 
 
 def _whole_run(project: Path) -> int:

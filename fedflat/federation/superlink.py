@@ -3,40 +3,46 @@
 Two addresses, each with its own certificate (``server/superlink.toml``): *listen*, which the network sees, passes the
 SuperNodes' interface alone; *control*, on this machine only, takes the operator's orders (with his token) and serves
 the ServerApp. Messages are kept in memory alone; the registered SuperNodes are those of the app's roster.
+
+Flower's own SuperExec starts whatever code came with a run. Here a process beside the SuperLink takes the ServerApp's
+tasks, and runs the app in the project's own folder alone. Each task is a forked process; its token stays in memory, and
+whatever it leaves behind is killed with its process group.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
+import secrets
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedflat.federation import doors, processes
+from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
-from fedflat.federation.lock import (
-    ADDRESSES_FILE,
-    LOCK,
-    Addresses,
-    OperatorOnly,
-    read_lock,
-)
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment
 from fedflat.federation.task import Roster, Task
-from fedflat.federation.worker import Runtime, take_tasks
 
+log = logging.getLogger("fedflat.superlink")
 NODE = re.compile(r"((?:node|supernode)(?:[ _]id)?s?[ =:'\"]*)\d+", re.IGNORECASE)
 """A SuperNode's number in a line of Flower's."""
 SHUTDOWN = 3
 """Seconds that open connections have to end: SuperNodes come back by themselves, so little is lost."""
+POLL, GRACE = 0.5, 3.0
+"""Seconds between looks for work (a round takes many), and for tasks to end before they are killed: less than what
+``local`` gives this process itself."""
+KIND = "flwr-serverapp"
+"""Flower's TaskType."""
 LOOK = 0.05
 """Seconds between looks whether the control door is open, before the network's is."""
 
@@ -48,11 +54,11 @@ def serve(project: Path) -> int:
         InputError: no project, a control address or a key open to others, no lock, or a port that is taken.
     """
     processes.check_flower()
-    addresses, lock = Addresses.read(project), read_lock(project / "server" / LOCK)
+    addresses, token_hash = lock.Addresses.read(project), lock.read_lock(project / "server" / lock.LOCK)
     task = Task.read(project / "app" / PACKAGE)
     processes.check_private(project / "certificates" / "server.key")
     for door, address in (("listen", addresses.listen), ("control", addresses.control)):
-        processes.must_be_free(f"{project / ADDRESSES_FILE}: {door}", *address)
+        processes.must_be_free(f"{project / lock.ADDRESSES_FILE}: {door}", *address)
     descriptors = processes.begin()
     os.environ.update(environment(project))
     for former in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):
@@ -61,7 +67,7 @@ def serve(project: Path) -> int:
     runtime = Runtime.fresh(addresses.control, own)
     processes.start_companion(partial(take_tasks, runtime, (project / "app").absolute()))
     plain_log()
-    plugin = OperatorOnly(lock)
+    plugin = lock.OperatorOnly(token_hash)
     app = _application(addresses, own, plugin, runtime.secret)
     state = app.state.linkstate_factory.state()
     keeper = ReplyKeeper(state, task.limits.reply)
@@ -104,7 +110,7 @@ def plain_log() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _application(addresses: Addresses, own: Path, plugin: OperatorOnly, secret: bytes) -> Any:
+def _application(addresses: lock.Addresses, own: Path, plugin: lock.OperatorOnly, secret: bytes) -> Any:
     """Return Flower's SuperLink: registered SuperNodes only, state in memory, our worker, orders by token."""
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
     from flwr.superlink.main import create_app
@@ -164,6 +170,90 @@ def _run(control: tuple[Any, doors.Gate, Path], network: tuple[Any, doors.Gate, 
     finally:
         outside.should_exit = True
         thread.join()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A Runtime interface on this machine. secret: random, known to it and to its worker alone, never on disk."""
+
+    address: str
+    certificate: Path
+    secret: bytes
+
+    @classmethod
+    def fresh(cls, address: tuple[str, int], folder: Path) -> Runtime:
+        """Return one at an address, with a new certificate in ``folder``: an old one may be known to others."""
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.write_authority_and_server(folder, [address[0]], keep=False)
+        return cls(lock.address_text(address), folder / "ca.crt", secrets.token_bytes(32))
+
+    def client(self, interceptor: Any, *, tries: int | None = None) -> Any:
+        """Return Flower's client of it. tries: calls made where nobody listens; None: until somebody does."""
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+        from flwr.supercore.retry import make_simple_http_retry_invoker
+        from flwr.supercore.runtime import RuntimeHttpClient
+
+        retries = make_simple_http_retry_invoker()
+        retries.max_tries = tries if tries is not None else retries.max_tries
+        return RuntimeHttpClient.from_server_address(
+            server_address=self.address, insecure=False, root_certificates=self.certificate.read_bytes(),
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), interceptor],
+            retry_invoker=retries,
+        )  # fmt: skip
+
+    def task_client(self, token: str) -> Any:
+        """Return the same for one task."""
+        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+
+        return self.client(RuntimeTokenHttpInterceptor(token))
+
+
+def take_tasks(runtime: Runtime, app: Path) -> None:
+    """Do the ServerApp's tasks as they come, for runs of the app in this folder; until this process is told to end."""
+    import httpx
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
+
+    import fedflat.federation.server
+    import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
+
+    methods = frozenset({"/flwr.proto.Runtime/AcquireTask"})
+    proof = SuperExecAuthHttpInterceptor(master_secret=runtime.secret, protected_methods=methods)
+    client = runtime.client(proof, tries=1)
+    tasks: set[int] = set()
+    try:
+        while True:
+            tasks -= {task for task in tasks if processes.gone(task)}
+            with suppress(httpx.HTTPError):  # not up yet, or going down
+                found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[KIND]))
+                if found.token:
+                    tasks.add(processes.task(KIND, partial(run_server, app, runtime, found.task, found.token)))
+                    continue
+            time.sleep(POLL)
+    finally:
+        processes.end(tasks, GRACE)
+
+
+def run_server(app: Path, runtime: Runtime, task: Any, token: str) -> None:
+    """Run the ServerApp of a run, if the run is of the app in this folder."""
+    from queue import Queue
+
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.proto.runtime_pb2 import PushTaskOutputRequest
+    from flwr.supercore.logger import mirror_output_to_queue
+    from flwr.superlink.runtime import run_serverapp
+
+    if hashlib.sha256(build_fab_from_disk(app)).hexdigest() != task.fab_hash:
+        log.error("refused: run %d is of another app than %s", task.run_id, app)
+        refusal = PushTaskOutputRequest(sub_status="failed", details="This SuperLink runs its own app alone.")
+        runtime.task_client(token).PushTaskOutput(refusal)
+        return
+    queue: Queue[str | None] = Queue()
+    mirror_output_to_queue(queue)
+    run_serverapp(
+        runtime_api_address=runtime.address, log_queue=queue, token=token, insecure=False,
+        certificates=runtime.certificate.read_bytes(), runtime_dependency_install=False,
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:

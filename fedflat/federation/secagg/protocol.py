@@ -26,13 +26,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric.ec import (
-    ECDH,
-    ECDSA,
-    EllipticCurvePrivateKey,
-    EllipticCurvePublicKey,
-    derive_private_key,
-)
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -108,13 +102,13 @@ class Secrets:
         mask = sharing.public_half(int.from_bytes(self.mask, "big"))
         return seal + mask + Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
 
-    def public(self, key: EllipticCurvePrivateKey) -> PublicKeys:
+    def public(self, key: ec.EllipticCurvePrivateKey) -> PublicKeys:
         """Step 0: return the public halves, signed with the key that the roster knows."""
         bare = PublicKeys.of(self.halves, b"")
-        return replace(bare, signature=key.sign(bare.signed(self.context, self.client), ECDSA(hashes.SHA384())))
+        return replace(bare, signature=key.sign(bare.signed(self.context, self.client), ec.ECDSA(hashes.SHA384())))
 
 
-def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePublicKey], context: bytes) -> None:
+def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, ec.EllipticCurvePublicKey], context: bytes) -> None:
     """Raise Aborted unless every client's keys carry its own signature for this session, and give common secrets.
 
     Two clients in league may show one key: whatever is made with a key is bound to the numbers of its clients too.
@@ -123,7 +117,7 @@ def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePubl
         if client not in known:
             raise Aborted("a client that is not in the roster")
         try:
-            known[client].verify(public.signature, public.signed(context, client), ECDSA(hashes.SHA384()))
+            known[client].verify(public.signature, public.signed(context, client), ec.ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise Aborted("keys without their client's signature") from None
         # A point of low order would give every pair the same common secret: found before anything is sealed to it.
@@ -131,9 +125,9 @@ def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, EllipticCurvePubl
         _mask_point(public.mask)
 
 
-def _mask_point(key: bytes) -> EllipticCurvePublicKey:
+def _mask_point(key: bytes) -> ec.EllipticCurvePublicKey:
     try:
-        return EllipticCurvePublicKey.from_encoded_point(sharing.CURVE, key)
+        return ec.EllipticCurvePublicKey.from_encoded_point(sharing.CURVE, key)
     except ValueError:
         raise Aborted("a key that gives no common secret") from None
 
@@ -172,7 +166,7 @@ def _pair_mask(secret: bytes, client: int, key: bytes, other: int, context: byte
     """±PRG of two clients' common secret; bound to both numbers, or a second client with the same key, or with its
     negative, would cancel the first one's mask.
     """
-    common = derive_private_key(int.from_bytes(secret, "big"), sharing.CURVE).exchange(ECDH(), _mask_point(key))
+    common = ec.derive_private_key(int.from_bytes(secret, "big"), sharing.CURVE).exchange(ec.ECDH(), _mask_point(key))
     pair = b"".join(number.to_bytes(8, "big") for number in sorted((client, other)))
     mask = prg(_derived(common, b"mask" + context + pair), size, bits)
     return mask if client < other else -mask
