@@ -8,7 +8,6 @@ in time, or when there are too many; and no byte of a body is read without one.
 from __future__ import annotations
 
 import base64
-import hmac
 import logging
 import socket
 import time
@@ -183,33 +182,6 @@ def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool
             await app(scope, receive, send)
 
     return door
-
-
-def worker_or_task(secret: bytes, state: Callable[[], Any]) -> Callable[[str, Mapping[str, str]], bool]:
-    """Return what says whether a request to the Runtime interface is of this start's worker, or of a task given out."""
-    from flwr.supercore import constant as header
-    from flwr.supercore.auth.superexec import compute_superexec_signature, derive_auth_secret
-
-    own = derive_auth_secret(secret)
-
-    def is_shown(path: str, headers: Mapping[str, str]) -> bool:
-        if not path.startswith(RUNTIME):
-            return False
-        if token := headers.get(header.TASK_TOKEN_HEADER, ""):
-            return state().get_task_by_token(token) is not None
-        try:
-            names = (header.SUPEREXEC_AUTH_NONCE_HEADER, header.SUPEREXEC_AUTH_BODY_SHA256_HEADER)
-            nonce, body = (headers[name] for name in names)
-            wanted = compute_superexec_signature(
-                auth_secret=own, method="/flwr.proto.Runtime/AcquireTask", nonce=nonce, body_sha256=body,
-                timestamp=int(headers[header.SUPEREXEC_AUTH_TIMESTAMP_HEADER]),
-            )  # fmt: skip
-            # Compared in constant time: how long a wrong one takes tells nothing of the right one.
-            return hmac.compare_digest(wanted.encode(), headers[header.SUPEREXEC_AUTH_SIGNATURE_HEADER].encode())
-        except (KeyError, ValueError):
-            return False
-
-    return is_shown
 
 
 async def _refuse(status: int, *connection: Any) -> None:

@@ -22,9 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,24 @@ def serve(project: Path) -> int:
     for former in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):
         os.environ.pop(former, None)  # each would open a door of Flower's former protocol beside ours
     own = (project / CONTROL_CERTIFICATE).parent.absolute()
-    runtime = Runtime.fresh(addresses.control, own)
-    processes.start_companion(partial(take_tasks, runtime, (project / "app").absolute()))
+    # The control door's certificate is made anew: the one on disk may be known to whoever had this folder before.
+    shutil.rmtree(own, ignore_errors=True)
+    lock.write_authority_and_server(own, [addresses.control[0]], keep=False)
+    ours, workers = Pipe()
+    tasks = partial(_run_tasks, workers, lock.address_text(addresses.control), own / "ca.crt")
+    processes.start_companion(tasks)
     plain_log()
     plugin = lock.OperatorOnly(token_hash)
-    app = _application(addresses, own, plugin, runtime.secret)
+    app = _application(addresses, own, plugin)
     state = app.state.linkstate_factory.state()
     keeper = ReplyKeeper(state, task.limits.reply)
-    worker = doors.worker_or_task(runtime.secret, lambda: state)
+    threading.Thread(target=_hand_out, args=(state, (project / "app").absolute(), ours), daemon=True).start()
 
     def allowed(path: str, headers: Mapping[str, str]) -> bool:
         if path.startswith(doors.CONTROL):
             scheme, _, token = headers.get("authorization", "").partition(" ")
             return scheme.lower() == "bearer" and plugin.is_token(token.strip())
-        return worker(path, headers)
+        return state.get_task_by_token(headers.get("flwr-task-token", "")) is not None
 
     # All clients come at once when the SuperLink was started again; the operator's door keeps its share of descriptors.
     strangers = min(max(doors.STRANGERS, 2 * task.roster.clients), descriptors // 4)
@@ -110,8 +115,8 @@ def plain_log() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _application(addresses: lock.Addresses, own: Path, plugin: lock.OperatorOnly, secret: bytes) -> Any:
-    """Return Flower's SuperLink: registered SuperNodes only, state in memory, our worker, orders by token."""
+def _application(addresses: lock.Addresses, own: Path, plugin: lock.OperatorOnly) -> Any:
+    """Return Flower's SuperLink: registered SuperNodes only, state in memory, orders by token, and no SuperExec."""
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
     from flwr.superlink.main import create_app
 
@@ -122,8 +127,9 @@ def _application(addresses: lock.Addresses, own: Path, plugin: lock.OperatorOnly
         "--ssl-certfile", f"{own}/server.crt", "--ssl-keyfile", f"{own}/server.key",
         "--enable-supernode-auth", "--disable-runtime-dependency-installation", "--isolation", "process",
     ]  # fmt: skip
-    config = _parse_superlink_lifespan_config()
-    return create_app(replace(config, authn_plugin=plugin, superexec_auth_secret=secret), SuperLinkLifespan)
+    # A secret that nobody is told: tasks go to our worker, through a pipe.
+    changes = {"authn_plugin": plugin, "superexec_auth_secret": secrets.token_bytes(32)}
+    return create_app(replace(_parse_superlink_lifespan_config(), **changes), SuperLinkLifespan)
 
 
 def _register(state: Any, roster: Roster) -> None:
@@ -172,87 +178,49 @@ def _run(control: tuple[Any, doors.Gate, Path], network: tuple[Any, doors.Gate, 
         thread.join()
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """A Runtime interface on this machine. secret: random, known to it and to its worker alone, never on disk."""
+def _hand_out(state: Any, app: Path, worker: Connection) -> None:
+    """Give the worker the token of each task of a ServerApp, if its run is of the app in this folder."""
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.common.constant import Status
 
-    address: str
-    certificate: Path
-    secret: bytes
-
-    @classmethod
-    def fresh(cls, address: tuple[str, int], folder: Path) -> Runtime:
-        """Return one at an address, with a new certificate in ``folder``: an old one may be known to others."""
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.write_authority_and_server(folder, [address[0]], keep=False)
-        return cls(lock.address_text(address), folder / "ca.crt", secrets.token_bytes(32))
-
-    def client(self, interceptor: Any, *, tries: int | None = None) -> Any:
-        """Return Flower's client of it. tries: calls made where nobody listens; None: until somebody does."""
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-        from flwr.supercore.retry import make_simple_http_retry_invoker
-        from flwr.supercore.runtime import RuntimeHttpClient
-
-        retries = make_simple_http_retry_invoker()
-        retries.max_tries = tries if tries is not None else retries.max_tries
-        return RuntimeHttpClient.from_server_address(
-            server_address=self.address, insecure=False, root_certificates=self.certificate.read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), interceptor],
-            retry_invoker=retries,
-        )  # fmt: skip
-
-    def task_client(self, token: str) -> Any:
-        """Return the same for one task."""
-        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
-
-        return self.client(RuntimeTokenHttpInterceptor(token))
+    while True:
+        for task in state.get_tasks(statuses=[Status.PENDING], order_by="pending_at"):
+            token = state.claim_task(task.task_id) if task.type == KIND else None
+            if token and hashlib.sha256(build_fab_from_disk(app)).hexdigest() == task.fab_hash:
+                worker.send(token)
+            elif token:
+                log.error("refused: run %d is of another app than %s", task.run_id, app)
+                why = "This SuperLink runs its own app alone."
+                state.finish_task(task.task_id, sub_status="failed", details=why)
+        time.sleep(POLL)
 
 
-def take_tasks(runtime: Runtime, app: Path) -> None:
-    """Do the ServerApp's tasks as they come, for runs of the app in this folder; until this process is told to end."""
-    import httpx
-    from flwr.proto.runtime_pb2 import AcquireTaskRequest
-    from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
-
+def _run_tasks(superlink: Connection, address: str, certificate: Path) -> None:
+    """Run a ServerApp for each token that the SuperLink gives, in a process of its own."""
     import fedflat.federation.server
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
-    methods = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-    proof = SuperExecAuthHttpInterceptor(master_secret=runtime.secret, protected_methods=methods)
-    client = runtime.client(proof, tries=1)
     tasks: set[int] = set()
     try:
         while True:
             tasks -= {task for task in tasks if processes.gone(task)}
-            with suppress(httpx.HTTPError):  # not up yet, or going down
-                found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[KIND]))
-                if found.token:
-                    tasks.add(processes.task(KIND, partial(run_server, app, runtime, found.task, found.token)))
-                    continue
-            time.sleep(POLL)
+            if superlink.poll(POLL):
+                tasks.add(processes.task(KIND, partial(_run_server, address, certificate, superlink.recv())))
     finally:
         processes.end(tasks, GRACE)
 
 
-def run_server(app: Path, runtime: Runtime, task: Any, token: str) -> None:
-    """Run the ServerApp of a run, if the run is of the app in this folder."""
+def _run_server(address: str, certificate: Path, token: str) -> None:
     from queue import Queue
 
-    from flwr.cli.build import build_fab_from_disk
-    from flwr.proto.runtime_pb2 import PushTaskOutputRequest
     from flwr.supercore.logger import mirror_output_to_queue
     from flwr.superlink.runtime import run_serverapp
 
-    if hashlib.sha256(build_fab_from_disk(app)).hexdigest() != task.fab_hash:
-        log.error("refused: run %d is of another app than %s", task.run_id, app)
-        refusal = PushTaskOutputRequest(sub_status="failed", details="This SuperLink runs its own app alone.")
-        runtime.task_client(token).PushTaskOutput(refusal)
-        return
     queue: Queue[str | None] = Queue()
     mirror_output_to_queue(queue)
     run_serverapp(
-        runtime_api_address=runtime.address, log_queue=queue, token=token, insecure=False,
-        certificates=runtime.certificate.read_bytes(), runtime_dependency_install=False,
+        runtime_api_address=address, log_queue=queue, token=token, insecure=False,
+        certificates=certificate.read_bytes(), runtime_dependency_install=False,
     )  # fmt: skip
 
 
