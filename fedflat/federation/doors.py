@@ -1,4 +1,4 @@
-"""The SuperLink's and the SuperNode's doors: who is heard, for how long, and how much they may say.
+"""The SuperLink's doors: who is heard, for how long, and how much they may say.
 
 Flower reads a request's whole body before it asks whose it is, and keeps a connection that says nothing for as long as
 it likes. So each address has a door before Flower: a stranger's connection is closed when it has not shown a credential
@@ -166,7 +166,7 @@ def fleet_only(
     return door
 
 
-def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool], gate: Gate | None = None) -> Door:
+def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool], gate: Gate) -> Door:
     """Return an ASGI application as accounts of this machine see it: no path to SuperNodes' interface, and of a request
     without a credential nothing is read. allowed: whether path and headers show one."""
 
@@ -176,8 +176,7 @@ def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool
                 return await _refuse(404, scope, receive, send)
             if not allowed(scope["path"], Headers(scope=scope)):
                 return await _refuse(401, scope, receive, send)
-            if gate is not None:
-                gate.welcome(scope["client"], "operator")
+            gate.welcome(scope["client"], "operator")
         if scope["type"] in ("http", "lifespan"):
             await app(scope, receive, send)
 

@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -145,17 +146,31 @@ def _run(control: tuple[Any, doors.Gate, Path], network: tuple[Any, doors.Gate, 
     one, which gets the signals."""
     import uvicorn
 
-    # asyncio accepts a whole backlog at once, and closes only then what the gate turned away: uvicorn's 2,048 would
-    # take every descriptor in one burst.
     def server(application: Any, gate: doors.Gate, certificates: Path, **more: Any) -> uvicorn.Server:
-        return uvicorn.Server(
-            uvicorn.Config(
-                application, loop="asyncio", log_config=None, access_log=False, workers=1, ws="none",
-                ssl_certfile=certificates / "server.crt", ssl_keyfile=str(certificates / "server.key"),
-                timeout_graceful_shutdown=SHUTDOWN, callback_notify=gate.sweep, timeout_notify=1,
-                backlog=doors.STRANGERS, **more,
-            )
+        pair = (certificates / "server.crt", certificates / "server.key")
+        known = [file.stat().st_mtime_ns for file in pair]
+
+        async def look() -> None:
+            """Close late strangers; take a renewed certificate, for the connections to come."""
+            await gate.sweep()
+            try:
+                if (now := [file.stat().st_mtime_ns for file in pair]) != known:
+                    # A context that is given a certificate without its key serves nobody: both are tried apart first.
+                    for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl):
+                        context.load_cert_chain(*pair)  # type: ignore[union-attr]
+                    known[:] = now
+                    log.info("%s: the certificate was renewed", gate.name)
+            except OSError as error:  # which an SSLError is
+                gate.say("certificate", f"a changed certificate is not taken ({error}); the one before is used")
+
+        # asyncio accepts a whole backlog at once, and closes only then what the gate turned away: uvicorn's 2,048 would
+        # take every descriptor in one burst.
+        config = uvicorn.Config(
+            application, loop="asyncio", log_config=None, access_log=False, workers=1, ws="none",
+            ssl_certfile=pair[0], ssl_keyfile=str(pair[1]), timeout_graceful_shutdown=SHUTDOWN, callback_notify=look,
+            timeout_notify=1, backlog=doors.STRANGERS, **more,
         )  # fmt: skip
+        return uvicorn.Server(config)
 
     inside, outside = server(*control), server(*network, lifespan="off")
 

@@ -35,6 +35,7 @@ log = logging.getLogger("fedflat.supernode")
 
 PAUSE = 3.0
 """Seconds between looks for a message, as Flower's own."""
+UNAUTHORIZED = 401
 
 
 def serve(given: argparse.Namespace) -> int:
@@ -75,6 +76,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection)
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
     from flwr.supercore.run import RunNotRunningException
+    from httpx import HTTPStatusError
 
     _, receive, send, get_run, get_fab, pull, push, confirm = connection
 
@@ -82,34 +84,41 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection)
     def difference_of(run: int) -> str:
         return difference(get_fab(get_run(run).fab_hash, run).content, app)
 
+    def answer_to(message: Any, tree: Any) -> Any:
+        run, number = message.metadata.run_id, message.metadata.message_id
+        if fault := difference_of(run):
+            log.error("refused: run %d is of another app than %s: %s", run, app, fault)
+            error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
+            return parts_of(Message(error, reply_to=message))
+        contents = pulled(limit, tree, partial(pull, run))
+        confirm(run, number)
+        worker.send((number, contents))
+        if (answer := worker.recv()) is None:
+            raise RuntimeError("the process that was to give it has ended")
+        worker.recv()  # that its process has ended
+        return answer
+
     while True:
+        received = None
         try:
-            if (received := receive()) is None:
+            received = receive()
+            if received is None:
                 time.sleep(PAUSE)
                 continue
-            since, (message, tree) = time.monotonic(), received
-            run, number = message.metadata.run_id, message.metadata.message_id
-            if fault := difference_of(run):
-                log.error("refused: run %d is of another app than %s: %s", run, app, fault)
-                error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
-                answer = parts_of(Message(error, reply_to=message))
-            else:
-                contents = pulled(limit, tree, partial(pull, run))
-                confirm(run, number)
-                worker.send((number, contents))
-                answer = worker.recv()
-                if answer is None:
-                    log.error("no answer: the process that was to give it has ended")
-                    continue
-                worker.recv()  # that its process has ended
-            bare, own_tree, objects = answer
-            wanted, session = send(bare, own_tree, time.monotonic() - since)
+            since, run = time.monotonic(), received[0].metadata.run_id
+            reply, tree, objects = answer_to(*received)
+            wanted, session = send(reply, tree, time.monotonic() - since)
             for name in wanted:
                 push(run, session, name, objects[name])
         except RunNotRunningException:
             log.info("a message of a run that has ended is not answered")
         except Malformed as refused:
             log.error("refused: a message of another size or form than was agreed (%s)", refused.reason)
+        except Exception as error:  # whatever the SuperLink, or the way to it, does with one message
+            # Without a node of this key at the SuperLink, no later message comes either.
+            if received is None or (isinstance(error, HTTPStatusError) and error.response.status_code == UNAUTHORIZED):
+                raise
+            log.error("a message has no answer: %s: %s", type(error).__name__, error)
 
 
 def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:

@@ -498,7 +498,7 @@ def test_nothing_is_read_on_this_machine_without_a_credential() -> None:
     def allowed(path: str, headers: Mapping[str, str]) -> bool:
         return path.startswith(doors.RUNTIME) and headers.get("flwr-task-token") == "task"
 
-    door = doors.this_machine_only(app, allowed)
+    door = doors.this_machine_only(app, allowed, doors.Gate("control", "127.0.0.1", 0))
     own, pull, acquire = {"Flwr-Task-Token": "task"}, "/v1/runtime/pull-object", "/v1/runtime/acquire-task"
     for path in ("/v1/fleet/push-object", "/health", "/docs", "/"):
         assert ask(door, path, headers=own)[0]["status"] == 404

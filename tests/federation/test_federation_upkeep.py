@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import sys
+import time
 import tomllib
 from argparse import Namespace
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ import yaml
 pytest.importorskip("flwr")
 pytest.importorskip("flwr.superlink")
 
+from ports import free_port
 from stand_in import client_at, deployed, grid_of, settings, small
 
 from fedflat.core.checks import InputError
@@ -32,6 +37,7 @@ from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +177,60 @@ def test_the_authority_s_commands(tmp_path: Path) -> None:
     assert [trusts(revoked / "ca.crt", place / "server.crt") for place in kept] == [False, False, True]
     assert (created / "server.key").read_bytes() != (renewed / "server.key").read_bytes()
     assert {path.stat().st_mode & 0o777 for path in own.glob("*.key")} == {0o600}
+
+
+SUPERLINK = """
+import sys
+from pathlib import Path
+from fedflat.federation import doors, superlink
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        await doors._refuse(204, scope, receive, send)
+own, port = Path(sys.argv[1]), int(sys.argv[2])
+gates = [doors.Gate(name, "127.0.0.1", port + i, seconds=600.0) for i, name in enumerate(("control", "listen"))]
+superlink._run(*((app, gate, own) for gate in gates))
+"""
+
+
+@pytest.mark.slow
+def test_a_certificate_is_renewed_while_rounds_run(tmp_path: Path) -> None:
+    """New connections get the new certificate, old ones go on; a key that does not fit it changes nothing."""
+    own, port, until = tmp_path / "ca", free_port(), time.monotonic() + PATIENCE
+
+    def authority(command: str) -> None:
+        subprocess.run(["sh", str(ROOT / "deploy" / "authority.sh"), command, str(own), "127.0.0.1"], check=True)
+
+    def connected() -> Any:
+        context = ssl.create_default_context(cafile=own / "ca.crt")
+        client = http.client.HTTPSConnection("127.0.0.1", port + 1, context=context)
+        client.connect()
+        return client
+
+    def serial(client: Any) -> str:
+        return str(client.sock.getpeercert()["serialNumber"])
+
+    authority("create")
+    server = subprocess.Popen([sys.executable, "-c", SUPERLINK, str(own), str(port)])
+    try:
+        first = None
+        while first is None:
+            assert time.monotonic() < until and server.poll() is None
+            with suppress(OSError):
+                first = connected()
+        before = serial(first)
+        authority("renew")
+        while serial(connected()) == before:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        after = serial(connected())
+        (own / "server.key").write_text("none")
+        time.sleep(2)
+        assert serial(connected()) == after != before
+        first.request("GET", "/")
+        assert first.getresponse().status == 204
+    finally:
+        server.terminate()
+        server.wait(PATIENCE)
 
 
 def test_the_units_are_those_of_a_deployment(tmp_path: Path) -> None:
