@@ -12,9 +12,11 @@ whatever it leaves behind is killed with its process group.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -23,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
@@ -30,6 +33,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fedflat.core import durable
+from fedflat.core.process import free_memory
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment
@@ -43,6 +48,8 @@ SHUTDOWN = 3
 POLL, GRACE = 0.5, 3.0
 """Seconds between looks for work (a round takes many), and for tasks to end before they are killed: less than what
 ``local`` gives this process itself."""
+STATUS, STATUS_SECONDS = "status.json", 10.0
+"""A file for the operator in the project's ``server/``, and seconds between two versions of it."""
 KIND = "flwr-serverapp"
 """Flower's TaskType."""
 LOOK = 0.05
@@ -198,7 +205,11 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
     from flwr.cli.build import build_fab_from_disk
     from flwr.common.constant import Status
 
+    due = 0.0
     while True:
+        if time.monotonic() >= due:
+            due = time.monotonic() + STATUS_SECONDS
+            _note_status(state, app.parent / "server" / STATUS)
         for task in state.get_tasks(statuses=[Status.PENDING], order_by="pending_at"):
             token = state.claim_task(task.task_id) if task.type == KIND else None
             if token and hashlib.sha256(build_fab_from_disk(app)).hexdigest() == task.fab_hash:
@@ -208,6 +219,18 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
                 why = "This SuperLink runs its own app alone."
                 state.finish_task(task.task_id, sub_status="failed", details=why)
         time.sleep(POLL)
+
+
+def _note_status(state: Any, path: Path) -> None:
+    """Write how the SuperLink does into a file for its operator, which ``fedflat watch --private`` shows."""
+    online, known = (len(state.get_node_info(statuses=statuses)) for statuses in (["online"], None))
+    memory = {
+        "SuperLink's memory, the most so far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "free memory of this machine": (free_memory() or 0.0) / (1 << 20),
+    }
+    rows = {"SuperNodes online": f"{online} of {known}", **{name: f"{size:.0f} MiB" for name, size in memory.items()}}
+    with suppress(OSError):  # a full disk stops the run, and says so there
+        durable.replace(path, json.dumps(rows) + "\n")
 
 
 def _run_tasks(superlink: Connection, address: str, certificate: Path) -> None:

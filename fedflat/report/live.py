@@ -31,6 +31,8 @@ from fedflat.report.wording import asset, filled
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+RECORDS = ("metrics.jsonl", "privacy.json", "status.json")
+"""Files whose change is one of the page; the last is a SuperLink's, for its operator."""
 PAUSE = 1.0
 """Seconds between two looks at the records."""
 RECENT = 10
@@ -60,7 +62,7 @@ class Live:
     def stamp(self) -> str:
         """Return what changes whenever a record of the runs does."""
         try:
-            files = [path.stat() for name in ("metrics.jsonl", "privacy.json") for path in self.folder.rglob(name)]
+            files = [path.stat() for name in RECORDS for path in self.folder.rglob(name)]
         except OSError:
             return ""
         return f"{len(files)} {sum(found.st_size for found in files)} {max((f.st_mtime_ns for f in files), default=0)}"
@@ -75,6 +77,7 @@ class Live:
         table = pages.Table("Runs", heads, [_row(run) for run in runs], left=2)
         return filled(
             "live_body.html", table=table, warnings=warned, replies=self._replies(runs) if self.private else None,
+            status=self._status() if self.private else None,
             cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
         )  # fmt: skip
 
@@ -87,6 +90,11 @@ class Live:
                 counts.update({str(why): int(number) for why, number in line.items() if why != "round"})
             rows += [[run.name, why, str(number)] for why, number in sorted(counts.items())]
         return pages.Table("Replies that were not added: the operator's own record", ["Run", "Why", "Replies"], rows, 2)
+
+    def _status(self) -> pages.Table:
+        """Return how the SuperLink of a deployment does, as it wrote last."""
+        rows = [[*row] for line in metrics.read_records(self.folder / "server" / RECORDS[-1]) for row in line.items()]
+        return pages.Table("The SuperLink: its operator's own record", ["What", "Now"], rows, 2)
 
     def page(self) -> str:
         """Return the whole page."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from argparse import Namespace
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +179,16 @@ def test_the_authority_s_commands(tmp_path: Path) -> None:
     assert [trusts(revoked / "ca.crt", place / "server.crt") for place in kept] == [False, False, True]
     assert (created / "server.key").read_bytes() != (renewed / "server.key").read_bytes()
     assert {path.stat().st_mode & 0o777 for path in own.glob("*.key")} == {0o600}
+
+
+def test_a_superlink_notes_its_nodes_and_memory_for_its_operator(tmp_path: Path) -> None:
+    nodes: dict[Any, list[int]] = {("online",): [1, 2, 3], None: [1, 2, 3, 4]}
+    state = SimpleNamespace(get_node_info=lambda statuses: nodes[statuses and tuple(statuses)])
+    superlink._note_status(state, tmp_path / superlink.STATUS)
+    found = json.loads((tmp_path / superlink.STATUS).read_text())
+    assert found.pop("SuperNodes online") == "3 of 4" and (tmp_path / superlink.STATUS).stat().st_mode & 0o077 == 0
+    assert len(found) == 2 and all(float(text.removesuffix(" MiB")) > 0 for text in found.values())
+    superlink._note_status(state, tmp_path / "none" / superlink.STATUS)
 
 
 SUPERLINK = """

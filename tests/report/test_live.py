@@ -52,6 +52,14 @@ def test_only_with_the_token_and_nothing_private(tmp_path: Path) -> None:
     assert 'id="f-cohort"' in shown and "not covered by the guarantee" in shown
 
 
+def test_an_operator_sees_how_the_superlink_does_in_private_alone(tmp_path: Path) -> None:
+    begun(tmp_path / "fed" / "run", 8)
+    (tmp_path / "fed" / "server").mkdir()
+    (tmp_path / "fed" / "server" / "status.json").write_text('{"SuperNodes online": "3 of 4"}\n')
+    pages = [Live(tmp_path / "fed", private, tmp_path).page() for private in (False, True)]
+    assert ['id="status"' in page for page in pages] == ["3 of 4" in page for page in pages] == [False, True]
+
+
 def test_an_operator_sees_refused_replies_in_private_alone(tmp_path: Path) -> None:
     with (begun(tmp_path / "run", 8) / "recipe.yaml").open("a") as recipe:
         recipe.write("versions: {run: abc}\n")
