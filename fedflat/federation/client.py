@@ -86,23 +86,27 @@ class Client:
             self.store.note_participation(ask.broadcast.round)
         return write_answer(Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
 
+    def check_question(self, client: Any, pin: Any, round: int) -> None:
+        """Refuse a question to another client, about another recipe, task or roster, or beyond the last round."""
+        if client != self.number:
+            raise Refused(f"the server asks client {client}, this is client {self.number}")
+        if pin != self.task.pin:
+            raise Refused("the server runs another recipe, task or roster")
+        if round >= self.job.parts.plan.rounds:
+            raise Refused(f"the server asks for round {round} of {self.job.parts.plan.rounds}")
+
     def check(self, ask: Request) -> None:
         """Check what a client must not take the server's word for."""
         plan, now = self.job.parts.plan, self.job.parts.of(ask.broadcast.round)
-        if ask.client != self.number:
-            raise Refused(f"the server asks client {ask.client}, this is client {self.number}")
-        if ask.pin != self.task.pin:
-            raise Refused("the server runs another recipe, task or roster")
-        if ask.broadcast.round >= plan.rounds:
-            raise Refused(f"the server asks for round {ask.broadcast.round} of {plan.rounds}")
+        self.check_question(ask.client, ask.pin, ask.broadcast.round)
         agreed = self.job.threshold if now.threshold is None else now.threshold
         if not now.clip.moves and ask.broadcast.clip != agreed:
             raise Refused("the server asks for another clip than the recipe's")
-        allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if plan.trust != "local":
             return
         if self.store.took_part(ask.broadcast.round):  # a second noised answer would be one more than is charged
             raise Refused(f"this client's answer to round {ask.broadcast.round} has left already")
+        allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if self.store.participations() >= allowed:
             raise Refused(f"this client has taken part {allowed} times, which is all its guarantee allows")
 

@@ -87,7 +87,9 @@ def answer_stage(client: Client, content: Any) -> Any:
         session = wire.sixteen(facts, "session")
         if stage not in _STEPS and stage != dealing.END:
             raise wire.Malformed("form")
-        _check(client, facts, round)
+        client.check_question(facts.get("client"), facts.get("pin"), round)
+        if client.job.parts.plan.trust != "distributed":
+            raise wire.Refused("the recipe's trust model is not distributed")
         if stage == dealing.END:
             if client.store.session().get("session") != session.hex():
                 client.store.end_session()
@@ -108,15 +110,6 @@ def answer_stage(client: Client, content: Any) -> Any:
     else:
         client.store.keep_session({**state, "stage": stage, **reply.kept})
     return wire.write_answer(wire.Answer(round, nonce, reply.vector, facts=reply.facts))
-
-
-def _check(client: Client, facts: Any, round: int) -> None:
-    if facts.get("client") != client.number or facts.get("pin") != client.task.pin:
-        raise wire.Refused("the server asks another client, or runs another recipe, task or roster")
-    if round >= client.job.parts.plan.rounds:
-        raise wire.Refused(f"the server asks for round {round} of {client.job.parts.plan.rounds}")
-    if client.job.parts.plan.trust != "distributed":
-        raise wire.Refused("the recipe's trust model is not distributed")
 
 
 def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str, Any]:

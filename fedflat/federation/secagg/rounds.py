@@ -77,7 +77,7 @@ class SecureFlower(Flower):
             log.warning("round %d: secure aggregation aborted: %s", broadcast.round, fault)
         finally:
             for client in collector.false:
-                self._blame(client, "false share")
+                self._excluded.setdefault(client, "false share")
             self._name(broadcast.round, self._excluded)
             done = {holder for given in collector.seeds.values() for holder in given}  # they have forgotten already
             self._end(
@@ -86,9 +86,6 @@ class SecureFlower(Flower):
         if len(cohort) >= threshold_of(self.plan, len(cohort)):
             self.culprits.came_to(broadcast.round, fault and f"{fault}, {len(self._excluded)} excluded")
         self.refusals(broadcast.round, self._refused)
-
-    def _blame(self, client: int, why: str) -> None:
-        self._excluded.setdefault(client, why)
 
     def _end(self, round: int, clients: Iterable[int]) -> None:
         """Tell clients that no session but the next is open: they delete the secrets of any other, at once.
@@ -128,13 +125,13 @@ class SecureFlower(Flower):
             except (wire.Malformed, Aborted) as fault:
                 reason = fault.reason if isinstance(fault, wire.Malformed) else "form"
                 self._refused[reason] += 1
-                self._blame(client, reason)
+                self._excluded.setdefault(client, reason)
         self._refused += tracker.refused
         for client, reason in tracker.blamed.items():
             if reason == "duplicate":  # refused, the first answer counts, and the client goes on
                 log.warning("round %d: a second answer to step %s", round, stage)
             else:
-                self._blame(client, reason)
+                self._excluded.setdefault(client, reason)
 
     def _keys(self, asked: list[int]) -> None:
         collector, known = self._collector, self.roster.loaded
@@ -212,7 +209,7 @@ class SecureFlower(Flower):
                 if dealing.clears(once, collector.keys[client], context, dealer, client, boxes[client], points)
             }  # fmt: skip
             for client in clear:
-                self._blame(client, "false complaint")
+                self._excluded.setdefault(client, "false complaint")
             if clear != set(opened):
                 raise wire.Malformed("false deal")
             answered.add(dealer)
