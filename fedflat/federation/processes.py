@@ -28,6 +28,8 @@ from fedflat.core.imports import missing
 
 log = logging.getLogger("fedflat.processes")
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+"""No telemetry, no look for updates."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 """Linux's numbers, of prctl.h."""
 LOOK = 0.02
@@ -120,6 +122,7 @@ def begin() -> int:
     Its files are private, a closed terminal (SIGHUP) ends it as SIGTERM does, which is all that Flower handles, and
     its lines have no colour codes unless a terminal shows them.
     """
+    os.environ.update(QUIET)  # before anything of Flower's is imported, which reads them once
     from flwr.supercore.logger import update_console_handler
 
     private()

@@ -24,6 +24,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.federation.bounds import Limits
 from fedflat.federation.lock import ADDRESSES_FILE, LOCK, write_authority_and_server, write_client_keys, write_lock
+from fedflat.federation.processes import QUIET
 from fedflat.federation.store import write_examples
 from fedflat.federation.task import RECIPE, DataSpec, Roster, Task, check_deployable
 from fedflat.methods.noise import trust_of
@@ -33,9 +34,6 @@ PACKAGE = "fedflat_app"
 HERE, PORT = "127.0.0.1", 8443
 DATA, HELD = "data.safetensors", "held.safetensors"
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-"""No telemetry, no look for updates."""
-
 
 WHY = (
     "No cohort.sampling is named: a deployment's cohorts are seen by who runs the SuperLink or watches the network, "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-import os
 import sys
 import time
 import zipfile
@@ -26,7 +25,6 @@ from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.events import log_to_stderr
-from fedflat.federation.project import QUIET
 from fedflat.federation.secagg.client import signing_key
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Malformed
@@ -52,7 +50,6 @@ def serve(given: argparse.Namespace) -> int:
     processes.check_private(key, "--auth-supernode-private-key ")
     private = signing_key(key)
     processes.begin()
-    os.environ.update(QUIET)
     from flwr.common.config import parse_config_args
 
     config = parse_config_args([given.node_config])

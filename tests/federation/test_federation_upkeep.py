@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shlex
 import shutil
@@ -179,6 +180,15 @@ def test_the_authority_s_commands(tmp_path: Path) -> None:
     assert [trusts(revoked / "ca.crt", place / "server.crt") for place in kept] == [False, False, True]
     assert (created / "server.key").read_bytes() != (renewed / "server.key").read_bytes()
     assert {path.stat().st_mode & 0o777 for path in own.glob("*.key")} == {0o600}
+
+
+def test_flower_s_telemetry_is_off_from_the_start() -> None:
+    """Whatever the surroundings say: a program that a person starts by hand sends nothing either."""
+    program = "from fedflat.federation import processes; processes.begin()\n"
+    program += "from flwr.supercore import telemetry; print(telemetry.FLWR_TELEMETRY_ENABLED)"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
+    said = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "0"
 
 
 def test_a_superlink_notes_its_nodes_and_memory_for_its_operator(tmp_path: Path) -> None:
