@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from fedflat.core.checks import wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
-from fedflat.report.wording import asset, environment, filled
+from fedflat.report.wording import asset, environment, filled, shortened
 
 PRIVATE = "Private to the simulation, not covered by the guarantee"
 
@@ -231,11 +231,7 @@ def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
         heights[place] = min(heights[place], most)
         most = heights[place] - LINE_GAP
     named = [lines[place] for _, place in ends]
-    return [Label(_short(each.label), each.classes, at) for each, at in zip(named, heights, strict=True)]
-
-
-def _short(label: str, most: int = 20) -> str:
-    return label if len(label) <= most else label[: most // 2] + "…" + label[-(most - most // 2 - 1) :]
+    return [Label(shortened(each.label), each.classes, at) for each, at in zip(named, heights, strict=True)]
 
 
 def draw(figure: Figure, axis: str) -> Markup:

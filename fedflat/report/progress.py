@@ -10,7 +10,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,60 +58,64 @@ class RunEvent:
     note: str = ""
 
 
-class _Screen:
-    """A live area on a terminal that can draw one (TERM is not dumb); nothing there when quiet, or elsewhere."""
+class _View:
+    """A live area on a terminal that can draw one (TERM is not dumb), plain lines elsewhere, nothing when quiet."""
 
-    def __init__(self, quiet: bool, draw: Callable[[], RenderableType], stderr: bool = False) -> None:
-        self.console: Console = console_now(stderr)
-        self.quiet = quiet
-        self.terminal = self.console.is_terminal and not self.console.is_dumb_terminal and not quiet
-        self._draw = draw
+    def __init__(self, quiet: bool, stderr: bool = False) -> None:
+        self._console, self._quiet = console_now(stderr), quiet
+        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
         self._live: Live | None = None
 
-    def open(self) -> None:
+    def _draw(self) -> RenderableType:
+        raise NotImplementedError
+
+    def _open(self) -> None:
         """Start drawing, four times a second."""
-        if self.terminal and self._live is None:
+        if self._draws and self._live is None:
             from rich.live import Live
 
             # What a user's own code prints to a file or a pipe goes on to go there.
             self._live = Live(
-                console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=True,
-                redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
-            )  # fmt: skip
+                console=self._console,
+                get_renderable=self._draw,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self._live.start()
 
-    def close(self) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Stop drawing and clear the area."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def line(self, text: str) -> None:
+    def _line(self, text: str) -> None:
         """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
-        if not self.quiet and not self.terminal:
-            filled = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-            print(filled, file=sys.stderr if self.console.stderr else sys.stdout, flush=True)
+        if not self._quiet and not self._draws:
+            lines = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            print(lines, file=sys.stderr if self._console.stderr else sys.stdout, flush=True)
 
 
 @dataclass
 class _Facts:
     """What is known of a run so far."""
 
-    rounds: int = 0
-    last_round: int = 0
+    rounds: int
+    last_round: int
     round: int = 0
     done_here: int = 0
     began: float = field(default_factory=time.monotonic)
     budget: float | None = None
     shows_epsilon: bool = True
     epsilon_name: str = "ε"
-    accuracy: float | None = None
-    tested: dict[str, float] = field(default_factory=dict)
+    released: dict[str, float] = field(default_factory=dict)
+    """The newest of each number that is shown."""
     personal: float | None = None
-    waits_for: str = ""
-    waited: tuple[int, int] = (0, 0)
+    work: tuple[str, int, int] | None = None
+    """Long work before the first round: what, how much of it is done, and of how much."""
     spoke: float = 0.0
-    epsilon: float | None = None
     rate: float | None = None
 
     def seconds_left(self) -> float | None:
@@ -121,7 +125,7 @@ class _Facts:
         return (time.monotonic() - self.began) / self.done_here * max(0, self.last_round - self.round)
 
 
-class Progress:
+class Progress(_View):
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
     On a terminal a live view of three lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
@@ -131,20 +135,20 @@ class Progress:
     def __init__(
         self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan", stderr: bool = False
     ) -> None:
+        super().__init__(quiet, stderr)
         self._recipe = recipe
         self._facts = _Facts(rounds=recipe.rounds, last_round=recipe.rounds)
         self._title = f"{recipe.name}: {what}"
-        self._screen = _Screen(quiet, self._draw, stderr)
 
     def __enter__(self) -> Progress:
-        self._screen.open()
+        self._open()
         self._listening = listening_to_progress(self.waiting)
         self._listening.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._listening.__exit__(kind, error, trace)
-        self._screen.close()
+        super().__exit__(kind, error, trace)
 
     def waiting(self, what: str, done: int, total: int) -> None:
         """Show work before the first round (``core.process``): a bar on a terminal, else a line in ten seconds at most.
@@ -152,39 +156,35 @@ class Progress:
         How long it will take is not told: its first steps are no measure of the others.
         """
         facts, now = self._facts, time.monotonic()
-        if what != facts.waits_for:
-            facts.waits_for, facts.spoke = what, now
-        facts.waited, facts.began = (done, total), now
+        if facts.work is None or facts.work[0] != what:
+            facts.spoke = now
+        facts.work, facts.began = (what, done, total), now
         if now - facts.spoke >= PATIENCE:
             facts.spoke = now
-            self._screen.line(waiting_text(what, done, total))
+            self._line(waiting_text(what, done, total))
 
     def start(self, job: Any) -> None:
         """Take the ``engine.train.Job`` that is about to run, and show its first line."""
         plan, facts = job.parts.plan, self._facts
-        facts.waits_for = ""
-        facts.last_round, facts.budget, facts.began = job.last_round, plan.budget, time.monotonic()
+        facts.work, facts.last_round, facts.budget, facts.began = None, job.last_round, plan.budget, time.monotonic()
         facts.epsilon_name = "ε of the mechanism" if self._recipe.privacy.randomness == "seeded" else "ε"
         # A claimed ε is never shown without the proven one.
         facts.shows_epsilon = plan.private and plan.protocol != "published"
         privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
         cohort = f"about {self._recipe.cohort.size:g} of {job.data.clients} clients a round"
         self._title = f"{self._recipe.name} · {job.parts.algorithm.name} · {cohort} · {privacy}"
-        self._screen.line(self._title)
+        self._line(self._title)
 
     def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
         """Take a round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
         facts = self._facts
         facts.round, facts.done_here = int(released["round"]) + 1, facts.done_here + 1
-        facts.epsilon = number(released.get("epsilon"))
-        facts.accuracy = _newer(released.get("test_accuracy"), facts.accuracy)
-        keys = [*([] if facts.accuracy is not None else ["test_loss"]), *own_metrics([released])]
-        facts.tested |= {
-            key.removeprefix("test_"): value for key in keys if (value := number(released.get(key))) is not None
-        }
-        facts.personal = _newer(private.get("personal_accuracy"), facts.personal)
+        facts.released.pop("epsilon", None)
+        keys = ("epsilon", "test_accuracy", "test_loss", *own_metrics([released]))
+        facts.released |= {key: value for key in keys if (value := number(released.get(key))) is not None}
+        personal, seconds, cohort = (number(private.get(key)) for key in ("personal_accuracy", "seconds", "cohort"))
+        facts.personal = facts.personal if personal is None else personal
         # The pace is smoothed: single rounds differ with the cohort that was drawn.
-        seconds, cohort = number(private.get("seconds")), number(private.get("cohort"))
         if seconds and cohort is not None:
             now = cohort / seconds
             facts.rate = now if facts.rate is None else 0.8 * facts.rate + 0.2 * now
@@ -192,9 +192,9 @@ class Progress:
         due = time.monotonic() - facts.spoke >= PATIENCE
         if facts.done_here == 1 or facts.round % every == 0 or facts.round == facts.last_round or due:
             facts.spoke = time.monotonic()
-            self._screen.line(self._line())
+            self._line(self._round_text())
 
-    def _line(self) -> str:
+    def _round_text(self) -> str:
         facts, digits = self._facts, len(str(self._facts.rounds))
         turn, left = f"round {facts.round:>{digits}}/{facts.rounds}", _left(facts.seconds_left())
         text = "  ".join([turn, *_numbers(facts), left])
@@ -206,30 +206,26 @@ class Progress:
         from rich.text import Text
 
         facts = self._facts
-        if facts.waits_for and not facts.round:
-            label = waiting_text(facts.waits_for, *facts.waited)
-            return Group(Text(self._title, style="bold", no_wrap=True), _bar(label, *facts.waited, None))
         title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
+        if facts.work and not facts.round:
+            return Group(title, _bar(waiting_text(*facts.work), *facts.work[1:], None))
         bar = _bar(f"round {facts.round} of {facts.rounds}", facts.round, facts.last_round, facts.seconds_left())
         return Group(title, bar, Text("  ".join(_numbers(facts)), no_wrap=True, overflow="ellipsis"))
 
 
-def _newer(value: Any, old: float | None) -> float | None:
-    found = number(value)
-    return old if found is None else found
-
-
 def _numbers(facts: _Facts) -> list[str]:
     """Return the facts that are known, each a few words."""
-    found = [] if facts.accuracy is None else [f"accuracy {wording.percent(facts.accuracy)} %"]
-    found += [f"{name} {value:.4g}" for name, value in facts.tested.items()]
+    others = dict(facts.released)
+    epsilon, accuracy = others.pop("epsilon", None), others.pop("test_accuracy", None)
+    if accuracy is not None:
+        others.pop("test_loss", None)
+    found = [] if accuracy is None else [f"accuracy {wording.percent(accuracy)} %"]
+    found += [f"{name.removeprefix('test_')} {value:.4g}" for name, value in others.items()]
     if facts.personal is not None:
         found.append(f"personal {wording.percent(facts.personal)} %")
-    if facts.shows_epsilon and facts.epsilon is not None:
-        limit = "" if facts.budget is None else f" of {metrics.epsilon_text(facts.budget)}"
-        found.append(f"{facts.epsilon_name} {metrics.epsilon_text(facts.epsilon)}{limit}")
-    elif facts.shows_epsilon and facts.round:
-        found.append(f"{facts.epsilon_name} ∞")
+    if facts.shows_epsilon and facts.round:
+        limit = "" if facts.budget is None or epsilon is None else f" of {metrics.epsilon_text(facts.budget)}"
+        found.append(f"{facts.epsilon_name} {metrics.epsilon_text(epsilon, '∞')}{limit}")
     if facts.rate is not None:
         found.append(f"{facts.rate:,.0f} clients/s" if facts.rate >= 10 else f"{facts.rate:.2g} clients/s")
     return found
@@ -259,7 +255,7 @@ def _bar(label: str, done: float, total: float, seconds: float | None) -> Render
 # ------------------------------------------------------------------------------------------------- experiments
 
 
-class ExperimentProgress:
+class ExperimentProgress(_View):
     """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
 
     On a terminal a live view with a line for each running run; elsewhere one for each run that ends, and of one that
@@ -270,17 +266,14 @@ class ExperimentProgress:
     """Running runs with a line of their own."""
 
     def __init__(self, quiet: bool = False) -> None:
+        super().__init__(quiet)
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
         self._besides = ""
-        self._screen = _Screen(quiet, self._draw)
 
     def __enter__(self) -> ExperimentProgress:
         return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._screen.close()
 
     def update(self, event: RunEvent) -> None:
         """Take one event; the live view starts with the first that runs, plain lines tell of those that end."""
@@ -290,12 +283,12 @@ class ExperimentProgress:
             # The pace is that of rounds, so work before the first round does not count.
             self._began = time.monotonic()
         if busy:
-            self._screen.open()
+            self._open()
             self._first.setdefault(event.run, event.round)
         self._runs[event.run] = event
         said = ""
         if event.state in ("done", "stopped", "failed"):
-            said = self._line(event)
+            said = self._ended(event)
         elif event.state == "skipped":
             said = f"{event.run}: done before, kept"
         elif busy and time.monotonic() - self._spoke >= PATIENCE:
@@ -303,15 +296,15 @@ class ExperimentProgress:
             said = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if said:
             self._spoke = time.monotonic()
-            self._screen.line(said)
+            self._line(said)
 
     def say(self, what: str) -> None:
         """Tell what is done now besides training: below the runs of the live view, or as a plain line."""
         self._besides = what
-        self._screen.open()
-        self._screen.line(what)
+        self._open()
+        self._line(what)
 
-    def _line(self, event: RunEvent) -> str:
+    def _ended(self, event: RunEvent) -> str:
         head = f"[{self._count('done', 'skipped', 'failed', 'stopped')}/{len(self._runs)}] {event.run}"
         if event.state == "failed":
             return f"{head}: failed. {event.note}"
@@ -343,9 +336,7 @@ class ExperimentProgress:
         left = None if self._besides else self.seconds_left()
         lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, left)]
         running = [event for event in self._runs.values() if event.state == "running" or _turn(event) == event.note]
-        for event in running[: self.SHOWN]:
-            accuracy = "" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %"
-            lines.append(_clipped(event.run, f"  {_turn(event)}{accuracy}", self._screen.console.width))
+        lines += [_running(event, self._console.width) for event in running[: self.SHOWN]]
         if len(running) > self.SHOWN:
             lines.append(Text(f"and {len(running) - self.SHOWN} more", style="dim"))
         counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]  # type: ignore[arg-type]
@@ -361,14 +352,14 @@ def _turn(event: RunEvent) -> str:
     return before or f"round {event.round} of {event.rounds}"
 
 
-def _clipped(name: str, rest: str, width: int) -> RenderableType:
-    """Return ``name`` and ``rest`` on one line: a name that is too long loses its middle."""
+def _running(event: RunEvent, width: int) -> RenderableType:
+    """Return a run and its round on one line: a name that is too long loses its middle."""
     from rich.text import Text
 
+    accuracy = "" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %"
+    rest = f"  {_turn(event)}{accuracy}"
     room = max(8, min(width, 100) - len(rest) - 3)
-    if len(name) > room:
-        name = name[: room // 2] + "…" + name[-(room - room // 2 - 1) :]
-    return Text(f"  {name}{rest}", no_wrap=True, overflow="crop")
+    return Text(f"  {wording.shortened(event.run, room)}{rest}", no_wrap=True, overflow="crop")
 
 
 def console_now(stderr: bool = False) -> Console:

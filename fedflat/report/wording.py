@@ -117,3 +117,8 @@ def clock(value: float | None) -> str:
         return "–"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def shortened(name: str, most: int = 20) -> str:
+    """Return a name that is too long without its middle."""
+    return name if len(name) <= most else name[: most // 2] + "…" + name[-(most - most // 2 - 1) :]
