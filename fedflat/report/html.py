@@ -13,7 +13,7 @@ from fedflat.report import metrics, pages, statement, tables, wording
 from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
 from fedflat.report.groups import Group, differing, group_runs, setting
-from fedflat.report.metrics import Run, cost_sentences, costs, epsilon_text, section
+from fedflat.report.metrics import Run, cost_sentences, epsilon_text, section
 from fedflat.report.pages import PRIVATE, Facts, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
 from fedflat.report.summary import cautions, remarks
@@ -102,20 +102,16 @@ def _lead(run: Run) -> str:
 
 
 def _run_sections(run: Run) -> list[Section]:
-    figures, found = figures_of_run(run), brief(run) if run.privacy else None
+    found = brief(run) if run.privacy else None
+    curves, simulation = _figure_sections(figures_of_run(run))
     return [
         Section("summary", "", "tiles", _summary(run, found)),
         Section("use", "Use this model", "use", _use(run)),
         Section("data", "Data", "facts", _data(run)),
-        Section("curves", "Curves", "cards", cards(_of(figures, False))),
+        curves,
         Section("guarantee", "Guarantee", "guarantee", {"card": found, "statement": statement_of(run)}),
         Section("audit", "Audit", "audit", _audit(run)),
-        Section(
-            "simulation",
-            "Inside the simulation",
-            "folded_cards",
-            cards([figure for figure in figures if figure.private], PRIVATE),
-        ),
+        simulation,
         Section("recipe", "Recipe", "recipe", _recipe(run)),
         Section("reproduce", "Reproduce", "reproduce", {"folder": f"{run.name}-again"}),
     ]
@@ -222,48 +218,41 @@ def _recipe(run: Run) -> dict[str, Any] | str:
 # ------------------------------------------------------------------------------------------------------- figures
 
 
-def _of(figures: Sequence[Figure], private: bool) -> list[Figure]:
-    return [figure for figure in figures if figure.private is private]
+def _figure_sections(figures: Sequence[Figure], chips: Sequence[Series] = ()) -> tuple[Section, Section]:
+    """Return the section of the figures that are public, and that of those that are private to the simulation."""
+    public, private = ([figure for figure in figures if figure.private is hidden] for hidden in (False, True))
+    curves = Section("curves", "Curves", "cards", cards(public, chips=chips))
+    return curves, Section("simulation", "Inside the simulation", "folded_cards", cards(private, PRIVATE))
 
 
 # ---------------------------------------------------------------------------------------------------- comparison
 
 
 def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
-    figures = figures_of_groups(groups)
     chips = [Series(group.label, {}, style=group.style) for group in groups]
-    public = cards(_of(figures, False), chips=chips)
+    curves, simulation = _figure_sections(figures_of_groups(groups), chips)
+    table = tables.comparison_table(groups)
+    # What publishing all of the runs costs.
+    costs = cost_sentences(table.together)
+    together = {"lead": costs[0], "lines": costs[1:]} if costs else None
     each = [(group.label, statement_of(group.runs[0])) for group in groups]
-    recipes = [(group.label, _recipe(group.runs[0])) for group in groups]
     return [
-        Section("summary", "", "noted_table", _comparison(groups)),
-        Section("curves", "Curves", "cards", public),
+        Section("summary", "", "noted_table", _comparison(table)),
+        curves,
         Section("differences", "What differs", "table", _differences(groups)),
         Section("runs", "Runs", "table", _runs_table(groups)),
-        Section("guarantee", "Guarantees", "statements", {"together": _together(groups), "each": each}),
-        Section(
-            "simulation",
-            "Inside the simulation",
-            "folded_cards",
-            cards([figure for figure in figures if figure.private], PRIVATE),
-        ),
-        Section("recipe", "Recipes", "recipes", recipes),
+        Section("guarantee", "Guarantees", "statements", {"together": together, "each": each}),
+        simulation,
+        Section("recipe", "Recipes", "recipes", [(group.label, _recipe(group.runs[0])) for group in groups]),
     ]
 
 
-def _comparison(groups: Sequence[Group]) -> dict[str, Any]:
-    table = tables.comparison_table(groups)
+def _comparison(table: tables.Comparison) -> dict[str, Any]:
     shown = tables.columns(table)
     heads = [column.heading[:1].upper() + column.heading[1:] if column.left else column.heading for column in shown]
     rows = [[column.text(row) for column in shown] for row in table.rows]
     notes = [note for note in tables.notes(table) if note != table.headline]
     return {"table": Table("Comparison", heads, rows), "notes": notes, "headline": table.headline}
-
-
-def _together(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Return the statement of the comparison as a whole: what publishing all of its runs costs."""
-    found = cost_sentences(costs([run for group in groups for run in group.runs]))
-    return {"lead": found[0], "lines": found[1:]} if found else None
 
 
 def _differences(groups: Sequence[Group]) -> Table | None:
@@ -277,21 +266,19 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 def _runs_table(groups: Sequence[Group]) -> Table:
     """Return a row for each run; the audited ε only where a run was audited, the time only where it is known."""
-    every = [(group, run, metrics.summary(run)) for group in groups for run in group.runs]
-    seeded = any(metrics.seeded(run) for _, run, _ in every)
-    columns: dict[str, list[str]] = {
-        "Run": [run.name for _, run, _ in every],
-        "Method": [group.label for group, _, _ in every],
-        "seed": ["–" if run.seed is None else str(run.seed) for _, run, _ in every],
-        "rounds": [str(found["rounds"]) for _, _, found in every],
-        "final %": [wording.percent(found["final_accuracy"]) for _, _, found in every],
-        "best %": [wording.percent(found["best_accuracy"]) for _, _, found in every],
-        "ε of the mechanism" if seeded else "ε proven": [
-            epsilon_text(found["proven_epsilon"]) for _, _, found in every
-        ],
-    }
-    if any(audited := [statement.short(run) for _, run, _ in every]):
-        columns["ε audited"] = [text or "–" for text in audited]
-    if any(found["seconds"] for _, _, found in every):
-        columns["time"] = [wording.duration(found["seconds"]) for _, _, found in every]
-    return Table("Every run; best is chosen on test data", list(columns), list(zip(*columns.values())), left=2)
+    seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
+    heads = ["Run", "Method", "seed", "rounds", "final %", "best %", "ε of the mechanism" if seeded else "ε proven"]
+    heads += ["ε audited", "time"]
+    rows = [_run_row(group, run) for group in groups for run in group.runs]
+    kept = [place for place in range(len(heads)) if place < 7 or any(row[place] for row in rows)]
+    table = [[row[place] or "–" for place in kept] for row in rows]
+    return Table("Every run; best is chosen on test data", [heads[place] for place in kept], table, left=2)
+
+
+def _run_row(group: Group, run: Run) -> list[str]:
+    found = metrics.summary(run)
+    shares = [wording.percent(found[key]) for key in ("final_accuracy", "best_accuracy")]
+    epsilons = [epsilon_text(found["proven_epsilon"]), statement.short(run)]
+    time = wording.duration(found["seconds"]) if found["seconds"] else ""
+    seed = "" if run.seed is None else str(run.seed)
+    return [run.name, group.label, seed, str(found["rounds"]), *shares, *epsilons, time]

@@ -101,6 +101,8 @@ FEW_POINTS = 25
 """Points up to which each has a dot: with more, dots would touch."""
 DECADES = 30
 """Ratio of the ends of an axis of points beyond which it is logarithmic."""
+RANGE = 60
+"""The same for the values of a figure."""
 EDGE = 12
 """Room beside the first and the last point."""
 
@@ -168,9 +170,15 @@ def _extent(figure: Figure) -> tuple[float, float]:
     return min(values), max(values)
 
 
+def logarithmic_up(figure: Figure) -> bool:
+    """Return whether a figure's values are drawn on a logarithmic axis: they are no shares and span much."""
+    low, high = _extent(figure)
+    return low > 0 and high / low > RANGE and not figure.percent
+
+
 def _y_scale(figure: Figure) -> Scale:
     low, high = _extent(figure)
-    if low > 0 and high / low > 60 and not figure.percent:
+    if logarithmic_up(figure):
         return logarithmic(low, high, BOTTOM, TOP)
     # An axis that began elsewhere would make a small step look like a climb.
     if figure.zero or (figure.percent and low >= 0):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,11 +15,11 @@ from contourpy import LineType, contour_generator
 from markupsafe import Markup
 
 from fedflat.core.checks import InputError, RunError, one_of
-from fedflat.privacy.accounting.budget import Row, approximation_against, epsilon_against
+from fedflat.privacy.accounting.budget import approximation_against, epsilon_against
 from fedflat.privacy.accounting.curves import APPROXIMATIONS
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
-from fedflat.report.pages import DECADES, Section, cards, page
+from fedflat.report.pages import DECADES, Section, cards, logarithmic_up, page
 from fedflat.report.wording import filled
 
 if TYPE_CHECKING:
@@ -73,18 +73,19 @@ def write_figure(figure: Figure, folder: Path, kinds: Sequence[str] = KINDS) -> 
 
 
 def _save(sheet: Sheet, folder: Path, stem: str, kinds: Sequence[str] = KINDS) -> list[Path]:
-    found = []
-    for kind in kinds:
-        target = folder / f"{stem}.{kind}"
-        # Drawn before the folder is made, so that a failure leaves no empty folder.
-        content = drawn_as(sheet, kind)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        except OSError as error:
-            raise RunError(f"{target}: cannot be written ({error.strerror})") from error
-        found.append(target)
-    return found
+    # Drawn before the folder is made, so that a failure leaves no empty folder.
+    contents = {folder / f"{stem}.{kind}": drawn_as(sheet, kind) for kind in kinds}
+    for target, content in contents.items():
+        _write(target, content)
+    return list(contents)
+
+
+def _write(target: Path, content: bytes) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    except OSError as error:
+        raise RunError(f"{target}: cannot be written ({error.strerror})") from error
 
 
 def drawn_as(sheet: Sheet, kind: str) -> bytes:
@@ -108,6 +109,8 @@ def draw_on(axes: Axes, figure: Figure) -> None:
         {"line": _line, "bars": _bars, "points": _points}[figure.kind](axes, series, scale, place, len(shown))
     for label, value in figure.lines:
         axes.axhline(scale * value, color="black", lw=1, ls="--", label=label)
+    if logarithmic_up(figure):
+        axes.set_yscale("log")
     every = [value for series in shown for value in series.x["round"]]
     if figure.kind == "points" and min(every) > 0 and max(every) / min(every) > DECADES:
         axes.set_xscale("log")
@@ -281,36 +284,35 @@ def write_plot(path: Path, systems: Mapping[str, Mapping[str, Any]], accountants
         RunError: the file cannot be written.
     """
     check_plot(path)
-    figures = _figures({axis: series(axis, systems, accountants) for axis in TITLES})
-    content = _page(figures) if path.suffix == ".html" else _draw(figures, path.suffix[1:])
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+    drawn = (curves(axis, systems, accountants) for axis in TITLES)
+    figures = [figure for figure in drawn if figure.series]
+    content = _page(figures) if path.suffix == ".html" else _side_by_side(figures, path.suffix[1:])
+    _write(path, content)
 
 
-def series(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> dict[str, list[Row]]:
-    """Return label -> ``[{axis: value, "epsilon": ε}, …]`` around a system's value; ε beyond ``MOST`` is left out."""
-    found: dict[str, list[Row]] = {}
+def curves(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> Figure:
+    """Return ε around each system's value by each accountant that applies; ε beyond ``MOST`` is left out."""
+    found: list[Series] = []
     refused: InputError | None = None
     for name, setting in systems.items():
         rest = {key: value for key, value in setting.items() if key != axis}
         for accountant in accountants:
             approximation, places = accountant in APPROXIMATIONS, values(axis, setting[axis])
+            against = approximation_against if approximation else partial(epsilon_against, accountant=accountant)
             try:
-                rows = (
-                    approximation_against(axis, places, **rest)
-                    if approximation else epsilon_against(axis, places, **rest, accountant=accountant)
-                )  # fmt: skip
+                rows = against(axis, places, **rest)
             except InputError as error:
                 refused = error
                 continue
             label = f"{name}, {accountant}" if name else accountant
+            label += " (approximation, not proven)" if approximation else ""
             kept = [row for row in rows if math.isfinite(row["epsilon"]) and row["epsilon"] < MOST]
-            found[label + (" (approximation, not proven)" if approximation else "")] = kept
+            x = {"round": tuple(float(row[axis]) for row in kept)}
+            found.append(Series(label, x, tuple(row["epsilon"] for row in kept), style=len(found)))
     if not found and refused is not None:
         raise refused
-    return found
+    shown, title = tuple(each for each in found if each.y), TITLES[axis]
+    return Figure(axis.replace("_", "-"), f"ε by {title}", shown, x_title=title, y_title="ε")
 
 
 def values(axis: str, own: float) -> list[float]:
@@ -323,30 +325,12 @@ def values(axis: str, own: float) -> list[float]:
     return sorted({*(centre * 3 ** (place / (POINTS / 2) - 1) for place in range(POINTS + 1)), centre})
 
 
-def _figures(lines: Mapping[str, Mapping[str, list[Row]]]) -> list[Figure]:
-    """Return a figure for each axis that has a curve."""
-    found = []
-    for axis, curves in lines.items():
-        places = {label: tuple(float(row[axis]) for row in rows) for label, rows in curves.items()}
-        series = (
-            Series(label, {"round": places[label]}, tuple(row["epsilon"] for row in rows), style=style)
-            for style, (label, rows) in enumerate(curves.items())
-            if rows
-        )
-        title = TITLES[axis]
-        found.append(Figure(axis.replace("_", "-"), f"ε by {title}", tuple(series), x_title=title, y_title="ε"))
-    return [figure for figure in found if figure.series]
-
-
-def _draw(figures: Sequence[Figure], kind: str) -> bytes:
+def _side_by_side(figures: Sequence[Figure], kind: str) -> bytes:
     from matplotlib.figure import Figure as Sheet
 
     sheet = Sheet(figsize=(10, 4), layout="constrained")
     for axes, figure in zip(sheet.subplots(1, max(1, len(figures)), squeeze=False)[0], figures):
         draw_on(axes, figure)
-        spread = [value for series in figure.series for value in series.y if value > 0]
-        if figure.x_title == TITLES["noise_multiplier"] or (spread and max(spread) > 1000 * min(spread)):
-            axes.set_yscale("log")
         axes.legend(fontsize="small")
     return drawn_as(sheet, kind)
 
@@ -362,39 +346,32 @@ Rows = Sequence[tuple[Mapping[str, str], float]]
 
 def write_csv(path: Path, rows: Rows) -> None:
     """Write the settings and their accuracy, the best first."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*rows[0][0], "accuracy"])
-        writer.writerows([*settings.values(), f"{found:.6g}"] for settings, found in rows)
+    import pandas
+
+    table = pandas.DataFrame([{**settings, "accuracy": f"{found:.6g}"} for settings, found in rows])
+    table.to_csv(path, index=False, lineterminator="\n")
 
 
 def write_picture(path: Path, rows: Rows) -> None:
     """Draw accuracy against each key: on a logarithmic axis where numbers span much, side by side where they are names;
     a star is the best.
     """
+    import pandas
     from matplotlib.figure import Figure as Sheet
 
-    keys = list(rows[0][0])
-    figure = Sheet(figsize=(3.2 * len(keys), 3.0), layout="constrained")
-    for axes, key in zip(figure.subplots(1, len(keys), squeeze=False, sharey=True)[0], keys):
-        texts = [settings[key] for settings, _ in rows]
-        found = [value if math.isfinite(value) else math.nan for _, value in rows]
-        numbers: list[Any] = [_number(text) for text in texts]
-        names = sorted(set(texts)) if None in numbers else []
-        places = [names.index(text) for text in texts] if names else numbers
+    table = pandas.DataFrame([settings for settings, _ in rows])
+    found = pandas.Series([value for _, value in rows]).replace([math.inf, -math.inf], math.nan)
+    figure = Sheet(figsize=(3.2 * len(table.columns), 3.0), layout="constrained")
+    for axes, key in zip(figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0], table):
+        numbers = pandas.to_numeric(table[key], errors="coerce")
+        names = sorted(set(table[key])) if numbers.isna().any() else []
+        places = table[key].map(names.index) if names else numbers
         axes.plot(places, found, "o", alpha=0.6)
         axes.plot(places[:1], found[:1], "*", markersize=14)
         if names:
             axes.set_xticks(range(len(names)), names, rotation=20)
-        elif min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
+        elif numbers.min() > 0 and numbers.max() >= 10 * numbers.min():
             axes.set_xscale("log")
-        axes.set_xlabel(key)
+        axes.set(xlabel=key, ylim=(0, None))
     figure.axes[0].set_ylabel("accuracy on the random process")
     path.write_bytes(drawn_as(figure, "svg"))
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
