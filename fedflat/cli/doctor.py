@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,6 +22,9 @@ from fedflat.cli import Json, labelled, print_json
 from fedflat.core.checks import one_line
 from fedflat.core.imports import install
 from fedflat.core.process import GIB, free_memory
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
 """Packages with a line of their own; the others appear only where something is wrong with them."""
@@ -71,7 +75,7 @@ def _made(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _python() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
-    wanted = (_own_metadata().get_all("Requires-Python") or [">=3.11"])[0]
+    wanted = (metadata.metadata("fedflat").get_all("Requires-Python") or [">=3.11"])[0]
     fits = SpecifierSet(wanted).contains(platform.python_version())
     remedy = "" if fits else f"Python {wanted}: make PYTHON=python3.12, or another environment"
     found = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
@@ -88,20 +92,25 @@ def _packages() -> Iterator[Finding]:
     tested = _tested()
     for line in metadata.requires("fedflat") or []:
         need = Requirement(line)
-        extra = need.marker is not None and not need.marker.evaluate({"extra": ""})
-        version = _version(need.name)
+        version, extra = _version(need.name), need.marker is not None and not need.marker.evaluate({"extra": ""})
+        # The lines of the extras say what is missing of them.
         if extra and (version is None or need.name not in SHOWN):
-            # The lines of the extras say what is missing.
             continue
         usual = tested.get(need.name.lower(), "")
-        if version is None:
-            yield Finding(need.name, "broken", f"not installed; needs {need.specifier}", install())
-        elif not need.specifier.contains(version, prereleases=True):
-            yield Finding(need.name, "broken", f"{version}; needs {need.specifier}", install())
-        elif usual and version.partition("+")[0] != usual:
+        if fault := _fault(need):
+            yield Finding(need.name, "broken", fault, install())
+        elif version and usual and version.partition("+")[0] != usual:
             yield Finding(need.name, "note", f"{version}; tested with {usual}")
         elif need.name in SHOWN:
             yield Finding(need.name, "ok", f"{version}{', the tested version' if usual else ''}")
+
+
+def _fault(need: Requirement) -> str:
+    """Return what is wrong with a package that is needed, or the empty string."""
+    version = _version(need.name)
+    if version is None:
+        return f"not installed; needs {need.specifier}" if need.specifier else "not installed"
+    return "" if need.specifier.contains(version, prereleases=True) else f"{version}; needs {need.specifier}"
 
 
 def _extras() -> Iterator[Finding]:
@@ -109,17 +118,11 @@ def _extras() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     needs = [Requirement(line) for line in metadata.requires("fedflat") or []]
-    for extra in _own_metadata().get_all("Provides-Extra") or []:
+    for extra in metadata.metadata("fedflat").get_all("Provides-Extra") or []:
         wanted = [n for n in needs if n.marker and n.marker.evaluate({"extra": extra}) and "extra" in str(n.marker)]
-        lacking = [n.name for n in wanted if _version(n.name) is None]
-        wrong = [n for n in wanted if (v := _version(n.name)) and not n.specifier.contains(v, prereleases=True)]
-        if lacking:
-            yield Finding(f"[{extra}]", "note", f"not installed: {', '.join(lacking)}", f"if wanted: {install(extra)}")
-        elif wrong:
-            shown = ", ".join(f"{n.name} {_version(n.name)}, needs {n.specifier}" for n in wrong)
-            yield Finding(f"[{extra}]", "note", shown, install(extra))
-        else:
-            yield Finding(f"[{extra}]", "ok", "installed")
+        faults = [f"{need.name} {fault}" for need in wanted if (fault := _fault(need))]
+        remedy = f"if wanted: {install(extra)}" if faults else ""
+        yield Finding(f"[{extra}]", "note" if faults else "ok", ", ".join(faults) or "installed", remedy)
 
 
 def _machine() -> Iterator[Finding]:
@@ -127,11 +130,8 @@ def _machine() -> Iterator[Finding]:
     yield Finding("cores", "ok", str(cores))
     free = free_memory()
     if free is not None:
-        small = free < GIB
-        yield Finding(
-            "memory", "note" if small else "ok", f"{free / GIB:.1f} GiB available",
-            "end other programs, or -o engine.backend=sequential" if small else "",
-        )  # fmt: skip
+        remedy = "end other programs, or -o engine.backend=sequential" if free < GIB else ""
+        yield Finding("memory", "note" if remedy else "ok", f"{free / GIB:.1f} GiB available", remedy)
 
 
 def _computing() -> Iterator[Finding]:
@@ -157,8 +157,7 @@ def _text() -> Iterator[Finding]:
     names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
     odd = [f"{what} in {name or 'no encoding'}" for what, name in names.items() if not _is_utf8(name)]
     if odd:
-        found = f"{', '.join(odd)}: ε is spelled eps"
-        yield Finding("text", "note", found, "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+        yield Finding("text", "note", f"{', '.join(odd)}: ε is spelled eps", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
     else:
         yield Finding("text", "ok", "UTF-8")
 
@@ -176,8 +175,8 @@ def _folders() -> Iterator[Finding]:
     yield _writable("this folder", here, "go to a folder you may write to, or name one: --out")
     yield _writable("cache", cache_file().parent, "export XDG_CACHE_HOME=a folder you may write to", "note")
     yield _writable("noise keys", own, "export XDG_STATE_HOME=a folder you may write to")
-    if own.exists() and stat.S_IMODE(own.stat().st_mode) & 0o077:
-        mode = stat.S_IMODE(own.stat().st_mode)
+    mode = stat.S_IMODE(own.stat().st_mode) if own.exists() else 0
+    if mode & 0o077:
         yield Finding("noise keys", "broken", f"{own}: mode {mode:04o}, others may look in", f"chmod 700 '{own}'")
     if own.resolve().is_relative_to(here.resolve() / "runs"):
         yield Finding("noise keys", "broken", f"{own} lies in runs/", "another XDG_STATE_HOME")
@@ -207,17 +206,12 @@ def _clock() -> Iterator[Finding]:
     shown = f"{time.strftime('%Y-%m-%d %H:%M')} {zone}"
     # Certificates are refused by a clock that is before their day.
     if time.time() < written - 86400:
-        yield Finding(
-            "clock", "broken", f"{shown}, before this program was installed", "set it: timedatectl set-ntp true"
-        )
+        found = f"{shown}, before this program was installed"
+        yield Finding("clock", "broken", found, "set it: timedatectl set-ntp true")
     elif time.monotonic() <= before:
         yield Finding("clock", "broken", f"{shown}; the steady clock stands still", "another machine or virtualisation")
     else:
         yield Finding("clock", "ok", shown)
-
-
-def _own_metadata() -> metadata.PackageMetadata:
-    return metadata.metadata("fedflat")
 
 
 def _version(name: str) -> str | None:

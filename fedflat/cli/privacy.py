@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from fedflat import report
-from fedflat.cli import File, Json, Overrides, columns, print_json
+from fedflat.cli import Json, Overrides, columns, print_json
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ class Options(Numbers):
         sampling: Only poisson, truncated or fixed cohorts.
         trust: Only central, distributed or local.
         accountant: Only pld, rdp or fft (budget: also gdp, an approximation).
-        plot: Draw ε: .html, .svg or .png.
     """
 
     recipe: Annotated[str | None, Argument()] = None
@@ -63,7 +60,6 @@ class Options(Numbers):
     sampling: str | None = None
     trust: str | None = None
     accountant: str | None = None
-    plot: File = None
     as_json: Json = False
 
     def only(self) -> dict[str, str]:
@@ -109,7 +105,7 @@ def budget(options: Options) -> None:
 
     Example: fedflat budget --clients 500 --cohort 50 --rounds 300 --noise-multiplier 0.95 --delta 0.002
 
-    Example: fedflat budget quick-start --rounds 100 --plot budget.html
+    Example: fedflat budget quick-start --rounds 100
     """
     only = options.only()
     plan = scheduled_plan(options, only)
@@ -121,7 +117,6 @@ def budget(options: Options) -> None:
     found: Row = {"setting": run.as_dict(), "rows": _answered(_budget_rows(run, only), only)}
     if larger is not None:
         found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(_budget_rows(larger, only), only)}
-    _draw(setting, only, options.plot)
     if options.as_json:
         _print_json(found)
         return
@@ -163,9 +158,6 @@ def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε"
     setting = setting.needs(*(name for name in WANTED if name != wanted))
     larger = setting.deployed() or setting
     rows = _answered(_needed_rows(setting, larger, wanted, epsilon, only), only)
-    best = next((row for row in rows if row[wanted] and row["epsilon"] is not None), None)
-    if best is not None:
-        _draw(replace(setting, **{wanted: best[wanted]}), only, options.plot)
     if options.as_json:
         _print_json({"epsilon": epsilon, "find": wanted, "setting": setting.as_dict(wanted), "rows": rows})
         return
@@ -185,7 +177,8 @@ def _needed_rows(setting: Setting, larger: Setting, wanted: str, target: float, 
         return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows] if setting.noise_cohort else rows
     if setting.noise_cohort is not None:
         raise wrong("--noise-cohort", setting.noise_cohort, "nothing when --find is not noise-multiplier")
-    return needed_table(find=wanted, target=target, **_arguments(setting, only), accountant=only.get("accountant"))
+    sigma = float(setting.noise_multiplier or 0)
+    return needed_table(find=wanted, target=target, noise_multiplier=sigma, **only, **setting.common())
 
 
 EPSILON = ("epsilon",)
@@ -216,8 +209,6 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
     from fedflat.privacy.accounting.curves import PROVEN
     from fedflat.privacy.accounting.epsilon import calibrate
 
-    if options.plot is not None:
-        raise wrong("--plot", str(options.plot), "nothing for a recipe whose rounds are not alike")
     rows: list[Row] = []
     names = PROVEN if plan.mechanism else (plan.accountant,)
     for name in names if only.get("accountant") is None else (only["accountant"],):
@@ -251,16 +242,6 @@ def _run_epsilon(setting: Setting, row: Row) -> float | None:
     run = replace(setting, noise_multiplier=row["noise_multiplier"]).of_this_run()
     own = {name: row[name] for name in ("trust", "sampling", "accountant")}
     return next((found["epsilon"] for found in _budget_rows(run, own)), None)
-
-
-def _arguments(setting: Setting, only: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments of ``epsilon`` under one trust model and cohort law (default: central, poisson)."""
-    own = {"trust": only.get("trust", "central"), "sampling": only.get("sampling", "poisson")}
-    limits = {"max_cohort"} if own["sampling"] != "truncated" else set()
-    limits |= {"min_cohort", "colluders"} if own["trust"] != "distributed" else set()
-    limits |= {"max_participations"} if own["trust"] != "local" else set()
-    common = {name: value for name, value in setting.common().items() if name not in limits}
-    return {"noise_multiplier": float(setting.noise_multiplier or 0), **own, **common}
 
 
 def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
@@ -310,20 +291,6 @@ def _cell(row: Row, name: str) -> str:
     if "epsilon" not in name:
         return f"{value:,.0f}"
     return ("≈ " if row["accountant"] == "gdp" else "") + report.epsilon_text(value)
-
-
-def _draw(setting: Setting, only: dict[str, str], plot: Path | None) -> None:
-    if plot is None:
-        return
-    from fedflat.report.plates import write_plot
-
-    larger = setting.deployed()
-    systems = {"" if larger is None else "this run": _arguments(setting.of_this_run(), only)}
-    if larger is not None:
-        systems[f"deployed at P = {larger.clients:,}"] = _arguments(larger, only)
-    asked = [only["accountant"]] if "accountant" in only else ["pld", "rdp", "gdp"] if larger is None else ["pld"]
-    write_plot(plot, systems, asked)
-    print(f"Plot: {plot}", file=sys.stderr)
 
 
 def _print_json(found: Row) -> None:
@@ -416,11 +383,6 @@ def setting_of(options: Options, only: Mapping[str, str], target: float | None =
     Raises:
         InputError: ``-o`` without a recipe, whatever is wrong in the recipe, a method without a Gaussian account.
     """
-    from fedflat.report.plates import check_plot
-
-    if options.plot is not None:
-        # Tried before any work.
-        check_plot(options.plot)
     name = options.recipe
     if name is None:
         if options.override:

@@ -18,11 +18,9 @@ from typer import Option
 
 from fedflat import __version__, cli, report
 from fedflat.core.checks import one_of, wrong
-from fedflat.methods.published import CITED
-from fedflat.papers import figures, measured, outcome, scales, tables
-from fedflat.papers.rows import dry, train
 
 if TYPE_CHECKING:
+    from fedflat.papers import figures, outcome, tables
     from fedflat.papers.board import Task
 
 
@@ -61,6 +59,8 @@ class Request:
 
     def check(self, drawing: bool) -> None:
         """Raise InputError for options that have no meaning beside each other, before anything runs."""
+        from fedflat.papers import measured, scales
+
         one_of("--protocol", self.protocol, ("sound", "published"))
         one_of("--scale", self.size, scales.SCALES)
         published = self.protocol != "sound"
@@ -86,6 +86,8 @@ class Request:
 
     def store(self, found: outcome.Outcome | figures.Drawn, seconds: float) -> None:
         """Add what was measured to the file of ``--keep``, or say why not."""
+        from fedflat.papers import measured
+
         reason = measured.keep(self.keep, _command(), found, self.override or (), seconds) if self.keep else ""
         if reason:
             print("\n".join(cli.wrapped(reason)), file=sys.stderr)
@@ -125,12 +127,16 @@ def reproduce(
         table: Its table or figure: table-1, 1, II; figure-4.
         list_all: What can be reproduced, one line each.
     """
+    from fedflat.papers import figures, tables
+
     if list_all:
         listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
         every = dict(sorted((listed | figures.abouts()).items()))
         if request.as_json:
             cli.print_json(every)
             return
+        from fedflat.methods.published import CITED
+
         cited = {name: f"{CITED[name.partition(' ')[0]]}. {about}" for name, about in every.items()}
         print("\n".join(line for item in cited.items() for line in cli.labelled(*item, 16)))
         return
@@ -160,6 +166,9 @@ def _command() -> str:
 
 def _fill(table: tables.Table, request: Request) -> None:
     """Print a table with our numbers in it: measured before, only planned, or trained."""
+    from fedflat.papers import measured
+    from fedflat.papers.rows import dry, train
+
     if request.measured:
         kept = measured.outcomes(table)
         if request.as_json:
@@ -188,6 +197,8 @@ def _fill(table: tables.Table, request: Request) -> None:
 
 def _draw(figure: figures.PaperFigure, request: Request) -> None:
     """Draw a figure: a page, and each drawing as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
+    from fedflat.papers import figures, measured
+
     overrides, folder = request.override or (), request.out or Path("runs")
     if request.dry_run:
         print("\n".join(planned_lines(figure, request.size, overrides)))
@@ -220,6 +231,8 @@ def _write_drawn(found: figures.Drawn, parent: Path, source: str = "", suffix: s
 
 def lines(found: outcome.Outcome, dry_run: bool = False) -> list[str]:
     """Return the outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
+    from fedflat.papers import outcome
+
     table = found.table
     shown = [*cli.wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *cli.wrapped(table.about)]
     simulated = any(row.simulated is not None for row in found.rows)
@@ -241,6 +254,8 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
 
     Claimed ε is left out where a setting was changed: the paper names none for it.
     """
+    from fedflat.papers import scales
+
     shown = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
     total: set[str] = set()
     for panel in figure.panels:
@@ -303,6 +318,7 @@ def _sentence(text: str) -> str:
 
 def _remarks(found: outcome.Outcome, dry_run: bool) -> list[str]:
     """Return what is to be said below a table, in lines."""
+    from fedflat.papers import tables
     from fedflat.report.metrics import FATES, MARKS
 
     kinds = dict.fromkeys(row.cell.measure for row in found.rows)
@@ -327,6 +343,7 @@ def _remarks(found: outcome.Outcome, dry_run: bool) -> list[str]:
 
 def _ours(row: outcome.Row) -> str:
     """Return the mean ± sd, and a mark where runs came to nothing."""
+    from fedflat.papers import tables
     from fedflat.report.metrics import MARKS
 
     found = row.spread
@@ -347,6 +364,8 @@ def _points(value: float | None) -> str:
 
 def as_dict(found: outcome.Outcome) -> dict[str, Any]:
     """Return the plain values for ``--json``; an infinite ε, or a target that was never reached, is null."""
+    from fedflat.papers import outcome
+
     table, verdicts = found.table, found.verdicts()
     return {
         "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,

@@ -1,4 +1,4 @@
-"""Draw by matplotlib what is written as a file: a page's figures, ε by rounds and noise, a search; and level lines."""
+"""Draw by matplotlib what is written as a file: a page's figures, a search; and level lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,12 +13,10 @@ import numpy as np
 from contourpy import LineType, contour_generator
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, one_of
-from fedflat.privacy.accounting.budget import approximation_against, epsilon_against
-from fedflat.privacy.accounting.curves import APPROXIMATIONS
+from fedflat.core.checks import RunError
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
-from fedflat.report.pages import DECADES, Section, cards, logarithmic_up, page
+from fedflat.report.pages import DECADES, logarithmic_up
 from fedflat.report.wording import filled
 
 if TYPE_CHECKING:
@@ -258,87 +255,6 @@ def _traced(values: Values, lines: Sequence[float]) -> list[tuple[float, list[np
 
 def _path(line: np.ndarray) -> str:
     return "M" + "L".join(f"{x:.1f},{y:.1f}" for y, x in line)
-
-
-SUFFIXES = (".html", ".svg", ".png")
-POINTS = 24
-"""Places a curve is read at: each costs one accounting, and it is smooth."""
-MOST = 1e4
-"""ε beyond which a curve ends: it says nothing there, and would flatten the rest."""
-TITLES = {"rounds": "rounds", "noise_multiplier": "noise multiplier σ"}
-
-
-def check_plot(path: Path) -> None:
-    """Raise InputError unless the file can be drawn: .html, .svg or .png."""
-    one_of("--plot", path.suffix or path.name, SUFFIXES)
-
-
-def write_plot(path: Path, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> None:
-    """Draw ε of each system by each accountant, to ``path``.
-
-    systems: name -> arguments of ``epsilon`` (noise_multiplier and rounds among them). An accountant that does not
-    apply is left out.
-
-    Raises:
-        InputError: an unknown kind of file, or no accountant applies.
-        RunError: the file cannot be written.
-    """
-    check_plot(path)
-    drawn = (curves(axis, systems, accountants) for axis in TITLES)
-    figures = [figure for figure in drawn if figure.series]
-    content = _page(figures) if path.suffix == ".html" else _side_by_side(figures, path.suffix[1:])
-    _write(path, content)
-
-
-def curves(axis: str, systems: Mapping[str, Mapping[str, Any]], accountants: Sequence[str]) -> Figure:
-    """Return ε around each system's value by each accountant that applies; ε beyond ``MOST`` is left out."""
-    found: list[Series] = []
-    refused: InputError | None = None
-    for name, setting in systems.items():
-        rest = {key: value for key, value in setting.items() if key != axis}
-        for accountant in accountants:
-            approximation, places = accountant in APPROXIMATIONS, values(axis, setting[axis])
-            against = approximation_against if approximation else partial(epsilon_against, accountant=accountant)
-            try:
-                rows = against(axis, places, **rest)
-            except InputError as error:
-                refused = error
-                continue
-            label = f"{name}, {accountant}" if name else accountant
-            label += " (approximation, not proven)" if approximation else ""
-            kept = [row for row in rows if math.isfinite(row["epsilon"]) and row["epsilon"] < MOST]
-            x = {"round": tuple(float(row[axis]) for row in kept)}
-            found.append(Series(label, x, tuple(row["epsilon"] for row in kept), style=len(found)))
-    if not found and refused is not None:
-        raise refused
-    shown, title = tuple(each for each in found if each.y), TITLES[axis]
-    return Figure(axis.replace("_", "-"), f"ε by {title}", shown, x_title=title, y_title="ε")
-
-
-def values(axis: str, own: float) -> list[float]:
-    """Return where the curve is read: 1 to 1.5 times the planned rounds, or a third to three times σ; own value in
-    it."""
-    if axis == "rounds":
-        most = max(2, math.ceil(1.5 * own))
-        return sorted({max(1, round(most * place / POINTS)) for place in range(1, POINTS + 1)} | {1, max(1, int(own))})
-    centre = own if own > 0 else 1.0
-    return sorted({*(centre * 3 ** (place / (POINTS / 2) - 1) for place in range(POINTS + 1)), centre})
-
-
-def _side_by_side(figures: Sequence[Figure], kind: str) -> bytes:
-    from matplotlib.figure import Figure as Sheet
-
-    sheet = Sheet(figsize=(10, 4), layout="constrained")
-    for axes, figure in zip(sheet.subplots(1, max(1, len(figures)), squeeze=False)[0], figures):
-        draw_on(axes, figure)
-        axes.legend(fontsize="small")
-    return drawn_as(sheet, kind)
-
-
-def _page(figures: Sequence[Figure]) -> bytes:
-    """Return one self-contained page: the curves, and the numbers behind them."""
-    sections = [Section("curves", "", "cards", cards(figures))]
-    return page("Privacy budget", "What is planned, and what more or less of it costs", sections, "fedflat").encode()
 
 
 Rows = Sequence[tuple[Mapping[str, str], float]]

@@ -246,32 +246,12 @@ def test_budget_table_has_a_figure_or_a_reason_in_every_row() -> None:
         budget.budget_table(clients=0, cohort=10, rounds=20, noise_multiplier=1.0)
 
 
-def test_an_approximation_is_a_series_of_its_own() -> None:
-    setting = {"clients": 10_000, "cohort": 100, "noise_multiplier": 0.6}
-    (row,) = budget.approximation_against("rounds", [10], **setting)
-    assert row["epsilon"] < 0.5 < budget.epsilon_against("rounds", [10], **setting)[0]["epsilon"]
-    with pytest.raises(InputError, match="under trust: central only"):
-        budget.approximation_against("rounds", [10], **setting, trust="local")
-    with pytest.raises(InputError, match="axis"):
-        budget.approximation_against("colour", [10], **setting)
-
-
 def test_calibrate_table_meets_the_target_or_says_why_not() -> None:
     rows = budget.calibrate_table(target=3.0, clients=30, cohort=3, rounds=3, delta=1e-3)
     for row in rows:
         assert bool(row["reason"]) == (row["noise_multiplier"] is None)
         assert row["reason"] or 2.99 < row["epsilon"] <= 3.0
     assert sum(row["noise_multiplier"] is not None for row in rows) >= 6
-
-
-def test_epsilon_against_one_quantity() -> None:
-    series = budget.epsilon_against("rounds", [1, 5, 20], clients=100, cohort=10, noise_multiplier=1.5)
-    assert [row["rounds"] for row in series] == [1, 5, 20]
-    assert series[-1]["epsilon"] == plan_of().epsilon()
-    fewer = budget.epsilon_against("clients", [50, 500], cohort=10, rounds=5, noise_multiplier=1.5, delta=1e-3)
-    assert fewer[0]["epsilon"] > fewer[1]["epsilon"]
-    with pytest.raises(InputError, match="axis: found T"):
-        budget.epsilon_against("T", [1], clients=100, cohort=10, noise_multiplier=1.5)
 
 
 def test_rounds_with_more_noise_than_planned_do_not_loosen_a_mechanism_with_its_own_account() -> None:

@@ -1,9 +1,9 @@
-"""What a budget buys: ε by every accountant, cohort law and trust model; the noise for a target; series to plot."""
+"""What a budget buys: ε by every accountant, cohort law and trust model; the noise for a target."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,6 @@ from fedflat.privacy.accounting.epsilon import (
     approximate_epsilon,
     clients_for,
     cohort_for,
-    default_delta,
     epsilon,
     noise_multiplier,
     rounds_for,
@@ -23,7 +22,6 @@ from fedflat.privacy.accounting.epsilon import (
 from fedflat.privacy.trust import guarantees
 
 Row = dict[str, Any]
-AXES = ("rounds", "noise_multiplier", "cohort", "clients")
 
 
 def _combinations(only: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -161,29 +159,3 @@ def _needed_row(find: str, solve: Any, target: float, base: Row, trust: str, sam
         return row | {find: found, "epsilon": epsilon(**{**own, find: found}), "reason": ""}
     except InputError as error:
         return row | {"reason": str(error)}
-
-
-def epsilon_against(axis: str, values: Sequence[float], **setting: Any) -> list[Row]:
-    """A series to plot: ``[{axis: value, "epsilon": ε}, …]``; ``setting`` are the other arguments of epsilon.
-
-    Raises:
-        InputError: unknown axis (rounds, noise_multiplier, cohort, clients) or a value out of range.
-    """
-    one_of("axis", axis, AXES)
-    if setting.get("delta") is None and axis != "clients":
-        setting = {**setting, "delta": default_delta(setting["clients"])}
-    return [{axis: value, "epsilon": epsilon(**{**setting, axis: value})} for value in values]
-
-
-def approximation_against(axis: str, values: Sequence[float], **setting: Any) -> list[Row]:
-    """As :func:`epsilon_against`, but of :func:`approximate_epsilon`: a series that proves nothing.
-
-    Raises:
-        InputError: unknown axis, a value out of range, or another cohort law or trust model than it approximates.
-    """
-    one_of("axis", axis, AXES)
-    if (setting.get("trust", "central"), setting.get("sampling", "poisson")) != ("central", "poisson"):
-        raise InputError("accountant: gdp approximates Poisson sampling under trust: central only; use pld.")
-    return [
-        {axis: value, "epsilon": approximate_epsilon(**_approximated({**setting, axis: value}))} for value in values
-    ]
