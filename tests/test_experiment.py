@@ -26,7 +26,7 @@ from fedflat.report.progress import RunEvent
 from fedflat.simulation import experiment
 from fedflat.simulation import experiment as worker
 from fedflat.simulation.experiment import Comparison, compare
-from fedflat.simulation.experiment_settings import axis, check_folders, claim, expand, split_top, tasks
+from fedflat.simulation.settings import axis, check_folders, claim, expand, split_top, tasks
 
 TINY: dict[str, Any] = {
     "name": "tiny",

@@ -35,9 +35,8 @@ from fedflat.report.metrics import read_run
 from fedflat.simulation import run as simulation
 from fedflat.simulation import tuning
 from fedflat.simulation.experiment import Comparison, finished
-from fedflat.simulation.experiment_settings import expand, tasks
 from fedflat.simulation.inspection import inspect_run
-from fedflat.simulation.tuning_settings import CHARGE, PUBLIC, WINNER, applied, axes, costs_of, draw, grid
+from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, applied, axes, costs_of, draw, expand, grid, tasks
 
 SMALL = {
     "name": "small",

@@ -106,7 +106,7 @@ def _clients(recipe: Any) -> int:
 
 def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
     from fedflat.privacy.ledger import plain_json
-    from fedflat.simulation.tuning_settings import costs_of
+    from fedflat.simulation.settings import costs_of
 
     if count < 2:
         raise wrong("--trials", count, "2 or more: one run is no choice")

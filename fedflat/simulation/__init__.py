@@ -22,7 +22,7 @@ from typing import Any
 
 _PLACES = {
     "Result": "result", "attest": "export", "compare": "experiment", "data_for": "experiment",
-    "drowned": "planning", "expand": "experiment_settings", "figures": "inspection", "forecast": "planning",
+    "drowned": "planning", "expand": "settings", "figures": "inspection", "forecast": "planning",
     "inspect_run": "inspection", "load": "result", "refuse_damage": "inspection", "tune": "tuning",
     "tune_on_proxy": "tuning", "write_ending": "run",
 }  # fmt: skip

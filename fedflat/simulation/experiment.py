@@ -40,7 +40,7 @@ from fedflat.report import (
     write_figure,
     write_report,
 )
-from fedflat.simulation.experiment_settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
+from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
 Update = Callable[[RunEvent], None]
 GONE = "its worker process is gone: {}; the same command goes on with it"

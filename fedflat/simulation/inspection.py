@@ -58,7 +58,7 @@ from fedflat.simulation.recomputed import (
     released_digest,
     remade,
 )  # fmt: skip
-from fedflat.simulation.tuning_settings import CHARGE, WINNER, faults
+from fedflat.simulation.settings import CHARGE, WINNER, faults
 
 
 def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | None = None) -> list[Check]:

@@ -39,24 +39,9 @@ from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
 from fedflat.report import RunEvent, write_csv, write_picture
+from fedflat.simulation import settings as space
 from fedflat.simulation.experiment import compare
-from fedflat.simulation.experiment_settings import expand, tasks
-from fedflat.simulation.tuning_settings import (
-    CHARGE,
-    PUBLIC,
-    WINNER,
-    Axis,
-    Settings,
-    applied,
-    axes,
-    charge,
-    checked,
-    draw,
-    grid,
-    law_classes,
-    public_digest,
-    read_public,
-)
+from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, expand, tasks, unwritable
 
 DRAW, TRIALS = "private/draw.json", "private/trials"
 APART = 0.5
@@ -125,7 +110,7 @@ def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | No
     clients: M, where the recipe leaves it to its data.
     Raises InputError for whatever is wrong in any setting that could be drawn, or has no proof.
     """
-    every = axes(varied)
+    every = space.axes(varied)
     if recipe.privacy.budget is not None:
         raise wrong("privacy.budget", recipe.privacy.budget, "nothing: the selection's ε is the budget")
     if recipe.privacy.selection is not None:
@@ -138,10 +123,10 @@ def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | No
         raise wrong("data.clients", "nothing", "a number of clients")
     share = recipe.data.validation_fraction or APART
     one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": trials.mean, "eta": trials.eta}}
-    whole = applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
-    others = checked(whole, every)
+    whole = space.applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
+    others = space.checked(whole, every)
     _try_plans(others, 1.0, many)
-    plans = _together([_plan(each, many) for each in law_classes(whole, every)])
+    plans = _together([_plan(each, many) for each in space.law_classes(whole, every)])
     if not math.isfinite(plans[0].epsilon()):
         raise wrong("privacy.noise_multiplier", plans[0].noise_multiplier, "noise: without it nothing is proven")
     _try_plans(others, max(plan.noise_multiplier for plan in plans), many)
@@ -155,7 +140,7 @@ def _plan(recipe: Recipe, clients: int) -> Plan:
 def _try_plans(recipes: Sequence[Recipe], sigma: float, clients: int) -> None:
     """Check every recipe's plan, with its noise given, so that none is calibrated."""
     for recipe in recipes:
-        _plan(applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma}), clients)
+        _plan(space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma}), clients)
 
 
 def _together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -186,7 +171,7 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
         if "winner" not in drawn:
             public = load_validation(asked.recipe.data, asked.recipe.seed)  # without data nothing is charged
             if not ledger.entries:
-                ledger.append(charge(asked.plan, asked.public()))
+                ledger.append(space.charge(asked.plan, asked.public()))
             unfinished = _work(place, asked, drawn, public, processes, update)
             if unfinished is not None:
                 return unfinished
@@ -202,7 +187,7 @@ def _claim(place: Path, asked: Asked) -> None:
     """Write what is public, or check that it is what lies there."""
     public = json.loads(json.dumps(asked.public()))
     if (place / PUBLIC).is_file():
-        if read_public(place) != public:
+        if space.read_public(place) != public:
             allowed = "the same recipe and options, or a new folder"
             raise wrong("--out", f"{place}, which holds another selection", allowed)
         return
@@ -213,12 +198,12 @@ def _claim(place: Path, asked: Asked) -> None:
         (place / "private").mkdir(mode=0o700, parents=True, exist_ok=True)
         durable.replace(place / PUBLIC, yaml.safe_dump(public, sort_keys=False, allow_unicode=True), mode=0o644)
     except OSError as error:
-        raise wrong("--out", f"{place}, which cannot be written ({error.strerror})", "a folder to write") from error
+        raise unwritable(place, error) from error
 
 
 def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     """Return the number of trials and their settings: as they were drawn before, or drawn now and written down."""
-    path, public = place / DRAW, public_digest(asked.public())
+    path, public = place / DRAW, space.public_digest(asked.public())
     if path.is_file():
         try:
             found: dict[str, Any] = json.loads(path.read_bytes())
@@ -233,7 +218,10 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     key = noise_key(fresh_key(), "private selection", public)  # that nobody knows how many there are is in the proof
     count = asked.trials.draw(stream(key, "number of trials"))
     every = [
-        {"name": digest(key, "name of a trial", i).hex()[:16], "settings": draw(asked.axes, stream(key, "settings", i))}
+        {
+            "name": digest(key, "name of a trial", i).hex()[:16],
+            "settings": space.draw(asked.axes, stream(key, "settings", i)),
+        }
         for i in range(count)
     ]
     return _keep(place, {"of": public, "trials": every})
@@ -247,7 +235,7 @@ def _keep(place: Path, drawn: dict[str, Any]) -> dict[str, Any]:
 
 def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
     """Return the whole recipe of one trial, its noise and its place in the selection included."""
-    recipe = applied(asked.recipe, trial["settings"])
+    recipe = space.applied(asked.recipe, trial["settings"])
     law = (recipe.rounds, recipe.cohort.size)
     plan = next((plan for plan in asked.plans if (plan.rounds, plan.sampler.size) == law), asked.plan)
     selection = asked.plan.selection.record()  # type: ignore[union-attr]
@@ -256,7 +244,7 @@ def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
         "budget": max(asked.plan.budget or 0.0, asked.plan.epsilon()),
     }  # fmt: skip
     named = recipe.model_copy(update={"name": f"{asked.recipe.name}-{trial['name'][:8]}"})
-    return applied(named, {}, privacy=privacy)
+    return space.applied(named, {}, privacy=privacy)
 
 
 def _folder(place: Path, recipe: Recipe) -> Path:
@@ -354,10 +342,10 @@ class OnProxy:
 
 def settings_to_try(every: Sequence[Axis], count: int, seed: int) -> list[Settings]:
     """Return every combination of listed values, if there are at most ``count``; else so many different draws."""
-    listed = grid(every)
+    listed = space.grid(every)
     if listed is not None and len(listed) <= count:
         return listed
-    draws = (draw(every, stream(seed, "settings on a proxy", number)) for number in range(20 * count))
+    draws = (space.draw(every, stream(seed, "settings on a proxy", number)) for number in range(20 * count))
     different = {tuple(settings.values()): settings for settings in draws}
     return [*different.values()][:count]
 
@@ -371,12 +359,12 @@ def tune_on_proxy(
     Of the recipe's data only public numbers are taken: the form of examples, classes, clients, and examples per client.
     Raises InputError: a setting that no recipe can have, data that are no images, or another search in ``folder``.
     """
-    every, place = axes(varied), Path(folder)
-    checked(recipe, every)
+    every, place = space.axes(varied), Path(folder)
+    space.checked(recipe, every)
     there = on_proxy(recipe, data_of(recipe, None, None))
     tried = settings_to_try(every, count, recipe.seed)
     recipes = [
-        applied(there, settings).model_copy(update={"name": f"{number:03d} {_short(settings)}"})
+        space.applied(there, settings).model_copy(update={"name": f"{number:03d} {_short(settings)}"})
         for number, settings in enumerate(tried, start=1)
     ]
     done = compare(recipes, (), 1, place, processes, update)
@@ -384,7 +372,7 @@ def tune_on_proxy(
         return OnProxy(place, there.data.dataset, left=done.left, failed=done.failed)
     runs = tasks(place, expand(recipes, (), 1))
     rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
-    chosen = applied(recipe, rows[0][0])
+    chosen = space.applied(recipe, rows[0][0])
     text = yaml.safe_dump(chosen.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
     durable.replace(place / CHOSEN, text, mode=0o644)
     write_csv(place / TABLE, rows)

@@ -26,7 +26,7 @@ from fedflat.privacy.attacker import attacker
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import multipliers
 from fedflat.simulation.planning import alternatives, best, lines
-from fedflat.simulation.tuning_settings import costs_of
+from fedflat.simulation.settings import costs_of
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 

@@ -1,7 +1,8 @@
-"""What is public of a selection: the distribution of its settings, its charge, and what choosing costs before a run.
+"""The settings that an experiment compares, and those that a selection draws from.
 
-Each key is drawn by itself: uniformly from a list, or from a range. Nothing of it may depend on anybody's data. The
-charge is written before the first trial starts.
+An experiment has recipes × values given with commas × seeds, each run with a folder of its own. A selection draws each
+key by itself, uniformly from a list or from a range; what is public of it, its charge and what choosing costs are here
+too. Nothing of it may depend on anybody's data, and the charge is written before the first trial starts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,213 @@ import yaml
 
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.reading import parse_value
-from fedflat.config.recipe import Recipe
+from fedflat.config.recipe import Recipe, RecipeLike
+from fedflat.core import durable
 from fedflat.core.checks import InputError, nearest, wrong
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.accounting.selection import LAWS, Trials
 from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.tuning import Selection, check
-from fedflat.simulation.experiment_settings import split_top
+from fedflat.records.folder import RECIPE, check_name
+
+REQUESTED = "setting.yaml"
+"""The recipe as asked for, before defaults that depend on data are resolved."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the comparison. ``slug`` names its folder; the seeds count up from the recipe's."""
+
+    slug: str
+    label: str
+    recipe: Recipe
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: a setting with one seed, in its folder."""
+
+    name: str
+    recipe: Recipe
+    folder: Path
+
+
+def split_top(text: str) -> list[str]:
+    """Return ``text`` cut at the commas that are outside brackets, braces and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for place, mark in enumerate(text):
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in "\"'":
+            quote = mark
+        elif mark in "[{(":
+            depth += 1
+        elif mark in "]})":
+            depth -= 1
+        elif mark == "," and depth <= 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [part.strip() for part in [*parts, text[start:]]]
+
+
+def axis(override: str) -> list[str]:
+    """Return the overrides that ``key=a,b`` stands for; one for a plain value, a quoted text or a list in brackets."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        return [override]
+    values = split_top(value)
+    if len(values) == 1:
+        return [override]
+    if "" in values:
+        raise wrong(f"-o {key}", value, "values between all commas")
+    if len(set(values)) < len(values):
+        raise wrong(f"-o {key}", value, "each value once")
+    if key.strip() == "seed":
+        raise wrong("-o seed", value, "one number to start from; --seeds N gives the number of runs")
+    return [f"{key}={part}" for part in values]
+
+
+def expand(recipes: Sequence[RecipeLike], overrides: Sequence[str], seeds: int) -> list[Setting]:
+    """Return every setting of the experiment, its recipe and its method's options checked.
+
+    Raises InputError for anything wrong in any of them, or for the same setting twice.
+    """
+    if not recipes:
+        raise wrong("compare", "no recipe", "one or more recipes")
+    choices = [axis(text) for text in overrides]
+    settings: list[Setting] = []
+    for source, chosen in itertools.product(recipes, itertools.product(*choices)):
+        recipe = _parsed(source, chosen)
+        algorithm_of(recipe)
+        marks = [*_marks(text for text, options in zip(chosen, choices) if len(options) > 1)]
+        numbers = tuple(range(recipe.seed, recipe.seed + seeds))
+        settings.append(Setting(_slug(recipe, marks), _label(recipe, marks), recipe, numbers))
+    return _distinct(settings)
+
+
+def _parsed(source: RecipeLike, overrides: Sequence[str]) -> Recipe:
+    if isinstance(source, (str, Path)):
+        recipe = Recipe.load(source, overrides)
+        check_name(recipe.name)
+        return recipe
+    return Recipe.of(source, overrides)
+
+
+Mark = tuple[str, str]
+"""The last part of a key that varies, and its value."""
+
+
+def _marks(overrides: Iterable[str]) -> Iterator[Mark]:
+    """Yield the values that vary, the algorithm's name apart (it is always shown)."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        path = key.strip().removesuffix(".name")
+        if path != "algorithm":
+            yield path.rsplit(".", 1)[-1], value.strip()
+
+
+def _slug(recipe: Recipe, marks: Sequence[Mark]) -> str:
+    """Return recipe, algorithm and values as a folder's name: the same whatever else is in the experiment."""
+    parts = [recipe.name, recipe.algorithm.name, *(f"{key}-{value}" for key, value in marks)]
+    return "_".join(re.sub(r"[^\w.+-]+", "-", part).strip("-.") or "x" for part in parts)[:120]
+
+
+def _label(recipe: Recipe, marks: Sequence[Mark]) -> str:
+    listed = ", ".join(f"{key}={value}" for key, value in marks)
+    return f"{recipe.algorithm.name} ({listed})" if listed else recipe.algorithm.name
+
+
+def _distinct(settings: list[Setting]) -> list[Setting]:
+    """Return the settings, with labels that also name the recipe where they would be the same."""
+    seen: dict[str, Setting] = {}
+    for setting in settings:
+        other = seen.setdefault(setting.slug, setting)
+        if other is not setting:
+            twice = _asked(other) == _asked(setting)
+            same = "the same setting twice" if twice else f"two settings named {setting.slug}"
+            raise wrong("compare", same, "settings that differ, recipes with names of their own")
+    times = Counter(setting.label for setting in settings)
+    return [replace(s, label=f"{s.label}, {s.recipe.name}") if times[s.label] > 1 else s for s in settings]
+
+
+def _asked(setting: Setting) -> dict[str, Any]:
+    """Return what defines a setting: its recipe without the seed and without where it runs."""
+    dump = setting.recipe.dump()
+    del dump["seed"], dump["engine"]
+    return dump
+
+
+def unused_folder(settings: Sequence[Setting], first: Path = Path("runs/compare")) -> Path:
+    """Return ``first``, or the next of ``first-2``, ``first-3`` … that holds no setting of another comparison."""
+    own = {setting.slug for setting in settings}
+    folder, number = first, 1
+    while {place.parent.name for place in folder.glob(f"*/{REQUESTED}")} - own:
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
+    """Raise InputError if a setting's place in ``folder`` holds runs of another recipe; nothing is written."""
+    for setting in settings:
+        place = folder / setting.slug
+        noted = place / REQUESTED
+        if not noted.is_file():
+            if any(place.glob(f"seed-*/{RECIPE}")):
+                raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
+            continue
+        try:
+            there = yaml.safe_load(noted.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            allowed = "the file as it was written, or a new folder"
+            raise wrong("--out", f"{noted}, which cannot be read", allowed) from error
+        here = json.loads(json.dumps(_asked(setting)))
+        if differs := _difference(there if isinstance(there, dict) else {}, here):
+            allowed = "the same recipe, or a new folder"
+            raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
+
+
+def claim(folder: Path, settings: Sequence[Setting]) -> None:
+    """Note in each setting's folder what it is for. Raises InputError if it cannot be written."""
+    for setting in settings:
+        place = folder / setting.slug
+        text = yaml.safe_dump(_asked(setting), sort_keys=False, allow_unicode=True)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            if not (place / REQUESTED).is_file():
+                durable.replace(place / REQUESTED, text, mode=0o644)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> InputError:
+    """Return the error of a folder of ``--out`` that cannot be written."""
+    return wrong("--out", f"{folder}, which cannot be written ({error.strerror})", "a folder to write")
+
+
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> str:
+    """Return the first key in which two recipes differ, in words; empty if there is none."""
+    for key in dict.fromkeys([*there, *here]):
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if inner := _difference(old, new, f"{path}{key}."):
+                return inner
+        elif old != new:
+            return f"{path}{key} = {old} where this one has {new}"
+    return ""
+
+
+def tasks(folder: Path, settings: Sequence[Setting]) -> list[Task]:
+    """Return every run: all settings of the first seed, then of the second, so that a seed's data are loaded once."""
+    return [
+        Task(f"{setting.slug}/seed-{setting.seeds[turn]}", recipe, folder / setting.slug / f"seed-{recipe.seed}")
+        for turn in range(len(settings[0].seeds))
+        for setting in settings
+        for recipe in [setting.recipe.model_copy(update={"seed": setting.seeds[turn]})]
+    ]
+
 
 RANGES = ("log", "uniform", "whole")
 """log: uniform in the logarithm. uniform: in the value. whole: whole numbers. Numbers keep three digits."""
