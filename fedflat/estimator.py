@@ -91,18 +91,17 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         model: dict[str, Any] = {"name": "linear"} if self.hidden is None else {"name": "mlp", "hidden": self.hidden}
         if self.body is not None:
             model = {"name": "representation", "body": self.body}
-        spent = {"epsilon": self.epsilon} if self.delta is None else {"epsilon": self.epsilon, "delta": self.delta}
         found: dict[str, Any] = {
-            "rounds": self.rounds,
             # This seed drives public things only; the noise is secret.
-            "seed": int(check_random_state(self.random_state).randint(2**31)),
-            "algorithm": self.algorithm,
-            "model": model,
+            "seed": int(check_random_state(self.random_state).randint(2**31)), "rounds": self.rounds,
+            "algorithm": self.algorithm, "model": model,
             "local": {"steps": self.steps, "batch_size": self.batch_size, "lr": self.lr},
             "cohort": {"size": clients if whole else max(1, round(self.cohort * clients))},
-            "privacy": {"clip": self.clip, **spent},
-        }
+            "privacy": {"clip": self.clip, "epsilon": self.epsilon},
+        }  # fmt: skip
         found["cohort"]["sampling"] = "full" if whole else "poisson"
+        if self.delta is not None:
+            found["privacy"]["delta"] = self.delta
         if task == "classification":
             found["data"] = {"classes": len(self.classes_)}
         for key, value in (self.recipe or {}).items():

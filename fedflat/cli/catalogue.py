@@ -132,7 +132,7 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
 def _verified(run: Path) -> bool:
     """Return whether a second accountant agrees with the run's ledger and statement, and print what it found."""
     from fedflat.privacy.verify import verify_run
-    from fedflat.simulation import figures
+    from fedflat.simulation.inspection import figures
 
     found = verify_run(run)
     cli.say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
@@ -274,7 +274,7 @@ def data(
     if as_json:
         cli.print_json({**found, "recipe": recipe, "note": PRIVATE})
         return
-    about = [PRIVATE, f"{file}: {found['rows']} rows, {found['users'] or 'no'} users" + _spread(found)]
+    about = [PRIVATE, f"{file}: {found['rows']} rows, {found['users'] or 'no'} users" + _spread(found["rows_a_user"])]
     for name, one in looked.items():
         role = "target" if name == target else one["becomes"]
         about.append(f"  {name}: {one['type']}, {one['values']} values, {one['missing']} missing → {role}")
@@ -286,11 +286,12 @@ def data(
         print(f"\n{READ_OFF}\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}", end="")
 
 
-def _spread(found: dict[str, Any]) -> str:
-    each = found["rows_a_user"]
-    if each and each["least"] == each["most"]:
+def _spread(each: dict[str, Any] | None) -> str:
+    if each is None:
+        return ""
+    if each["least"] == each["most"]:
         return f", {each['least']} rows each"
-    return f", {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}" if each else ""
+    return f", {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}"
 
 
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
@@ -352,11 +353,11 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[
             faults.append(f"column {name}: {one['missing']} missing values; {way}")
         if one["values"] <= 1:
             faults.append(f"column {name}: one value in all rows, from which nothing is learnt")
-    each = None if sizes is None or not len(sizes) else {
-        "least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())}  # fmt: skip
-    users = None if sizes is None else len(sizes)
-    return {"rows": len(rows), "by": by, "users": users, "rows_a_user": each, "target": target, "columns": looked,
-            "faults": faults}  # fmt: skip
+    users, each = None if sizes is None else len(sizes), None
+    if sizes is not None and len(sizes):
+        each = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())}
+    facts = {"rows": len(rows), "by": by, "users": users, "rows_a_user": each, "target": target}
+    return facts | {"columns": looked, "faults": faults}
 
 
 def _recipe(file: Path, found: dict[str, Any], written: dict[str, str]) -> dict[str, Any] | None:
@@ -370,19 +371,20 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str]) -> dict[
     inputs = usable or alone
     if not inputs or not (looked[target].get("number") or "categories" in looked[target]):
         return None
-    goal, of = looked[target], {name: others[name] for name in inputs}
+    goal, used = looked[target], {name: looked[name] for name in [*inputs, target]}
     regression = bool(goal.get("number")) and (goal["values"] > FEW or not goal.get("whole", True))
-    lists = {name: one["categories"] for name, one in {**of, target: goal}.items() if "categories" in one}
-    scaled = {name: one["scale"] for name, one in {**of, **({target: goal} if regression else {})}.items()
-              if "scale" in one}  # fmt: skip
-    fill = {name: one.get("scale", one.get("categories"))[0] for name, one in of.items()
-            if one["missing"] and ("scale" in one or "categories" in one)}  # fmt: skip
-    section = {"dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,
-               "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": 0.1, **written}  # fmt: skip
-    image = bool(not usable and alone and others[alone[0]]["type"] == "image")
+    lists = {name: one["categories"] for name, one in used.items() if "categories" in one}
+    scaled = {name: one["scale"] for name, one in used.items() if "scale" in one and (name != target or regression)}
+    typical = {name: values[0] for name, values in (scaled | lists).items()}
+    fill = {name: typical[name] for name in inputs if looked[name]["missing"] and name in typical}
+    section = {
+        "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,
+        "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": 0.1, **written,
+    }  # fmt: skip
+    network = "linear" if usable else "cnn" if looked[inputs[0]]["type"] == "image" else "bow-linear"
     return {
         "rounds": 20, "data": {key: value for key, value in section.items() if value not in ({}, None)},
-        "model": "linear" if usable else "cnn" if image else "bow-linear",
+        "model": network,
         **({"task": "regression"} if regression else {}), "algorithm": "dp-fedavg",
         "local": {"steps": 4, "batch_size": 10, "lr": 0.1 if regression else 0.3},
         "cohort": {"size": max(1, users // 3)}, "privacy": {"clip": 0.5, "epsilon": 8},

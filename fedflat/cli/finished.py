@@ -64,7 +64,7 @@ def card(
     from fedflat.report import card as making
     from fedflat.report import read_run
     from fedflat.report.registry import as_yaml, read_about
-    from fedflat.simulation import refuse_damage
+    from fedflat.simulation.inspection import refuse_damage
 
     target = out or run
     check_unsealed(target)
@@ -107,7 +107,7 @@ def verify(
         key: The operator's public key, which must have signed the run.
         witness: What a client of the deployment kept of the ledger.
     """
-    from fedflat.simulation import inspect_run
+    from fedflat.simulation.inspection import inspect_run
 
     checks = inspect_run(run, key, witness)
     verdicts = Counter(check.verdict for check in checks)
@@ -134,7 +134,7 @@ def attest(run: Path, out: Path, *, as_json: Json = False) -> None:
         run: The folder of a run that ended, or an exported one.
         out: A new folder.
     """
-    from fedflat.simulation import attest as write
+    from fedflat.simulation.export import attest as write
 
     files = write(run, out)
     if as_json:
@@ -170,7 +170,7 @@ def predict(
 
     from fedflat.core.imports import imported
     from fedflat.data.locate import Written, locate
-    from fedflat.simulation import load
+    from fedflat.simulation.result import load
 
     if out is not None and out.suffix not in (".csv", ".parquet"):
         raise wrong("--out", str(out), "a name that ends in .csv or .parquet")

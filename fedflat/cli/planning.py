@@ -28,7 +28,7 @@ def plan(
         no_trial: Do not time local training on made-up data.
     """
     from fedflat.privacy.ledger import plain_json
-    from fedflat.simulation import forecast
+    from fedflat.simulation.planning import forecast
 
     found = forecast(recipe_of(recipe, override), trial=not no_trial)
     if as_json:

@@ -171,7 +171,7 @@ def compare(
         out: Folder of the experiment. Default: a new one under runs/.
     """
     from fedflat.config.reading import QUICK_START
-    from fedflat.simulation import compare as compare_settings
+    from fedflat.simulation.experiment import compare as compare_settings
 
     began = time.perf_counter()
     folder = out if out is not None or not watch else Path("runs") / "compare"

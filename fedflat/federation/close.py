@@ -29,7 +29,7 @@ from fedflat.privacy.ledger import Ledger
 from fedflat.records import keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder
 from fedflat.records.signing import Operator
-from fedflat.simulation import write_ending
+from fedflat.simulation.run import write_ending
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
 

@@ -45,7 +45,8 @@ from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder, plain
 from fedflat.records.opening import Opening
-from fedflat.simulation import drowned, write_ending
+from fedflat.simulation.planning import drowned
+from fedflat.simulation.run import write_ending
 
 log = logging.getLogger("fedflat.server")
 

@@ -31,7 +31,8 @@ from fedflat.report.figures import (
 from fedflat.report.groups import Group, flatten, spread, styles
 from fedflat.report.metrics import FATES, Run, column, fate, plain
 from fedflat.report.progress import RunEvent
-from fedflat.simulation import compare, expand
+from fedflat.simulation.experiment import compare
+from fedflat.simulation.settings import expand
 
 FILE = Path(__file__).parent / "figures.yaml"
 SIZES = ("local.steps", "local.epochs", "data.clients", "cohort.size")

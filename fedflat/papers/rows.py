@@ -22,7 +22,8 @@ from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
 from fedflat.report.metrics import Run, fate
 from fedflat.report.progress import RunEvent
-from fedflat.simulation import compare, expand
+from fedflat.simulation.experiment import compare
+from fedflat.simulation.settings import expand
 
 Account = tuple[float, float, float | None]
 

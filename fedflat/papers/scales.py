@@ -32,8 +32,8 @@ from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
 from fedflat.report.groups import flatten
 from fedflat.report.progress import RunEvent
-from fedflat.simulation import compare, expand
-from fedflat.simulation.experiment import data_for
+from fedflat.simulation.experiment import compare, data_for
+from fedflat.simulation.settings import expand
 
 RESNETS = {name: {"name": name, "width": 4, "groups": 2} for name in ("resnet10", "resnet18")}
 SMALL: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from fedflat.engine.round import private_accuracy
 from fedflat.federation.task import check_deployable
 from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import recompute
-from fedflat.simulation import attest
+from fedflat.simulation.export import attest
 
 CLIENTS = 12
 HOSTILE = {
