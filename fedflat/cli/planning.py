@@ -138,12 +138,7 @@ def _private(
     asked = ask(recipe, varied, Trials(mean, law_of(law)), _clients(recipe))
     if not as_json:
         alone = max(account.alone(plan).epsilon() for plan in asked.plans)
-        say(
-            f"Private selection, {asked.trials.name}, {mean:g} trials in the mean: total ε = "
-            f"{asked.plan.epsilon():.4g} at δ = {asked.plan.delta:g}; one trial alone would have {alone:.4g}. "
-            f"Scored on {100 * asked.recipe.data.validation_fraction:g} % of the public test examples, which leave the "
-            "test data."
-        )
+        print("\n".join(filled("selection.txt", asked=asked, alone=alone, found=None)))
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune(asked, folder, processes, progress.update)
     if found.failed or found.left:
@@ -152,10 +147,7 @@ def _private(
         facts = {"folder": folder, "winner": found.winner, "settings": found.settings, "score": found.score}
         print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
     elif found.winner is not None:
-        settings = ", ".join(f"{key} = {value}" for key, value in found.settings.items())
-        say(f"Chosen: {settings} (score {found.score:.4g})")
-        say(f"Released: {found.winner}; proven ε = {asked.plan.epsilon():.4g} for the whole selection.")
-        say(f"Next: fedflat card {found.winner}, fedflat verify {folder}, fedflat export {found.winner} OUT")
+        print("\n".join(filled("selection.txt", asked=asked, found=found)))
     if found.winner is None:
         raise RunError(
             f"{folder}: no trial was drawn, as a Poisson number may be 0; its ε is spent, and a new folder spends more"
@@ -175,9 +167,8 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
         return
     heads = [*found.rows[0][0], "accuracy"]
     print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in found.rows)], left=0)))
-    picture = f"picture: {folder / PICTURE}" if (folder / PICTURE).is_file() else "no picture, for want of matplotlib"
-    say(f"On {found.dataset}, which holds nobody's data: no ε is spent. All runs: {folder}/report.html; {picture}")
-    say(f"Next: fedflat run {found.chosen}")
+    picture = folder / PICTURE if (folder / PICTURE).is_file() else None
+    print("\n".join(filled("proxy.txt", found=found, folder=folder, picture=picture)))
 
 
 def _unfinished(found: Any) -> RunError:
