@@ -395,6 +395,7 @@ def _record(row: outcome.Row) -> dict[str, Any]:
 
 def write_pages(found: figures.Drawn, folder: Path, source: str = "") -> list[Path]:
     """Write ``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: of the numbers."""
+    from fedflat.methods.published import CITED
     from fedflat.report import flatness, pages
 
     # Made first, so that a folder that cannot be written is one line.
