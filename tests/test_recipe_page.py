@@ -17,7 +17,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.config import reference
 from fedflat.config.reading import override, parse_value
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
-from fedflat.config.sections import DataSection, NamedSection, Only
+from fedflat.config.sections import DataSection, NamedSection, Only, section_in
 from fedflat.core.checks import InputError
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
@@ -45,7 +45,7 @@ def conditions(model: type[BaseModel] = Recipe, before: str = "") -> dict[str, l
     found: dict[str, list[Only]] = {}
     for name, info in model.model_fields.items():
         found[before + name] = [part for part in info.metadata if isinstance(part, Only)]
-        inner = reference._section(info.annotation)
+        inner = section_in(info.annotation)
         if inner is not None and not issubclass(inner, NamedSection):
             found |= conditions(inner, f"{before}{name}.")
     return found

@@ -26,6 +26,7 @@ from fedflat.config.sections import (
     ServerSection,
     StartSection,
     as_named,
+    section_in,
 )
 from fedflat.core.checks import InputError, gather, nearest, wrong
 
@@ -216,13 +217,8 @@ def _texts(value: Any) -> Any:
 
 def elsewhere(name: str) -> str:
     """Return a sentence naming the keys of that name inside sections, or the empty string."""
-    places = [
-        f"{section}.{name}"
-        for section, info in Recipe.model_fields.items()
-        if isinstance(info.annotation, type)
-        and issubclass(info.annotation, BaseModel)
-        and name in info.annotation.model_fields
-    ]
+    inside = {section: section_in(info.annotation) for section, info in Recipe.model_fields.items()}
+    places = [f"{section}.{name}" for section, model in inside.items() if model and name in model.model_fields]
     return f"Did you mean {' or '.join(places)}?" if places else ""
 
 
@@ -230,22 +226,15 @@ def _allowed(message: str) -> str:
     """Pydantic's ``Input should be greater than or equal to 1`` as ``a number ≥ 1``."""
     text = re.sub(r"^Input should be ", "", message).replace("a valid integer", "a whole number")
     text = text.replace("a valid boolean", "true or false").replace("a valid ", "a ")
-    for words, mark in (
-        ("greater than or equal to", "≥"),
-        ("less than or equal to", "≤"),
-        ("greater than", ">"),
-        ("less than", "<"),
-    ):
+    signs = {"greater than or equal to": "≥", "less than or equal to": "≤", "greater than": ">", "less than": "<"}
+    for words, mark in signs.items():
         text = re.sub(rf"^{words} ", f"a number {mark} ", text)
     return text.split(", unable to")[0]
 
 
 def _fields(path: list[str]) -> list[str]:
     """Return the keys allowed at a path of the recipe."""
-    model: Any = Recipe
+    model: type[BaseModel] = Recipe
     for part in path:
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        model = found[0] if found else model
+        model = section_in(model.model_fields[part].annotation) or model
     return list(model.model_fields)

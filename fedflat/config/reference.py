@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import ClipSection, NamedSection
+from fedflat.config.sections import ClipSection, NamedSection, section_in
 from fedflat.core.checks import nearest, wrong
 
 EXAMPLE = "Example: "
@@ -104,7 +104,7 @@ def _short(key: Key) -> str:
 def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
     for name, info in model.model_fields.items():
         path = before + name
-        inner = _section(info.annotation)
+        inner = section_in(info.annotation)
         meaning, _, example = " ".join((info.description or "").split()).partition(EXAMPLE)
         if (
             inner is None
@@ -129,22 +129,11 @@ def _algorithm_keys() -> Iterator[Key]:
         yield Key(f"algorithm.{name}", "of some methods", shown, meaning)
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section inside an annotation, if there is one."""
-    for part in (annotation, *typing.get_args(annotation)):
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            return part
-    return None
-
-
 def _kind(info: FieldInfo) -> str:
-    parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+    union = typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(info.annotation) if union else (info.annotation,)
     named = [_part(part, info.metadata) for part in parts if part is not type(None)]
     return " or ".join(dict.fromkeys(named))
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _part(annotation: Any, metadata: list[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -50,6 +51,14 @@ class Section(BaseModel):
             if re.search("int|float", asked) and "bool" not in asked:
                 raise PydanticCustomError("truth", "Input should be a number, not true or false")
         return value
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a key's type is, or may be; None where there is none."""
+    for part in (annotation, *typing.get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
 
 
 def as_named(value: Any) -> Any:

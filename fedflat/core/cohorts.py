@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.rng import digest, stream
 from fedflat.core.types import Sampler
 
@@ -62,7 +62,22 @@ class Full(Scheduled):
 
 
 @dataclass(frozen=True)
-class MinSeparation(Scheduled):
+class Separated(Scheduled):
+    """A scheduled law whose clients stand in ``separation`` groups that take turns.
+
+    Raises:
+        InputError: unless 0 < size·separation ≤ clients.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = int(self.clients / self.size)
+        if whole("cohort.separation", self.separation, 1) > most:
+            raise wrong("cohort.separation", self.separation, f"at most clients / cohort.size = {most}")
+
+
+@dataclass(frozen=True)
+class MinSeparation(Separated):
     """A public round-robin: m clients a round, whose rounds are at least ``separation`` apart.
 
     The clients stand in ``separation`` groups in a public random order. Round t takes the next m of group
@@ -76,7 +91,7 @@ class MinSeparation(Scheduled):
     relation = "zero-out"
 
     def __post_init__(self) -> None:
-        _separable(self.clients, self.size, self.separation)
+        super().__post_init__()
         if self.size != int(self.size):
             raise wrong("cohort.size", self.size, "a whole number with sampling: min-separation")
 
@@ -107,19 +122,13 @@ class MinSeparation(Scheduled):
 
 
 @dataclass(frozen=True)
-class CyclicPoisson(Scheduled):
+class CyclicPoisson(Separated):
     """Each client is in one of ``separation`` groups; in round t those of group t mod separation join by coin.
 
     A client's group is a hash of its own id, whoever else there is; its coin, of chance p = m·separation/M, is secret.
-
-    Raises:
-        InputError: unless 0 < size·separation ≤ clients.
     """
 
     name = "cyclic-poisson"
-
-    def __post_init__(self) -> None:
-        _separable(self.clients, self.size, self.separation)
 
     @property
     def chance(self) -> float:
@@ -140,30 +149,13 @@ class CyclicPoisson(Scheduled):
 
     def event(self, multiplier: float) -> Any:
         """dp-accounting's event of one round of a client's group."""
-        import dp_accounting
-
-        plain = dp_accounting.GaussianDpEvent(multiplier)
-        return plain if self.chance >= 1 else dp_accounting.PoissonSampledDpEvent(self.chance, plain)
-
-
-def _separable(clients: int, size: float, separation: int) -> None:
-    whole("clients", clients, 1)
-    in_range("cohort.size", size, 0, clients, open_low=True)
-    most = int(clients / size)
-    whole("cohort.separation", separation, 1)
-    if separation > most:
-        raise wrong("cohort.separation", separation, f"at most clients / cohort.size = {most}")
+        return _poisson_event(self.chance, multiplier)
 
 
 def separated(last: Ids, cohort: Ids, round: int, separation: int) -> Ids:
     """Those of a cohort who do not come too early; ``last`` as in :meth:`MinSeparation.next_of`."""
     kept: Ids = cohort[round - last[cohort] >= separation]
     return kept
-
-
-SECRET = ("poisson", "truncated", "fixed")
-"""Laws whose cohorts nobody knows."""
-NAMES = (*SECRET, "full", "min-separation", "cyclic-poisson")
 
 
 def _subset(generator: np.random.Generator, clients: int, count: int) -> Ids:
@@ -286,13 +278,6 @@ class FromRound(Fixed):
         """Return the cohort of a round, of which nothing is secret."""
         return self.select(self.public_generator(round))
 
-    def participations(self, rounds: int) -> Ids:
-        """In how many of the first ``rounds`` rounds each client takes part, int64 ``(clients,)``."""
-        counts = np.zeros(self.clients, dtype=np.int64)
-        for round in range(rounds):
-            counts[self.select(self.public_generator(round))] += 1
-        return counts
-
     def busiest(self, rounds: int) -> int:
         """Return in how many of the first ``rounds`` rounds the busiest client takes part."""
         if rounds == 0:
@@ -323,20 +308,25 @@ def make_sampler(
         InputError: unknown name, ``max`` missing for truncated or given for another law, impossible sizes, or a
             separation for a law that keeps none.
     """
-    one_of("cohort.sampling", name, NAMES)
-    if maximum is not None and name != "truncated":
-        raise wrong("cohort.max", maximum, f"nothing with sampling: {name}", hint="Use sampling: truncated.")
-    if name in ("min-separation", "cyclic-poisson"):
+    law = LAWS[one_of("cohort.sampling", name, LAWS)]
+    for key, given, takes in (
+        ("cohort.max", maximum, ["truncated"]),
+        ("cohort.separation", separation, ["min-separation", "cyclic-poisson"]),
+    ):
+        hint = f"Use sampling: {' or '.join(takes)}."
+        require(given is None or name in takes, key, given, f"nothing with sampling: {name}", hint=hint)
+    more: dict[str, Any] = {}
+    if law is Truncated:
+        require(maximum is not None, "cohort.max", "nothing", "a whole number with sampling: truncated")
+        more = {"maximum": maximum}
+    if issubclass(law, Separated):
         in_range("cohort.size", size, 0, whole("clients", clients, 1), open_low=True)
-        apart = int(clients / size) if separation is None else separation
-        return (MinSeparation if name == "min-separation" else CyclicPoisson)(clients, size, apart)
-    if separation is not None:
-        hint = "Use sampling: min-separation or cyclic-poisson."
-        raise wrong("cohort.separation", separation, f"nothing with sampling: {name}", hint=hint)
-    if name == "truncated":
-        if maximum is None:
-            raise wrong("cohort.max", "nothing", "a whole number with sampling: truncated")
-        return Truncated(clients, size, maximum)
-    if name == "full":
-        return Full(clients, size)
-    return Poisson(clients, size) if name == "poisson" else Fixed(clients, size)
+        more = {"separation": int(clients / size) if separation is None else separation}
+    found: Sampler = law(clients, size, **more)
+    return found
+
+
+LAWS: dict[str, Any] = {law.name: law for law in (Poisson, Truncated, Fixed, Full, MinSeparation, CyclicPoisson)}
+NAMES = tuple(LAWS)
+SECRET = ("poisson", "truncated", "fixed")
+"""Laws whose cohorts nobody knows."""

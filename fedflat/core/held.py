@@ -167,7 +167,7 @@ def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
 
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
     """Return what a thing holds, by label; None for a leaf."""
-    if isinstance(thing, (Tensor, *_STATEFUL)):
+    if isinstance(thing, (Tensor, *_STATE)):
         return None
     if isinstance(thing, Mapping):
         found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(thing.items())]
@@ -332,17 +332,18 @@ def _reader(thing: Any) -> Callable[[], list[Any]] | None:
     return lambda: [value for pair in _children(thing) or () for value in pair[1:]]
 
 
-_STATEFUL = (
-    torch.Generator,
-    np.ndarray,
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    random.Random,
-    bytearray,
-    memoryview,
-)
-"""Kinds whose state is read by ``_value``."""
+# Pickled and not shown: what is shown of an array leaves its middle out where somebody sets NumPy to do so.
+_STATE: dict[type, Callable[[Any], Any]] = {
+    torch.Generator: lambda leaf: bytes(leaf.get_state().numpy()),
+    np.ndarray: lambda leaf: (leaf.dtype.str, leaf.shape, id(leaf) if leaf.dtype.hasobject else leaf.tobytes()),
+    np.random.Generator: lambda leaf: pickle.dumps(leaf.bit_generator.state),
+    np.random.BitGenerator: lambda leaf: pickle.dumps(leaf.state),
+    np.random.RandomState: lambda leaf: pickle.dumps(leaf.get_state()),
+    random.Random: lambda leaf: leaf.getstate(),
+    bytearray: bytes,
+    memoryview: bytes,
+}
+"""Kinds whose objects are leaves with a state, and how it is read."""
 
 
 def _label(key: Any, index: int) -> str:
@@ -353,20 +354,9 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
     """Return what is compared of a leaf; two of them by ``_same``."""
     if isinstance(leaf, Tensor):
         return "skipped" if id(leaf) in skipped else _entries(leaf)
-    if isinstance(leaf, torch.Generator):
-        return bytes(leaf.get_state().numpy())
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.str, leaf.shape, id(leaf) if leaf.dtype.hasobject else leaf.tobytes()
-    if isinstance(leaf, np.random.Generator):
-        return repr(leaf.bit_generator.state)
-    if isinstance(leaf, np.random.BitGenerator):
-        return repr(leaf.state)
-    if isinstance(leaf, np.random.RandomState):
-        return tuple(n.tobytes() if isinstance(n, np.ndarray) else n for n in leaf.get_state())
-    if isinstance(leaf, random.Random):
-        return leaf.getstate()
-    if isinstance(leaf, bytearray | memoryview):
-        return bytes(leaf)
+    for kind, state in _STATE.items():
+        if isinstance(leaf, kind):
+            return state(leaf)
     if isinstance(leaf, _PLAIN):
         return type(leaf).__name__, repr(leaf)
     known = getattr(leaf, "cache_info", None)

@@ -171,34 +171,22 @@ def _check_message(recipe: Recipe, method: Algorithm) -> None:
         raise wrong("algorithm.scale", f"{method.name}, which is not private", "nothing where nothing is clipped")
 
 
-def constant_clip(recipe: Recipe) -> float:
-    """C of a recipe whose mechanism needs one number for the whole run.
-
-    Raises:
-        InputError: the clip is adaptive or per tensor.
-    """
-    clip = recipe.privacy.clipping
-    if clip.value is None:
-        raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
-    return clip.value
-
-
 def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGaussPlan | None:
     """Return the plan's own account for ddgauss, None for the Gaussian sum. dimension: d, None while it is not
     known."""
     if method.kind != "ddgauss":
         return None
+    clip = recipe.privacy.clipping
+    if clip.value is None:
+        raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
     size = 1 if dimension is None else method.vectors * dimension
-    return DDGaussPlan(size, constant_clip(recipe), **_options(method))
+    options = {name: method.options[name] for name in ("bits", "granularity", "beta") if name in method.options}
+    return DDGaussPlan(size, clip.value, **options)
 
 
 def with_fixed_numbers(plan: Plan) -> Plan:
     """Return the plan with n_max and γ as numbers."""
     return replace(plan, mechanism=plan.mechanism.settled(plan)) if isinstance(plan.mechanism, DDGaussPlan) else plan
-
-
-def _options(method: Algorithm) -> dict[str, Any]:
-    return {name: method.options[name] for name in ("bits", "granularity", "beta") if name in method.options}
 
 
 def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:

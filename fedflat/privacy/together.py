@@ -133,7 +133,7 @@ class _Spent:
         if scheduled:
             from fedflat.core.cohorts import FromRound
 
-            most = FromRound(int(first["clients"]), float(first["cohort"])).participations(len(entries)).max()
+            most = FromRound(int(first["clients"]), float(first["cohort"])).busiest(len(entries))
             self.steps[Step("gaussian", 1.0, sigma)] += int(most)
         else:  # a cohort larger than the noise was shared for costs δ/100 (``Published.shares``)
             q, lost = float(first["q"]), float(first["delta"]) / 100

@@ -277,7 +277,7 @@ def _published(entries: Entries, delta: float) -> Recomputed:
     if first["sampling"] == "round-number":
         from fedflat.core.cohorts import FromRound
 
-        most = int(FromRound(int(first["clients"]), float(first["cohort"])).participations(rounds).max())
+        most = FromRound(int(first["clients"]), float(first["cohort"])).busiest(rounds)
         found = participation(most, 1.0, sigma, delta)
     else:
         found = participation(rounds, float(first["q"]), sigma, delta * 0.99)
