@@ -41,7 +41,6 @@ from fedflat.engine.device import CPU, device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
 from fedflat.engine.job import Evaluation, Job, Metric
 from fedflat.engine.problem import ModuleProblem, refuse_change
-from fedflat.engine.reduce import Backend
 from fedflat.engine.round import RoundParts
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
@@ -77,18 +76,16 @@ def prepare(
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
-        try_metrics(
-            job.metrics, outputs_of(job.problem, job.initial_weights, tests, job.evaluation.batch_size), targets.cpu()
-        )
+        outputs = outputs_of(job.problem, job.initial_weights, tests, job.evaluation.batch_size)
+        try_metrics(job.metrics, outputs, targets.cpu())
     return job
 
 
 def _placed(recipe: Recipe, made: _Ingredients) -> Job:
     """Return the job on the device that the recipe asks for."""
     engine = recipe.engine
-    device = device_for(
-        engine.device, engine.backend, made.module, made.layout, made.data, made.precision, made.objective
-    )
+    form = made.module, made.layout, made.data, made.precision, made.objective
+    device = device_for(engine.device, engine.backend, *form)
     if engine.device != "auto" or device.type == "cpu":
         return _job(recipe, made, device)
     try:
@@ -194,7 +191,11 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     problem = ModuleProblem(
         module, layout, precision, onednn=onednn, random=random, pristine=pristine, objective=objective
     )
-    backend = _backend(recipe, parts, problem, data)
+    # glibc gives memory back after each step otherwise, and taking it again costs as much as a step.
+    place.keep_freed_memory()
+    engine = recipe.engine
+    with exact(problem.device):
+        backend = backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
     what = replace(what, engine=records.engine_facts(recipe, problem, backend))
     # Code that cannot be told apart from other code gets fresh noise, whatever the seed says.
     seeded = records.is_seeded(recipe) and what.method is not None
@@ -209,14 +210,13 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         key=noise_key(recipe.seed, *what.facts) if seeded else fresh_key(),
         evaluation=Evaluation(
             **recipe.evaluation.model_dump(include={"every", "personal_every", "batch_size", "keep"}),
-            threads=recipe.engine.processes or torch.get_num_threads(),
+            threads=engine.processes or torch.get_num_threads(),
         ),
         identity=what,
         made_for=_made_for(made.data, named=recipe.model.name != GIVEN),
-        round_zero_backend=None
-        if parts.round_zero is None
-        else _one_by_one(parts.round_zero, problem, data, recipe.seed),
     )
+    if (first := parts.round_zero) is not None:
+        job.round_zero_backend = Sequential(first.algorithm, problem, first.local, data, recipe.seed)
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))
     return job if made.queries is None else votes.with_votes(job, made.queries)
@@ -228,10 +228,8 @@ def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
     named: the module was built for the data, so that the shapes of its tensors show the number of classes. Otherwise
     that number may follow from clients' targets, and is left out.
     """
-    found: dict[str, Any] = {
-        "input_shape": list(data.input_shape),
-        "dtype": str(data.inputs.dtype).removeprefix("torch."),
-    }
+    dtype = str(data.inputs.dtype).removeprefix("torch.")
+    found: dict[str, Any] = {"input_shape": list(data.input_shape), "dtype": dtype}
     if named:
         found |= {"classes": data.classes, "vocabulary": data.vocabulary, "padding": data.padding}
     return found if data.preparation is None else {**found, "preparation": data.preparation.record()}
@@ -264,18 +262,6 @@ def _resident(
     """
     data = with_features(data, module, precision) if features else data
     return placed(data if device.type != "cpu" and precision == "fp32" else place.resident(data, module), device)
-
-
-def _backend(recipe: Recipe, parts: RoundParts, problem: ModuleProblem, data: FederatedData) -> Backend:
-    # glibc gives memory back after each step otherwise, and taking it again costs as much as a step.
-    place.keep_freed_memory()
-    engine = recipe.engine
-    with exact(problem.device):
-        return backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
-
-
-def _one_by_one(parts: RoundParts, problem: ModuleProblem, data: FederatedData, seed: int) -> Backend:
-    return Sequential(parts.algorithm, problem, parts.local, data, seed)
 
 
 def _public_update(job: Job, public: FederatedData) -> Callable[[RoundState], torch.Tensor]:

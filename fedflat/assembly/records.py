@@ -85,18 +85,11 @@ def settled(recipe: Recipe, parts: RoundParts, clients: int, module: nn.Module |
     if isinstance(module, Representation):
         dump["model"] |= module.settled
     dump["privacy"]["trust"] = plan.trust
-    dump["local"] |= {
-        "steps": local.steps,
-        "epochs": None,
-        "momentum": local.momentum if local.optimizer == "sgd" else None,
-    }
+    momentum = local.momentum if local.optimizer == "sgd" else None
+    dump["local"] |= {"steps": local.steps, "epochs": None, "momentum": momentum}
     if plan.private:
-        dump["privacy"] |= {
-            "noise_multiplier": plan.noise_multiplier,
-            "delta": plan.delta,
-            "epsilon": None,
-            "budget": plan.budget,
-        }
+        spent = {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta, "budget": plan.budget}
+        dump["privacy"] |= {**spent, "epsilon": None}
     if isinstance(plan.mechanism, Published):
         for section, values in plan.mechanism.settled(local.epochs).items():
             dump[section] |= values
@@ -117,11 +110,8 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     if recipe.model.name == GIVEN:
         dump["model"] |= _origin(type(job.problem.pristine))
     name = {} if run is None else {"run": run}
-    return yaml.safe_dump(
-        {**dump, "versions": versions(("fedflat", "torch", "numpy", "dp-accounting")) | name},
-        sort_keys=False,
-        allow_unicode=True,
-    )
+    dump["versions"] = versions(("fedflat", "torch", "numpy", "dp-accounting")) | name
+    return yaml.safe_dump(dump, sort_keys=False, allow_unicode=True)
 
 
 def _origin(kind: type) -> dict[str, str]:

@@ -30,24 +30,11 @@ from fedflat.methods.published import Published
 from fedflat.privacy.accounting.steps import Step, steps_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.statement import PRIORS, multipliers, rounds_charged, statement
+from fedflat.privacy.statement import PRIORS, TEXTS, multipliers, rounds_charged, statement
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import versions
 
 Entries = Sequence[Mapping[str, Any]]
-
-CHECK_INS = (
-    "The cohort is drawn by the server from the roster of registered clients, connected or not; a client that does "
-    "not answer counts as a zero vector. So a client takes part with probability at most q, whatever decides who is "
-    "connected, and the sampling law holds towards everybody who does not learn the cohort. Not towards those who do: "
-    "who runs the SuperLink, who watches the network, and the client itself."
-)
-TURNS = (
-    "Clients take turns as they come: of those who are connected and whose last turn is far enough back, the server "
-    "asks those that have waited longest, and keeps each one's last turn on disk. A client that does not answer counts "
-    "as a zero vector. Nobody's participation is secret, so this holds towards those who see it too. It counts on "
-    "clients connecting whatever their data."
-)
 
 
 @dataclass(frozen=True)
@@ -274,7 +261,7 @@ def _of_deployment(plan: Plan, rounds: int, entries: Entries) -> tuple[dict[str,
     """Return what a deployment's statement says besides, and its warning: what real check-ins mean for the sampling."""
     known = cohort_known_epsilon(plan, rounds, entries)
     chosen = cohort_chosen_epsilon(plan, rounds, entries)
-    check_ins = TURNS if plan.sampler.name == "min-separation" else CHECK_INS
+    check_ins = TEXTS["check_ins"]["public" if plan.sampler.name == "min-separation" else "secret"]
     facts = {"simulation": False, "deployment": True, "check_ins": check_ins, "epsilon_cohort_known": known}
     facts["epsilon_cohort_chosen"] = chosen if math.isfinite(chosen or 0.0) else None
     return facts, [check_ins + _towards(known, chosen, plan.delta)] if plan.private else []

@@ -14,7 +14,7 @@ from fedflat.assembly.measures import named
 from fedflat.assembly.plans import NOT_HELD
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import one_of, wrong
+from fedflat.core.checks import one_of, require, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
@@ -168,10 +168,8 @@ def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Fed
         allowed = "a function without memory and without chance"
         raise wrong("loss", "other numbers for the same examples once others came before", allowed)
     changed = watched.changed(everything=True)
-    if changed is not None:
-        raise wrong(
-            "loss", f"{changed}, which a call changed", "a function that keeps nothing from one call to the next"
-        )
+    allowed = "a function that keeps nothing from one call to the next"
+    require(changed is None, "loss", f"{changed}, which a call changed", allowed)
 
 
 def _made_up(data: FederatedData, count: int, task: str) -> Tensor:
@@ -226,10 +224,10 @@ def check_metrics(metrics: Mapping[str, Metric], data: FederatedData) -> None:
         if not callable(metric) and not hasattr(metric, "compute"):
             allowed = "a function (outputs, targets) -> number, or an object with update and compute"
             raise wrong(f"metrics.{name}", type(metric).__name__, allowed)
-    if metrics and data.test_inputs is None:
-        raise wrong(
-            "metrics", f"{', '.join(metrics)} without test data", "test=(inputs, targets), which must be public"
-        )
+    found = f"{', '.join(metrics)} without test data"
+    require(
+        not metrics or data.test_inputs is not None, "metrics", found, "test=(inputs, targets), which must be public"
+    )
 
 
 def try_metrics(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> None:

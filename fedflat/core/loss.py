@@ -61,19 +61,22 @@ def example_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits ``(b, V)`` with targets ``(b,)``, or ``(b, T, V)`` with ``(b, T)`` (mean over the tokens that are not -100).
     """
     if logits.dim() == 2:
-        return F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).to(logits.dtype)
+        return F.cross_entropy(logits, targets, reduction="none"), _right(logits, targets)
     tokens = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE)
-    return tokens.sum(-1) / _counted(targets, logits).sum(-1).clamp_min(1), _tokens_right(logits, targets)
+    return tokens.sum(-1) / _counted(targets, logits).sum(-1).clamp_min(1), _right(logits, targets)
 
 
 def _counted(targets: Tensor, like: Tensor) -> Tensor:
     return (targets != IGNORE).to(like.dtype)
 
 
-def _tokens_right(logits: Tensor, targets: Tensor) -> Tensor:
+def _right(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return whether each example's class is right, or which share of its tokens that count."""
+    right = (logits.argmax(-1) == targets).to(logits.dtype)
+    if targets.dim() == 1:
+        return right
     counted = _counted(targets, logits)
-    right = (logits.argmax(-1) == targets).to(logits.dtype) * counted
-    return right.sum(-1) / counted.sum(-1).clamp_min(1)
+    return (right * counted).sum(-1) / counted.sum(-1).clamp_min(1)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -106,9 +109,7 @@ def _score(task: str, outputs: Tensor, targets: Tensor, like: Tensor) -> Tensor:
     if task == "multilabel" and outputs.shape == targets.shape:
         return ((outputs > 0) == (targets > 0.5)).to(outputs.dtype).mean(-1)
     if task in ("classification", "next-token") and outputs.dim() == targets.dim() + 1:
-        if targets.dim() > 1:
-            return _tokens_right(outputs, targets)
-        return (outputs.argmax(-1) == targets).to(outputs.dtype)
+        return _right(outputs, targets)
     return torch.full_like(like, torch.nan)
 
 

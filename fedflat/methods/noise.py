@@ -29,6 +29,7 @@ from fedflat.methods.published import Published
 from fedflat.pieces.mechanisms import GaussianNoise, GridGaussian, GridNoise
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
+from fedflat.privacy.statement import TEXTS
 
 PIECE = 1 << 16
 """Numbers drawn at a time."""
@@ -104,10 +105,6 @@ class CorrelatedGridNoise(GridNoise):
             kept[t % bands] = (2 * left + entries[t, 0]) // (2 * entries[t, 0])
         found: NDArray[np.int64] = kept[round % bands]
         return found.copy()
-
-
-SECURE_ROWS = " Its rows are exact samples on a grid of whole numbers."
-GRID = "Exact rounded Gaussian noise on the whole-number sum of clipped updates, divided by a public constant."
 
 
 def trust_of(recipe: Recipe, method: Algorithm) -> str:
@@ -224,9 +221,9 @@ def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscret
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Return what the privacy statement says of a mechanism that is not float Gaussian noise."""
-    own = plan.mechanism
+    own, text = plan.mechanism, TEXTS["noise"]
     if isinstance(own, VotesPlan | DDGaussPlan | Published):
         return own.facts
     if isinstance(own, ScheduledPlan) and own.kind != "independent":
-        return {"mechanism": own.sentence + (SECURE_ROWS if recipe.privacy.secure_rng else "")}
-    return {"mechanism": GRID} if recipe.privacy.secure_rng else {}
+        return {"mechanism": own.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
+    return {"mechanism": text["grid"]} if recipe.privacy.secure_rng else {}

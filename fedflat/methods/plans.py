@@ -11,16 +11,11 @@ from fedflat.core.checks import wrong
 from fedflat.core.discrete import default_granularity
 from fedflat.core.rounding import ROUNDING
 from fedflat.privacy.accounting.discrete import DDGaussAccount
+from fedflat.privacy.statement import TEXTS
 from fedflat.privacy.trust import Accounted, AccountingParams, Guarantee, guarantees
 
 if TYPE_CHECKING:
     from fedflat.privacy.plan import Plan
-
-
-VOTES = "Gaussian noise on the sum of one-hot votes for the labels of public examples, one event per cohort draw."
-DISCRETE = (
-    "Distributed discrete Gaussian: clipped, rotated, rounded updates with integer noise shares, added modulo 2^bits."
-)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,10 @@ class VotesPlan(Accounted):
     @property
     def facts(self) -> dict[str, str]:
         """What the privacy statement says of the mechanism."""
-        return {"mechanism": VOTES, "clip": f"of one vote 1, of a draw's votes {math.sqrt(self.labels):.4g}"}
+        return {
+            "mechanism": TEXTS["noise"]["votes"],
+            "clip": f"of one vote 1, of a draw's votes {math.sqrt(self.labels):.4g}",
+        }
 
     def draws(self, plan: Plan, round: int) -> range:
         """Return the cohort draws of a round, numbered through the run."""
@@ -124,7 +122,7 @@ class DDGaussPlan(Accounted):
     name: str = "ddgauss"
     relation: str = "add-remove"
     rounding = 0.0  # whole numbers
-    facts = {"mechanism": DISCRETE}  # noqa: RUF012  (what the privacy statement says of it)
+    facts = {"mechanism": TEXTS["noise"]["discrete"]}  # noqa: RUF012  (what the privacy statement says of it)
 
     def settled(self, plan: Plan) -> DDGaussPlan:
         """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""

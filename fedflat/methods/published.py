@@ -32,7 +32,7 @@ PAPERS: dict[str, tuple[int, ...]] = {paper: tuple(items) for paper, items in _D
 """Which items of ``privacy/statement.yaml`` a paper's procedure has; 6 and 9 only where the recipe has them too."""
 PAPER_OF: dict[str, str] = _DATA["methods"]
 """The paper whose procedure a method follows when the recipe names none."""
-REASONS: dict[int, str] = _DATA["reasons"]
+REASONS: dict[int | str, str] = _DATA["reasons"]
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,13 @@ class Published(Accounted):
 
     def reasons(self, plan: Plan, rounds: int) -> list[str]:
         """Return why the claimed ε does not hold and what the proven one is, one sentence each, by item."""
-        tight = self.claimed(plan, rounds, "pld")
-        found = [
-            "Claimed is the paper's formula: Poisson-subsampled Gaussian, one sensitivity C for the whole update, by "
-            f"the conversion of Shi et al. 2023a, Eq. 13; the tight account of the same formula gives {_shown(tight)}."
-        ]
-        found += [sentence for item in self.items for sentence in self._because(item, plan, rounds)]
+        found = [REASONS["claimed"].format(tight=_shown(self.claimed(plan, rounds, "pld")))]
+        for item in self.items:
+            # Where each client clips at its own median there is no sensitivity, of a tensor or of all.
+            if not (item == 1 and 2 in self.items) and not (item == 5 and not isinstance(plan.sampler, FromRound)):
+                found.append(f"Item {item}: {REASONS[item].format(**self._figures(item, plan, rounds))}")
         if self.paper == "004":
-            found.append(
-                "The mean is divided by the realised cohort (Cheng et al. 2022, Alg. 1): that tells how many took part."
-            )
+            found.append(REASONS["realised"])
         return [*found, self._proof(plan, rounds)]
 
     def stated(self, plan: Plan, rounds: int) -> dict[str, Any]:
@@ -162,40 +159,33 @@ class Published(Accounted):
         cohort = {"sampling": "poisson" if self.paper == "004" else "fixed"}
         return {"privacy": {"published": self.paper}, "cohort": cohort, "local": local}
 
-    def _because(self, item: int, plan: Plan, rounds: int) -> list[str]:
-        if item == 1 and 2 not in self.items:
-            alone = formula(plan.sampler, plan.noise_multiplier / math.sqrt(self.tensors), plan.delta, rounds, "pld")
-            return [
-                f"Item 1: each of the {self.tensors} tensors is clipped to C, so the whole update has sensitivity "
-                f"C·√{self.tensors}; with that alone the formula gives ε = {_shown(alone)}."
-            ]
-        if item == 5 and isinstance(plan.sampler, FromRound):
-            most = plan.sampler.busiest(rounds)
-            reach = math.sqrt(most) / plan.noise_multiplier if plan.noise_multiplier else math.inf
-            one, two = gaussian_epsilon(reach, plan.delta), gaussian_epsilon(2 * reach, plan.delta)
-            return [
-                f"Item 5: the cohorts are a public schedule, which amplifies nothing; the busiest client takes part "
-                f"{most} times in {rounds} rounds: with that alone ε = {_shown(one)} ({_shown(two)} under replace-one)."
-            ]
-        if item == 7:
-            return [
-                "Item 7: the server sees each update with its share of the noise only; towards it the multiplier is "
-                f"σ/√m = {plan.noise_multiplier / math.sqrt(plan.sampler.size):.3f} (one sensitivity C)."
-            ]
-        return [f"Item {item}: {REASONS[item]}"] if item in REASONS else []
+    def _figures(self, item: int, plan: Plan, rounds: int) -> dict[str, object]:
+        """Return the numbers in the sentence on an item."""
+        sigma, sampler = plan.noise_multiplier, plan.sampler
+        if item == 1:
+            alone = formula(sampler, sigma / math.sqrt(self.tensors), plan.delta, rounds, "pld")
+            return {"tensors": self.tensors, "alone": _shown(alone)}
+        if item == 5 and isinstance(sampler, FromRound):
+            most = sampler.busiest(rounds)
+            reach = math.sqrt(most) / sigma if sigma else math.inf
+            one, two = (_shown(gaussian_epsilon(times * reach, plan.delta)) for times in (1, 2))
+            return {"most": most, "rounds": rounds, "one": one, "two": two}
+        return {"share": f"{sigma / math.sqrt(sampler.size):.3f}"}
 
     def _proof(self, plan: Plan, rounds: int) -> str:
         if 2 in self.items:
-            return "Item 2: nothing bounds a message, so no finite ε is proven for what ran."
-        one, two = self.proven(plan, rounds, 1.0), self.proven(plan, rounds)
-        sizes = "; it takes data sizes to be public (items 4 and 6)" if 4 in self.items else ""
+            return REASONS["unproven"]
         times = "over a client's messages, Bin(T, q) of them"
         if isinstance(plan.sampler, FromRound):
             times = f"over the busiest client's {plan.sampler.busiest(rounds)} messages"
-        return (
-            f"Proven is the composition {times}, each a Gaussian with σ/√(mL) = {self.message_multiplier(plan):.3g} "
-            f"(m = {self.shares(plan):g}, L = {self.tensors}): ε = {_shown(two)} under replace-one (2C√L), "
-            f"{_shown(one)} if the client's slot is zeroed{sizes}."
+        return REASONS["proven"].format(
+            times=times,
+            multiplier=f"{self.message_multiplier(plan):.3g}",
+            shares=f"{self.shares(plan):g}",
+            tensors=self.tensors,
+            two=_shown(self.proven(plan, rounds)),
+            one=_shown(self.proven(plan, rounds, 1.0)),
+            sizes="; it takes data sizes to be public (items 4 and 6)" if 4 in self.items else "",
         )
 
 
