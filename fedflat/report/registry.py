@@ -1,7 +1,7 @@
 """Check an entry for the public registry of differential privacy deployments before it is written.
 
 OpenDP announced the registry in November 2025; its entries and schema are in
-https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. The classes here say in our
+https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. ``registry.yaml`` says in our
 own words what that schema allowed in commit 3e9c812 of 15 July 2026: the same names, the same values, nothing else. A
 later schema may differ; entries are always drafts, for somebody to read and hand in.
 """
@@ -13,9 +13,11 @@ import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.report.wording import asset
 
 SECTORS = Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"]
 UNSAID = "not stated"
@@ -41,45 +43,25 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def _part(**fields: Any) -> Any:
-    """Return a mapping of the schema: each key's type, or a pair of a type and a default."""
-    typed: dict[str, Any] = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
-    return create_model("Part", __base__=_Part, **typed)
+KINDS_OF_VALUES: dict[str, Any] = {
+    "text": (str, ...),
+    "texts": (Names, ...),
+    "day": (Day, ...),
+    "number": (float, ...),
+    "sector": (SECTORS | None, None),
+}
 
 
-PRODUCT = Literal[
-    "Summary statistics", "Machine learning model", "Dataset", "Synthetic data", "Interactive API", "SQL queries"
-]
-VARIANT = Literal["Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"]
-MODEL = Literal["Local", "Central", "Shuffle", "Federated", "Varies"]
-STATUS = Literal[
-    "Converted", "Draft", "Pending", "Changes Required", "Approved", "Approved (Update Requested)", "Approved (Pending)"
-]
-Entry = _part(
-    url_slug=str,
-    status=STATUS,
-    tier=Literal[1, 2, 3],
-    deployment=_part(
-        basic=_part(
-            name=str, data_curators=Names, description=str, intended_use=str, data_product_type=PRODUCT,
-            data_product_region=str, publication_date=Day, data_product_sector=(SECTORS | None, None),
-        ),
-        dp_variant=_part(variant_name=VARIANT, data_domain=str, unprotected_quantities=str),
-        privacy_loss=_part(
-            privacy_unit=str, privacy_unit_details=str, privacy_parameters=_part(epsilon=float, delta=float),
-            privacy_parameters_details=str,
-        ),
-        deployment_model=_part(
-            model_name=MODEL, model_name_details=str, actors=str,
-            release_type=Literal["One release", "Many releases"], release_type_details=str,
-            data_source_type=Literal["Static", "Dynamic"], data_source_type_details=str,
-            access_type=Literal["Interactive", "Non-interactive"], access_type_details=str,
-        ),
-        accounting=_part(post_processing=str, composition=str),
-        implementation=_part(preprocessing_and_hyperparameter_tuning=str, mechanisms=str, justification=str),
-        administrative=_part(sources=str, notes=str, registry_authors=Names),
-    ),
-)  # fmt: skip
+def _schema(said: Any) -> Any:
+    """Return the type and default of a part of ``registry.yaml``: a kind, a list of what is allowed, or parts."""
+    if isinstance(said, str):
+        return KINDS_OF_VALUES[said]
+    if isinstance(said, list):
+        return (Literal[tuple(said)], ...)
+    return (create_model("Part", __base__=_Part, **{name: _schema(part) for name, part in said.items()}), ...)
+
+
+Entry = _schema(yaml.safe_load(asset("registry.yaml")))[0]
 """One file of the registry."""
 
 
@@ -127,8 +109,6 @@ def read_about(path: Path) -> About:
     Raises:
         InputError: it cannot be read, or a name or a value in it is not known.
     """
-    import yaml
-
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -171,6 +151,4 @@ def checked(entry: dict[str, Any]) -> dict[str, Any]:
 
 def as_yaml(entry: dict[str, Any]) -> str:
     """Return the checked entry as text; dates stay text, no text is folded."""
-    import yaml
-
     return yaml.safe_dump(checked(entry), sort_keys=False, allow_unicode=True, width=10**6)

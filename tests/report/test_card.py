@@ -133,7 +133,7 @@ def test_a_statement_that_the_ledger_goes_beyond_gives_no_card(folder: Path, tmp
     for runs in ([behind], [folder / "two", behind]):
         with pytest.raises(InputError, match="does not count"):
             card(read_run(runs[0]), [read_run(other) for other in runs[1:]])
-    with pytest.raises(InputError, match="not as it was written"):
+    with pytest.raises(InputError, match="as it was written"):
         export(behind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -302,7 +302,8 @@ def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:
 
 def test_the_registrys_words_are_its_own(folder: Path) -> None:
     """As opendp/deployments-registry-data spells them: a renaming in this code must not reach them."""
-    allowed = get_args(registry.MODEL)
+    model = registry.Entry.model_fields["deployment"].annotation.model_fields["deployment_model"].annotation
+    allowed = get_args(model.model_fields["model_name"].annotation)
     assert allowed == ("Local", "Central", "Shuffle", "Federated", "Varies")
     for trust, name in {"central": "Central", "distributed": "Federated", "local": "Local", "else": "Varies"}.items():
         run = read_run(folder / "one")
