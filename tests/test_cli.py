@@ -54,6 +54,12 @@ def test_run_trains_and_ends_with_a_summary(fedflat: Any, recipe: str) -> None:
     assert len(Path("here/metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_run_in_which_every_update_is_nan_fails(fedflat: Any, recipe: str) -> None:
+    said = fedflat("run", recipe, "--out", "here", "-o", "local.lr=1e38")
+    assert said.status == 1 and Path("here/report.html").exists()
+    assert "no update of any client was finite in any round" in said.err.splitlines()[-1]
+
+
 def test_run_without_out_never_writes_into_an_older_run(fedflat: Any, recipe: str) -> None:
     for _ in range(2):
         assert fedflat("run", recipe, "-o", "rounds=1").status == 0

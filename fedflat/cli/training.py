@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ from typer import Option
 from fedflat import report
 from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, print_json, recipe_of
 from fedflat.core import process
-from fedflat.core.checks import wrong
+from fedflat.core.checks import RunError, wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -75,6 +75,15 @@ def run(
             report.print_stages(result.stages)
     if process.stop_signal() and result.stopped:
         raise typer.Exit(1)
+    _refuse_noise_alone(result.private_history)
+
+
+def _refuse_noise_alone(private: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RunError for a run in which no client's update was ever finite: all of them counted as zero."""
+    trained = [record for record in private if record.get("cohort")]
+    if trained and all(record.get("malformed") == record["cohort"] for record in trained):
+        remedy = "Lower local.lr, or scale the inputs to about 1 (data.scale)."
+        raise RunError(f"no update of any client was finite in any round: the model is noise alone. {remedy}")
 
 
 def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) -> None:

@@ -398,3 +398,42 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
     assert load(recipe.data).left_out == 1
     with pytest.raises(InputError, match=r"--by: found usr; .* Did you mean user\?"):
         look(tmp_path / "visits.csv", by="usr", separator=";")
+
+
+def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedflat.cli.catalogue import data as look
+
+    rows = [f"u{i % 9};{i},5;2026-11-{i % 20 + 1:02d};{['free', 'pro', ''][i % 3]};{i % 2}" for i in range(90)]
+    (tmp_path / "visits.csv").write_text("\n".join(["user;price;day;plan;y", *rows]), encoding="utf-8")
+    look(tmp_path / "visits.csv", separator=";", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    price, day, plan = found["faults"]
+    assert price.startswith("column price: Decimal commas: read the file by pandas.read_csv(")
+    assert day.startswith("column day: A date is no number: put in its place the days since")
+    assert plan == "column plan: 30 missing values; data.fill.plan, or leave the column out"
+    assert found["recipe"]["data"]["inputs"] == ["plan"] and found["columns"]["plan"]["categories"] == ["free", "pro"]
+    for fill in ({}, {"categories": {"plan": ["", "free", "pro"]}, "fill": None}):
+        assert (
+            load(fedflat.Recipe.of({**found["recipe"], "data": {**found["recipe"]["data"], **fill}}).data).classes == 2
+        )
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_the_recipe_for_photos_is_a_head_on_a_frozen_body(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, vision: bool
+) -> None:
+    from PIL import Image
+
+    from fedflat.cli import catalogue as command
+
+    for user in range(10):
+        for kind in ("cat", "dog"):
+            (tmp_path / f"u{user}" / kind).mkdir(parents=True)
+            Image.new("L", (9, 9), user).save(tmp_path / f"u{user}" / kind / "1.png")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: vision or None)
+    command.data(tmp_path, as_json=True)
+    recipe = fedflat.Recipe.of(json.loads(capsys.readouterr().out)["recipe"])
+    assert recipe.model.name == ("image-encoder" if vision else "representation")
+    assert load(recipe.data).clients == recipe.cohort.size == 9

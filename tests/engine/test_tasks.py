@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -306,3 +308,16 @@ def test_released_metrics_do_not_tell_which_classes_clients_have() -> None:
     pairs[3] = (pairs[3][0], pairs[3][1] + 6)
     found = trained("classification", 9, clients=pairs)
     assert len(found.history[-1]["class_accuracy"]) == 2
+
+
+def test_errors_by_name_are_in_the_target_s_own_units() -> None:
+    draw = np.random.default_rng(0)
+    rows = pd.DataFrame({"u": draw.integers(0, 9, 200), "x": draw.normal(0, 1, 200)})
+    rows["price"] = 5000 + 1000 * rows.x
+    public = pd.DataFrame({"x": draw.normal(0, 1, 50)})
+    public["price"] = 5000 + 1000 * public.x
+    clients = fedflat.clients(rows, "u", "x", "price", scale={"price": (5000, 1000)}, test=public)
+    recipe = {**RECIPE, "task": "regression", "evaluation": {"metrics": ["mae", "r2"]}}
+    found = fedflat.run(recipe, model=torch.nn.Linear(1, 1), clients=clients)
+    off = np.abs(found.predict(public) - public.price).mean()
+    assert math.isclose(found.history[-1]["test_mae"], off, rel_tol=1e-4)
