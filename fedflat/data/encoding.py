@@ -63,6 +63,103 @@ class Encoding:
         """Names of the classes in order, where the target's categories give them."""
         return tuple(self.categories.get(self.target[0], ())) if len(self.target) == 1 else ()
 
+    def for_texts(self, where: str, frame: pd.DataFrame, words: Words | None) -> Encoding:
+        """Return the encoding as it is, or as one of texts where every input is a column of free text.
+
+        Raises:
+            InputError: keys of texts are given (``words``), and the inputs are none.
+        """
+        if all(name not in self.categories and _is_free_text(frame[name]) for name in self.inputs):
+            return dataclasses.replace(self, words=words or Words())
+        if words is not None:
+            keys = f"{where}max_length, vocabulary, tokenizer"
+            raise wrong(keys, "keys of texts", "nothing: the inputs are no texts")
+        return self
+
+    def class_names(self, frame: pd.DataFrame) -> tuple[Any, ...]:
+        """Return the names of the classes: of the listed categories, or of a column of true and false."""
+        boolean = len(self.target) == 1 and frame[self.target[0]].dtype == bool
+        return self.names or ((False, True) if boolean else ())
+
+    def examples_of(self, frame: pd.DataFrame, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of a table's rows. Raises InputError with the faults of both."""
+        faults: list[InputError] = []
+        with gather(faults):
+            inputs = self.inputs_of(frame, place)
+        with gather(faults):
+            targets = self.targets_of(frame, place)
+        gather.raised(faults)
+        return inputs, targets
+
+    def inputs_of(self, frame: pd.DataFrame, place: Place) -> torch.Tensor:
+        """Return the inputs ``(N, features)`` float32; of a single column of lists ``(N, ...)``, whole numbers as int64
+        (token ids); of a single column of images ``(N, C, H, W)``, pixels over 255.
+
+        Raises InputError naming row, client and column of a value that is missing, not finite, or of another kind.
+        """
+        if frame.empty:
+            raise wrong("data", "a table without rows", "at least one example")
+        if self.words is not None:
+            return self.words.ids(_sentences(frame, self.inputs, place))[0]
+        found: list[Array] = []
+        faults: list[InputError] = []
+        for name in self.inputs:
+            with gather(faults):
+                found.append(self._input(frame[name], name, place))
+        gather.raised(faults)
+        if len(found) == 1 and found[0].ndim > 1 and self.inputs[0] not in self.categories:
+            return torch.from_numpy(np.array(found[0]))
+        return _side_by_side(found, np.float32)
+
+    def targets_of(self, frame: pd.DataFrame, place: Place) -> torch.Tensor:
+        """Return the targets ``(N,)``, or ``(N, L)`` of several columns or a column of lists: int64 where they are
+        whole numbers, categories or true and false, else float32.
+        """
+        found = [self._target(frame[name], name, place) for name in self.target]
+        if len(found) == 1:
+            return torch.from_numpy(np.array(found[0]))
+        return _side_by_side(found, np.int64 if all(array.dtype.kind == "i" for array in found) else np.float32)
+
+    def _input(self, column: pd.Series, name: str, place: Place) -> Array:
+        listed = self.categories.get(name)
+        if name in self.fill:
+            column = column.astype(object)
+            column = column.where(column.notna() & (column != ""), self.fill[name])
+            column = column.infer_objects() if listed is None else column
+        if listed is not None:
+            return np.eye(len(listed), dtype=np.float32)[_codes(column, name, listed, place)]
+        cells = column.tolist() if column.dtype == object else []
+        values: Array
+        if any(map(decoding.is_image, cells)):
+            pixels = decoding.decode(cells, lambda row: f"{place(row)}, column {name}")
+            values = pixels.numpy().astype(np.float32) / np.float32(255)
+        else:
+            values = _numbers(column, name, place, name in self.scale)
+        if name not in self.scale and values.ndim > 1 and values.dtype.kind == "i":
+            return values
+        return self._scaled(values, name, place)
+
+    def _target(self, column: pd.Series, name: str, place: Place) -> Array:
+        if name in self.categories:
+            return _codes(column, name, self.categories[name], place)
+        values = _numbers(column, name, place, name in self.scale)
+        whole = values.dtype.kind == "i" and name not in self.scale
+        return values if whole else self._scaled(values, name, place)
+
+    def _scaled(self, values: Array, name: str, place: Place) -> Array:
+        """Return the values as float32, scaled where their column is. Raises InputError for one that is too large."""
+        if name in self.scale:
+            mean, std = self.scale[name]
+            values = (values.astype(np.float64) - mean) / std
+        # Overflow becomes infinite and is refused below, with its row.
+        with np.errstate(over="ignore"):
+            small = values.astype(np.float32)
+        bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
+        if bad.any():
+            row = int(bad.argmax())
+            raise _bad(place, row, name, values[row], "finite numbers (of float32)")
+        return small
+
 
 def encoding_of(
     where: str,
@@ -126,26 +223,6 @@ def words_of(where: str, length: int | None, vocabulary: int | None, tokenizer: 
     return Words(most, whole(f"{where}vocabulary", size, 3, decoding.MOST_WORDS), tokenizer)
 
 
-def with_words(where: str, frame: pd.DataFrame, encoding: Encoding, words: Words | None) -> Encoding:
-    """Return the encoding as it is, or as one of texts where every input is a column of free text.
-
-    Raises:
-        InputError: keys of texts are given (``words``), and the inputs are none.
-    """
-    if all(name not in encoding.categories and _is_free_text(frame[name]) for name in encoding.inputs):
-        return dataclasses.replace(encoding, words=words or Words())
-    if words is not None:
-        raise wrong(f"{where}max_length, vocabulary, tokenizer", "keys of texts", "nothing: the inputs are no texts")
-    return encoding
-
-
-def class_names(frame: pd.DataFrame, encoding: Encoding) -> tuple[Any, ...]:
-    """Return the names of the classes: of the listed categories, or of a column of true and false."""
-    if len(encoding.target) == 1 and not encoding.names and frame[encoding.target[0]].dtype == bool:
-        return (False, True)
-    return encoding.names
-
-
 def owners_of(frame: pd.DataFrame, by: str) -> list[Any]:
     """Return the client of each row. Raises InputError for a row that belongs to nobody."""
     missing = (frame[by].isna() | (frame[by] == "")).to_numpy(dtype=bool)
@@ -202,37 +279,6 @@ def _fill_value(where: str, value: Any, listed: tuple[Any, ...] | None) -> Any:
     return value
 
 
-def inputs_of(frame: pd.DataFrame, encoding: Encoding, place: Place) -> torch.Tensor:
-    """Return the inputs ``(N, features)`` float32; of a single column of lists ``(N, ...)``, whole numbers as int64
-    (token ids); of a single column of images ``(N, C, H, W)``, pixels over 255.
-
-    Raises InputError naming row, client and column of a value that is missing, not finite, or of another kind.
-    """
-    if frame.empty:
-        raise wrong("data", "a table without rows", "at least one example")
-    if encoding.words is not None:
-        return encoding.words.ids(_sentences(frame, encoding.inputs, place))[0]
-    found: list[Array] = []
-    faults: list[InputError] = []
-    for name in encoding.inputs:
-        with gather(faults):
-            found.append(_input(frame[name], name, encoding, place))
-    gather.raised(faults)
-    if len(found) == 1 and found[0].ndim > 1 and encoding.inputs[0] not in encoding.categories:
-        return torch.from_numpy(np.array(found[0]))
-    return _side_by_side(found, np.float32)
-
-
-def targets_of(frame: pd.DataFrame, encoding: Encoding, place: Place) -> torch.Tensor:
-    """Return the targets ``(N,)``, or ``(N, L)`` of several columns or a column of lists: int64 where they are whole
-    numbers, categories or true and false, else float32.
-    """
-    found = [_target(frame[name], name, encoding, place) for name in encoding.target]
-    if len(found) == 1:
-        return torch.from_numpy(np.array(found[0]))
-    return _side_by_side(found, np.int64 if all(array.dtype.kind == "i" for array in found) else np.float32)
-
-
 def _side_by_side(arrays: list[Array], dtype: Any) -> torch.Tensor:
     flat = [array.reshape(len(array), -1).astype(dtype, copy=False) for array in arrays]
     return torch.from_numpy(np.concatenate(flat, axis=1))
@@ -246,49 +292,6 @@ def _sentences(frame: pd.DataFrame, columns: Sequence[str], place: Place) -> lis
             if not isinstance(value, str):
                 raise _bad(place, row, name, value, "a text")
     return list(zip(*cells))
-
-
-def _input(column: pd.Series, name: str, encoding: Encoding, place: Place) -> Array:
-    listed = encoding.categories.get(name)
-    if name in encoding.fill:
-        column = column.astype(object)
-        column = column.where(column.notna() & (column != ""), encoding.fill[name])
-        column = column.infer_objects() if listed is None else column
-    if listed is not None:
-        return np.eye(len(listed), dtype=np.float32)[_codes(column, name, listed, place)]
-    cells = column.tolist() if column.dtype == object else []
-    values: Array
-    if any(map(decoding.is_image, cells)):
-        pixels = decoding.decode(cells, lambda row: f"{place(row)}, column {name}")
-        values = pixels.numpy().astype(np.float32) / np.float32(255)
-    else:
-        values = _numbers(column, name, place, name in encoding.scale)
-    if name not in encoding.scale and values.ndim > 1 and values.dtype.kind == "i":
-        return values
-    return _float32(values, name, encoding, place)
-
-
-def _target(column: pd.Series, name: str, encoding: Encoding, place: Place) -> Array:
-    if name in encoding.categories:
-        return _codes(column, name, encoding.categories[name], place)
-    values = _numbers(column, name, place, name in encoding.scale)
-    whole = values.dtype.kind == "i" and name not in encoding.scale
-    return values if whole else _float32(values, name, encoding, place)
-
-
-def _float32(values: Array, name: str, encoding: Encoding, place: Place) -> Array:
-    """Return the values, scaled where their column is. Raises InputError for one that float32 does not hold."""
-    if name in encoding.scale:
-        mean, std = encoding.scale[name]
-        values = (values.astype(np.float64) - mean) / std
-    # Overflow becomes infinite and is refused below, with its row.
-    with np.errstate(over="ignore"):
-        small = values.astype(np.float32)
-    bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
-    if bad.any():
-        row = int(bad.argmax())
-        raise _bad(place, row, name, values[row], "finite numbers (of float32)")
-    return small
 
 
 def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) -> Array:

@@ -22,17 +22,7 @@ from fedflat.data.clients import (
     leave_out,
     with_test,
 )
-from fedflat.data.encoding import (
-    Encoding,
-    class_names,
-    clean,
-    encoding_of,
-    inputs_of,
-    owners_of,
-    targets_of,
-    with_words,
-    words_of,
-)
+from fedflat.data.encoding import Encoding, clean, encoding_of, owners_of, words_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -93,7 +83,7 @@ def clients(
     def encoding(frame: pd.DataFrame) -> Encoding:
         columns = [column for column in frame.columns if column != by]
         found = encoding_of("clients: ", columns, inputs, target, categories, scale, fill)
-        return with_words("clients: ", frame, found, words)
+        return found.for_texts("clients: ", frame, words)
 
     by = clean(by) if isinstance(by, str) else by
     found = _federation(source, by, encoding, test)
@@ -197,12 +187,12 @@ def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: En
             raise wrong("clients: test", type(test).__name__, "a table with the same columns")
         rows = _frame(test)
         _refuse_missing_columns("clients: test", rows, encoding)
-        public = tuple(make(rows, encoding, lambda row: f"test row {row}") for make in (inputs_of, targets_of))
-    x, y = inputs_of(frame, encoding, place), targets_of(frame, encoding, place)
+        public = encoding.examples_of(rows, lambda row: f"test row {row}")
+    x, y = encoding.examples_of(frame, place)
     ends = np.searchsorted(whose, np.arange(len(names) + 1))
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
-    preparation = Preparation("table", encoding, names=class_names(frame, encoding))
+    preparation = Preparation("table", encoding, names=encoding.class_names(frame))
     found = FederatedData(
         x,
         y,

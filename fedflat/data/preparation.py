@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from fedflat.core.checks import nearest, wrong
 from fedflat.data import decoding
-from fedflat.data.encoding import Encoding, inputs_of
+from fedflat.data.encoding import Encoding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +98,7 @@ class Preparation:
                 hint = nearest(name, there) or f"There are {', '.join(there)}."
                 raise wrong("predict", f"no column {name}", f"the columns {', '.join(self.reads)}", hint=hint)
         if self.encoding is not None:
-            return inputs_of(frame, self.encoding, lambda row: f"row {row}")
+            return self.encoding.inputs_of(frame, lambda row: f"row {row}")
         if self.kind == "chars":
             found = [decoding.encode(str(value)[-self.length :]) for value in frame[self.columns[0]]]
             return torch.stack([torch.from_numpy(ids) for ids in found])

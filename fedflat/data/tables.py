@@ -14,21 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, gather, one_of, wrong
+from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.data import decoding
 from fedflat.data.clients import classes_of
-from fedflat.data.encoding import (
-    Encoding,
-    Words,
-    class_names,
-    clean,
-    encoding_of,
-    inputs_of,
-    owners_of,
-    targets_of,
-    with_words,
-    words_of,
-)
+from fedflat.data.encoding import Encoding, Words, clean, encoding_of, owners_of, words_of
 from fedflat.data.locate import Split
 from fedflat.data.preparation import Kind, Preparation, Source
 
@@ -128,14 +117,14 @@ def read(
         if kind == "text" and not set(encoding.inputs) & set(encoding.categories):
             encoding = dataclasses.replace(encoding, words=words or Words())
         else:
-            encoding = with_words("data.", frame, encoding, words)
+            encoding = encoding.for_texts("data.", frame, words)
         if encoding.words is not None:
             _, vocabulary, padding = encoding.words.ids([])
     tables = [_table(kind, train, frame, encoding, owner)]
     if test is not None:
         tables.append(_table(kind, test, _frame(kind, test, encoding, None), encoding, None))
     label = train.features[encoding.target[0]] if len(encoding.target) == 1 else None
-    names = class_names(frame, encoding) or tuple(getattr(label, "names", None) or ())
+    names = encoding.class_names(frame) or tuple(getattr(label, "names", None) or ())
     classes = _classes(kind, encoding, label, source, tables)
     # The labels' names stand apart: rows to predict have no labels.
     kept = dataclasses.replace(encoding, categories={}) if kind == "text" and encoding.words else encoding
@@ -181,16 +170,12 @@ def _table(kind: Kind, split: Split, frame: pd.DataFrame, encoding: Encoding, ow
     def place(row: int) -> str:
         return f"row {row} of {split.where}" if owners is None else f"row {row}, client {owners[row]}"
 
-    faults: list[InputError] = []
-    with gather(faults):
-        if kind == "image":
-            column = encoding.inputs[0]
-            inputs = decoding.cached(split.files, column, lambda: decoding.decode(split.values(column), place))
-        else:
-            inputs = inputs_of(frame, encoding, place)
-    with gather(faults):
-        targets = targets_of(frame, encoding, place)
-    gather.raised(faults)
+    if kind == "image":
+        column = encoding.inputs[0]
+        inputs = decoding.cached(split.files, column, lambda: decoding.decode(split.values(column), place))
+        targets = encoding.targets_of(frame, place)
+    else:
+        inputs, targets = encoding.examples_of(frame, place)
     return Table(inputs, targets, None if owners is None else np.array(owners, dtype=object))
 
 

@@ -53,8 +53,6 @@ class NetworkOptions:
     kind: str
     size: int | None = None
     interpolation: str | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
     layers: str | Sequence[str] = "last"
     cells: int | None = None
     mirror: bool = False
@@ -74,10 +72,6 @@ class NetworkOptions:
         one_of("model.interpolation", self.interpolation or INTERPOLATIONS[0], INTERPOLATIONS)
         if not isinstance(self.mirror, bool):
             raise wrong("model.mirror", self.mirror, "true or false")
-        for name in ("mean", "std"):
-            given = getattr(self, name)
-            if given is not None and not (isinstance(given, Sequence) and len(given) in (1, 3)):
-                raise wrong(f"model.{name}", given, "a list of 1 or 3 numbers")
 
     @property
     def named_layers(self) -> tuple[str, ...]:
@@ -96,8 +90,7 @@ class NetworkBody(PublicBody):
         seen = found.preprocessing
         if options.size is not None:
             seen = dataclasses.replace(seen, size=(options.size,) * 2, crop=None)
-        chosen = {name: getattr(options, name) for name in ("interpolation", "mean", "std")}
-        seen = dataclasses.replace(seen, **{name: value for name, value in chosen.items() if value is not None})
+        seen = dataclasses.replace(seen, interpolation=options.interpolation or seen.interpolation)
         super().__init__(NetworkMaps(Prepare(shape, pixels, seen), found, options.named_layers, options.cells))
         if options.projection != "synthetic":
             self.projection = Directions(*cast(NetworkMaps, self.maps).form)

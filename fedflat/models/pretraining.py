@@ -133,11 +133,8 @@ class Pretraining:
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
-        whole("--seed", self.seed)
-        whole("--steps", self.steps, 1)
-        whole("--batch", self.batch, 2)
-        whole("--side", self.side, 8)
-        whole("--images", self.images, self.batch)
+        for name, least in (("seed", 0), ("steps", 1), ("batch", 2), ("side", 8), ("images", self.batch)):
+            whole(f"--{name}", getattr(self, name), least)
         one_of("--precision", self.precision, ("fp32", "bf16"))
 
     @property

@@ -85,6 +85,9 @@ class CharacterModel(nn.Module):
 
     def __init__(self, cell: type[LSTM] | type[GRU], vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
+        whole("model.embedding", embedding, 1)
+        whole("model.hidden", hidden, 1)
+        whole("model.layers", layers, 1, 8)
         self.embedding = nn.Embedding(vocabulary, embedding)
         inputs = [embedding] + [hidden] * (layers - 1)
         self.layers = nn.Sequential(*(cell(n, hidden) for n in inputs))
@@ -94,20 +97,6 @@ class CharacterModel(nn.Module):
         return cast(Tensor, self.head(self.layers(self.embedding(ids))))
 
 
-def _character(
-    cell: type[LSTM] | type[GRU], name: str, shape: Sequence[int], classes: int, sizes: tuple[int, int, int]
-) -> nn.Module:
-    text_length(name, shape)
-    embedding, hidden, layers = sizes
-    return CharacterModel(
-        cell,
-        classes,
-        whole("model.embedding", embedding, 1),
-        whole("model.hidden", hidden, 1),
-        whole("model.layers", layers, 1, 8),
-    )
-
-
 def char_lstm(
     input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2
 ) -> nn.Module:
@@ -115,14 +104,16 @@ def char_lstm(
 
     ``classes`` is the vocabulary, for the inputs and for the logits.
     """
-    return _character(LSTM, "char-lstm", input_shape, classes, (embedding, hidden, layers))
+    text_length("char-lstm", input_shape)
+    return CharacterModel(LSTM, classes, embedding, hidden, layers)
 
 
 def char_gru(
     input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 128, layers: int = 1
 ) -> nn.Module:
     """Return a small GRU for next-character prediction; ``classes`` is the vocabulary."""
-    return _character(GRU, "char-gru", input_shape, classes, (embedding, hidden, layers))
+    text_length("char-gru", input_shape)
+    return CharacterModel(GRU, classes, embedding, hidden, layers)
 
 
 class CharacterScores(nn.Module):
@@ -230,29 +221,31 @@ def bow(
 
     In a recipe both come from the data (hashing, or the tokenizer's own) unless they are given.
     """
-    text_length("bow", input_shape)
+    size, padding = _ids("bow", input_shape, vocabulary, padding)
+    return BagOfWords(size, classes, whole("model.embedding", embedding, 1), padding)
+
+
+def _ids(name: str, input_shape: Sequence[int], vocabulary: int | None, padding: int) -> tuple[int, int]:
+    """Return the number of ids and the one for padding. Raises InputError where they are not known."""
+    text_length(name, input_shape)
     if vocabulary is None:
         raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included")
-    size = whole("model.vocabulary", vocabulary, 2)
-    return BagOfWords(size, classes, whole("model.embedding", embedding, 1), whole("model.padding", padding, 0))
+    return whole("model.vocabulary", vocabulary, 2), whole("model.padding", padding, 0)
 
 
 def bow_linear(
     input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0
 ) -> nn.Module:
     """Logistic regression on the words of a text; ``vocabulary`` and ``padding`` as :func:`bow` has them."""
-    text_length("bow-linear", input_shape)
-    if vocabulary is None:
-        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included")
-    return WordCounts(whole("model.vocabulary", vocabulary, 2), classes, whole("model.padding", padding, 0))
+    size, padding = _ids("bow-linear", input_shape, vocabulary, padding)
+    return WordCounts(size, classes, padding)
 
 
 def bow_overlap(input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> nn.Module:
     """Logistic regression on how far two sentences use the same words; ``separator``: the id between them."""
     if (length := text_length("bow-overlap", input_shape)) > LONGEST_PAIR:
-        raise wrong(
-            "model bow-overlap: input shape", (length,), f"at most {LONGEST_PAIR} ids, each is compared with each"
-        )
+        allowed = f"at most {LONGEST_PAIR} ids, each is compared with each"
+        raise wrong("model bow-overlap: input shape", (length,), allowed)
     if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
         raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
     return WordOverlap(classes, padding, separator)

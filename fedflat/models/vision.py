@@ -7,6 +7,7 @@ under ``torch.func.functional_call`` and ``torch.func.vmap``; it gives the same 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
@@ -25,10 +26,7 @@ def image_shape(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _elements(input_shape: Sequence[int]) -> int:
-    count = 1
-    for n in input_shape:
-        count *= whole("model: input shape", n, 1)
-    return count
+    return math.prod(whole("model: input shape", n, 1) for n in input_shape)
 
 
 class Dense(nn.Module):
@@ -65,7 +63,9 @@ def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int]
 
 
 class Convolutions(nn.Module):
-    """Convolutions (kernel k, stride 1), 2 × 2 max pooling where ``pools`` says so, ReLU; then dense layers.
+    """Convolutions (kernel k, stride 1), 2 × 2 max pooling, ReLU; then dense layers.
+
+    layers: of each convolution its channels, and whether it is pooled. widths: of the dense layers.
 
     Pooling comes before ReLU: both orders give the same numbers, and this one applies ReLU to a quarter of them. Of the
     image, rows and columns at the end that no pooling keeps (an odd side loses one) are not looked at: the same
@@ -76,29 +76,28 @@ class Convolutions(nn.Module):
         self,
         name: str,
         input_shape: Sequence[int],
-        channels: Sequence[int],
-        pools: Sequence[bool],
+        layers: Sequence[tuple[int, bool]],
         widths: Sequence[int],
-        *,
         kernel: int,
-        padding: int = 0,
+        padding: int,
     ) -> None:
         super().__init__()
+        channels, pools = zip(*layers)
+        whole("model.padding", padding, 0, kernel // 2)
         first, height, width = image_shape(name, input_shape)
         rows, columns = (_left_over(side, pools, kernel, padding) for side in (height, width))
         if min(rows, columns) < 1:
             least = next(s for s in range(1, 10_000) if _left_over(s, pools, kernel, padding) >= 1)
-            raise wrong(
-                f"model {name}: image size", f"{height} × {width}", f"at least {least} × {least}", hint=_SMALLER
-            )
+            hint = "Smaller images: mlp, resnet10, or the option padding."
+            where, found = f"model {name}: image size", f"{height} × {width}"
+            raise wrong(where, found, f"at least {least} × {least}", hint=hint)
         inputs = [first, *channels[:-1]]
         self.convolutions = nn.ModuleList(
             nn.Conv2d(a, b, kernel, padding=padding) for a, b in zip(inputs, channels, strict=True)
         )
-        self.pools = tuple(pools)
-        self.seen = tuple(
-            side if padding else _needed(left, pools, kernel) for side, left in ((height, rows), (width, columns))
-        )
+        self.pools = pools
+        sides = ((height, rows), (width, columns))
+        self.seen = tuple(side if padding else _needed(left, pools, kernel) for side, left in sides)
         self.dense = Dense([channels[-1] * rows * columns, *widths])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,9 +109,6 @@ class Convolutions(nn.Module):
         if x.is_mkldnn and not self.dense.layers[0].weight.is_mkldnn:
             x = x.to_dense()  # the dense layers' own products are faster
         return cast(Tensor, self.dense(x))
-
-
-_SMALLER = "Smaller images: mlp, resnet10, or the option padding."
 
 
 def _left_over(side: int, pools: Sequence[bool], kernel: int, padding: int) -> int:
@@ -137,8 +133,7 @@ def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding:
     ``padding=2`` is the network of McMahan et al. 2017. 608,702 parameters at 1 × 28 × 28 with 62 classes.
     """
     widths = [whole("model.hidden", hidden, 1), classes]
-    padding = whole("model.padding", padding, 0, 2)
-    return Convolutions("cnn", input_shape, [32, 64], [True, True], widths, kernel=5, padding=padding)
+    return Convolutions("cnn", input_shape, [(32, True), (64, True)], widths, 5, padding)
 
 
 def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128, padding: int = 0) -> nn.Module:
@@ -148,8 +143,7 @@ def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128,
     parameters on EMNIST (1 × 28 × 28, 62 classes); the cited architecture is kept rather than the rounded number.
     """
     widths = [whole("model.hidden", hidden, 1), classes]
-    padding = whole("model.padding", padding, 0, 1)
-    return Convolutions("cnn-2-layers", input_shape, [32, 64], [False, True], widths, kernel=3, padding=padding)
+    return Convolutions("cnn-2-layers", input_shape, [(32, False), (64, True)], widths, 3, padding)
 
 
 def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.Module:
@@ -158,10 +152,8 @@ def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.M
 
     The stated 667,402 parameters at 3 × 32 × 32 with 10 classes mean convolutions without padding.
     """
-    padding = whole("model.padding", padding, 0, 1)
-    return Convolutions(
-        "cnn-3", input_shape, [64, 128, 256], [True] * 3, [256, 128, classes], kernel=3, padding=padding
-    )
+    layers = [(64, True), (128, True), (256, True)]
+    return Convolutions("cnn-3", input_shape, layers, [256, 128, classes], 3, padding)
 
 
 class Block(nn.Module):
@@ -186,19 +178,30 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network of basic blocks with a CIFAR stem (3 × 3 convolution, stride 1, no max pooling)."""
+    """A residual network of basic blocks with a CIFAR stem (3 × 3 convolution, stride 1, no max pooling).
 
-    def __init__(self, channels: int, classes: int, blocks: Sequence[int], width: int, groups: int) -> None:
+    blocks: of each stage, whose images are half as large as those of the one before. width: channels of the first
+    stage, twice as many in each that follows. groups: of every norm.
+    """
+
+    def __init__(
+        self, name: str, input_shape: Sequence[int], classes: int, blocks: Sequence[int], width: int, groups: int
+    ) -> None:
         super().__init__()
+        channels, height, columns = image_shape(name, input_shape)
+        if min(height, columns) < 8:
+            hint = "Three stages halve the image: below 8 × 8 nothing is left to convolve; use mlp."
+            raise wrong(f"model {name}: image size", f"{height} × {columns}", "at least 8 × 8", hint=hint)
+        if whole("model.width", width, 1) % whole("model.groups", groups, 1):
+            raise wrong("model.groups", groups, f"a divisor of the first stage's {width} channels")
         self.conv1 = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
         self.norm1 = nn.GroupNorm(groups, width)
         stages: list[nn.Module] = []
         inputs = width
         for stage, count in enumerate(blocks):
-            outputs = width << stage
             for index in range(count):
-                stages.append(Block(inputs, outputs, 2 if stage and not index else 1, groups))
-                inputs = outputs
+                stages.append(Block(inputs, width << stage, 2 if stage and not index else 1, groups))
+                inputs = width << stage
         self.blocks = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)
         for module in self.modules():
@@ -211,26 +214,12 @@ class ResNet(nn.Module):
         return cast(Tensor, self.head(x.mean((2, 3))))
 
 
-def _resnet(
-    name: str, input_shape: Sequence[int], classes: int, blocks: Sequence[int], width: int, groups: int
-) -> ResNet:
-    channels, height, columns = image_shape(name, input_shape)
-    if min(height, columns) < 8:
-        hint = "Three stages halve the image: below 8 × 8 nothing is left to convolve; use mlp."
-        raise wrong(f"model {name}: image size", f"{height} × {columns}", "at least 8 × 8", hint=hint)
-    width = whole("model.width", width, 1)
-    groups = whole("model.groups", groups, 1)
-    if width % groups:
-        raise wrong("model.groups", groups, f"a divisor of the first stage's {width} channels")
-    return ResNet(channels, classes, blocks, width, groups)
-
-
 def resnet10(input_shape: Sequence[int], classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
     """ResNet-10 with group norm (Liu et al. 2025, GNResNet-10): one basic block per stage; L = 38 tensors.
 
     ``groups``: channel groups of every norm, 32 as in Wu and He 2018; ``width``: channels of the first stage.
     """
-    return _resnet("resnet10", input_shape, classes, [1, 1, 1, 1], width, groups)
+    return ResNet("resnet10", input_shape, classes, [1, 1, 1, 1], width, groups)
 
 
 def resnet18(input_shape: Sequence[int], classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
@@ -238,4 +227,4 @@ def resnet18(input_shape: Sequence[int], classes: int, *, groups: int = 32, widt
 
     ``groups``: channel groups of every norm, 32 as in Wu and He 2018; ``width``: channels of the first stage.
     """
-    return _resnet("resnet18", input_shape, classes, [2, 2, 2, 2], width, groups)
+    return ResNet("resnet18", input_shape, classes, [2, 2, 2, 2], width, groups)
