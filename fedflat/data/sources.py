@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, one_of, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test
 from fedflat.data.decoding import normalise
@@ -151,9 +151,6 @@ def _options(spec: Any) -> Options:
         options = Options(**{name: getattr(spec, name) for name in names if hasattr(spec, name)})
     if not isinstance(options.dataset, (str, os.PathLike)) or not str(options.dataset):
         raise wrong("data.dataset", options.dataset, "a name, a hub id or a path")
-    for name in ("max_examples", "max_test", "max_length", "vocabulary", "max_per_client"):
-        if getattr(options, name) is not None:
-            whole(f"data.{name}", getattr(options, name), 1)
     for old, new in (("input", "inputs"), ("label", "target")):
         if getattr(options, old) is not None:
             if getattr(options, new) is not None:

@@ -57,12 +57,33 @@ class ImageTransformer(Headed):
         return cast(Tensor, self.body.classifier(features))  # type: ignore[operator]
 
 
-class TextTransformer(Headed):
-    """Ids (b, T) int64 -> logits (b, classes); attention skips the padding id. Features: the first token's last state.
+def _hidden_states(
+    encoder: nn.Module, ids: Tensor, part: Tensor, padding: int, first: int, kinds: int = 1, apart: bool = False
+) -> Tensor:
+    """Return the last hidden states (b, T, n) of ids (b, T).
 
-    Mask and positions are computed here, as RoBERTa does, because transformers looks at the mask's values to
-    choose a branch, which ``torch.func.vmap`` forbids.
+    part: 0 for the tokens of a first sentence, 1 for the others. apart: no token sees the other sentence, whose
+    positions start anew. first: the position of the first token. kinds: of sentences that the encoder knows.
+
+    Masks and positions are computed here, as RoBERTa does, because transformers looks at the mask's values to choose a
+    branch, which ``torch.func.vmap`` forbids.
     """
+    keep = ids != padding
+    position = keep.long().cumsum(1) - 1
+    seen = keep[:, None, :].expand(-1, ids.shape[1], -1)
+    if apart:
+        seen = seen & (part[:, :, None] == part[:, None, :])
+        position = position - part * (keep & (part == 0)).sum(1, keepdim=True)
+    dtype = next(encoder.parameters()).dtype
+    mask = torch.finfo(dtype).min * (~seen).to(dtype)
+    kind = torch.zeros_like(part) if apart else part.clamp(max=kinds - 1)
+    position = torch.where(keep, position + first, padding)
+    found = encoder(input_ids=ids, attention_mask=mask[:, None], position_ids=position, token_type_ids=kind)
+    return cast(Tensor, found.last_hidden_state)
+
+
+class TextTransformer(Headed):
+    """Ids (b, T) int64 -> logits (b, classes). Features: the last hidden state of the first token."""
 
     def __init__(self, body: nn.Module, padding: int) -> None:
         super().__init__()
@@ -70,16 +91,8 @@ class TextTransformer(Headed):
         self.padding = padding
 
     def features(self, ids: Tensor) -> Tensor:
-        keep = ids != self.padding
-        positions = keep.long().cumsum(1) * keep.long() + self.padding
-        length = ids.shape[1]
-        dtype = next(self.body.parameters()).dtype
-        hidden = torch.finfo(dtype).min * (~keep).to(dtype)
-        mask = hidden[:, None, None, :].expand(-1, 1, length, length)
-        outputs = self.body.roberta(  # type: ignore[operator, union-attr]
-            input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=torch.zeros_like(ids)
-        )
-        return cast(Tensor, outputs.last_hidden_state[:, 0])
+        encoder = cast(nn.Module, self.body.roberta)
+        return _hidden_states(encoder, ids, torch.zeros_like(ids), self.padding, self.padding + 1)[:, 0]
 
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.body.classifier(features[:, None]))  # type: ignore[operator]
@@ -301,10 +314,10 @@ class TextEncoder(Headed):
 
     def features(self, inputs: Tensor) -> Tensor:
         keep = inputs != self.padding
-        part = _part(inputs, keep)
-        if self.pooling == "mean":
-            return _normalised(self._states(inputs, keep, part), keep)
-        states = self._states(inputs, keep, part)
+        part, apart = _part(inputs, keep), self.pooling != "mean"
+        states = _hidden_states(self.body, inputs, part, self.padding, self.first, self.kinds, apart)
+        if not apart:
+            return _normalised(states, keep)
         u, v = (_normalised(states, keep & (part == side)) for side in (0, 1))
         if self.pooling == "distance":
             return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
@@ -312,26 +325,6 @@ class TextEncoder(Headed):
 
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.classifier(features))
-
-    def _states(self, ids: Tensor, keep: Tensor, part: Tensor) -> Tensor:
-        """Return the last hidden states (b, T, n); masks and positions without a branch on values, for
-        ``torch.func.vmap``.
-        """
-        position = keep.long().cumsum(1) - 1
-        seen = keep[:, None, :].expand(-1, ids.shape[1], -1)
-        if self.pooling != "mean":  # no token sees the other sentence, whose positions start anew
-            seen = seen & (part[:, :, None] == part[:, None, :])
-            position = position - part * (keep & (part == 0)).sum(1, keepdim=True)
-        dtype = next(self.body.parameters()).dtype
-        mask = torch.finfo(dtype).min * (~seen).to(dtype)
-        kind = part.clamp(max=self.kinds - 1) if self.pooling == "mean" else torch.zeros_like(part)
-        outputs = self.body(
-            input_ids=ids,
-            attention_mask=mask[:, None],
-            position_ids=torch.where(keep, position + self.first, self.padding),
-            token_type_ids=kind,
-        )
-        return cast(Tensor, outputs.last_hidden_state)
 
 
 def _part(ids: Tensor, keep: Tensor) -> Tensor:

@@ -98,16 +98,12 @@ class Network(nn.Module):
 
     def fit(self, images: Tensor, seed: int) -> None:
         """Fill it from its file; it was trained before, on images of its own."""
-        fill(self, self.options.tensors())
-
-
-def fill(network: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put a file's tensors into a network's buffers. Raises InputError where they are another network's."""
-    wanted = {name: value.shape for name, value in network.named_buffers()}
-    if {name: value.shape for name, value in tensors.items()} != wanted:
-        raise wrong("model.body.network", ", ".join(sorted(tensors)[:3]), "a file that fedflat pretrain wrote")
-    for name, value in network.named_buffers():
-        value.copy_(tensors[name])
+        tensors = self.options.tensors()
+        try:
+            self.load_state_dict(tensors)
+        except RuntimeError:  # names or shapes of another network
+            found = ", ".join(sorted(tensors)[:3])
+            raise wrong("model.body.network", found, "a file that fedflat pretrain wrote") from None
 
 
 TEMPERATURE = 0.2
