@@ -105,19 +105,16 @@ def _label_table(labels: npt.NDArray[Any]) -> Any:
 
 
 def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: int) -> tuple[Indices, ...]:
-    from flwr_datasets.partitioner import NaturalIdPartitioner
-
     if ids is None:
         raise wrong("data.partition.by", by, "a column that names the client of every example; this data set has none")
-    # plain numbers: partitioners sort ids, which fails on a column with missing values
-    codes = np.unique(np.array([str(value) for value in ids.tolist()]), return_inverse=True)[1].reshape(-1)
-    available = int(codes.max()) + 1 if len(codes) else 0
-    wanted = available if clients is None else whole("data.clients", clients, 1)
-    if wanted > available:
-        raise wrong("data.clients", wanted, f"at most {available}, the number of different values of {by}")
-    parts = _run(NaturalIdPartitioner("label"), codes.astype(np.int64), available)
-    chosen = stream(seed, "natural clients").permutation(available)[:wanted]
-    return tuple(np.sort(parts[i]) for i in chosen)
+    names = np.array([str(value) for value in ids.tolist()])
+    _, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
+    wanted = len(counts) if clients is None else whole("data.clients", clients, 1)
+    if wanted > len(counts):
+        raise wrong("data.clients", wanted, f"at most {len(counts)}, the number of different values of {by}")
+    rows = np.split(np.argsort(codes.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])
+    chosen = stream(seed, "natural clients").permutation(len(counts))[:wanted]
+    return tuple(rows[i].astype(np.int64) for i in chosen)
 
 
 @contextlib.contextmanager
