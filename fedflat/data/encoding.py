@@ -188,18 +188,21 @@ def encoding_of(
         if column in read:
             faults.append(wrong(f"{where}inputs", f"{column}, which is the target", "columns other than the target"))
 
-    def checked(key: str, given: Any, allowed: Sequence[str], check: Callable[[str, str, Any], Any]) -> dict[str, Any]:
+    def checked(key: str, given: Any, allowed: Sequence[str], check: Callable[[str, Any], Any]) -> dict[str, Any]:
         found = {}
         for name, value in dict(given or {}).items():
             with gather(faults):
                 column = one_of(f"{where}{key}", clean(name), allowed)
-                found[column] = check(f"{where}{key}.{column}", column, value)
+                found[column] = check(f"{where}{key}.{column}", value)
         return found
 
     both = (*read, *wanted)
     listed = checked("categories", categories, both, _category_values)
     scaled = checked("scale", scale, both, _constants)
-    filled = checked("fill", fill, read, lambda at, column, value: _fill_value(at, value, listed.get(column)))
+    filled = checked("fill", fill, read, lambda _, value: value)
+    for column, value in filled.items():
+        with gather(faults):
+            _check_fill(f"{where}fill.{column}", value, listed.get(column))
     gather.raised(faults)
     return Encoding(read, wanted, listed, scaled, filled)
 
@@ -253,7 +256,7 @@ def _columns(where: str, given: str | Sequence[str] | None, there: list[str]) ->
     return tuple(named)
 
 
-def _category_values(where: str, column: str, values: Any) -> tuple[Any, ...]:
+def _category_values(where: str, values: Any) -> tuple[Any, ...]:
     listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
     try:
         different = len(set(listed)) == len(listed)
@@ -264,19 +267,18 @@ def _category_values(where: str, column: str, values: Any) -> tuple[Any, ...]:
     return listed
 
 
-def _constants(where: str, column: str, pair: Any) -> tuple[float, float]:
+def _constants(where: str, pair: Any) -> tuple[float, float]:
     listed = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
     if len(listed) != 2 or not all(_is_number(value) and math.isfinite(value) for value in listed) or listed[1] <= 0:
         raise wrong(where, pair, "[mean, std], two public numbers, std > 0")
     return float(listed[0]), float(listed[1])
 
 
-def _fill_value(where: str, value: Any, listed: tuple[Any, ...] | None) -> Any:
+def _check_fill(where: str, value: Any, listed: tuple[Any, ...] | None) -> None:
     if listed is not None:
-        return one_of(where, value, listed)
-    if not _is_number(value, boolean=True) or not math.isfinite(value):
+        one_of(where, value, listed)
+    elif not _is_number(value, boolean=True) or not math.isfinite(value):
         raise wrong(where, value, "a public number (or, of a column with categories, one of them)")
-    return value
 
 
 def _side_by_side(arrays: list[Array], dtype: Any) -> torch.Tensor:
