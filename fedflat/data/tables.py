@@ -225,13 +225,13 @@ def _kind_of(split: Split, source: Source | None, options: Options) -> Kind:
         return source.kind
     of_text = any((options.vocabulary, options.tokenizer, options.max_length))
     plain = columns and not set(columns) & set(options.categories or {}) and not options.scale and not options.fill
-    if plain and all(is_text(split.features[column]) for column in columns):
+    if plain and all(is_text_feature(split.features[column]) for column in columns):
         return "text"
-    if len(columns) == 1 and plain and is_image(split.features[columns[0]]):
+    if len(columns) == 1 and plain and is_image_feature(split.features[columns[0]]):
         return "image"
     if columns or (split.csv and not of_text):
         return "table"
-    images = any(is_image(feature) for feature in split.features.values())
+    images = any(is_image_feature(feature) for feature in split.features.values())
     return "image" if images else "table" if options.target and not of_text else "text"
 
 
@@ -241,7 +241,7 @@ def _named(options: Options) -> tuple[str, ...]:
     return tuple(clean(name) for name in (given.split(",") if isinstance(given, str) else given))
 
 
-def is_image(feature: Any) -> bool:
+def is_image_feature(feature: Any) -> bool:
     """An Image feature, encoded bytes, or the struct such a feature is stored as."""
     from datasets import Image
 
@@ -250,7 +250,7 @@ def is_image(feature: Any) -> bool:
     return isinstance(feature, Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
 
 
-def is_text(feature: Any) -> bool:
+def is_text_feature(feature: Any) -> bool:
     return getattr(feature, "dtype", "") in ("string", "large_string")
 
 
@@ -258,7 +258,7 @@ def _input_columns(kind: Kind, split: Split, source: Source | None, options: Opt
     """Return the column of images, or those of texts, where the recipe names none."""
     if source and set(source.inputs) <= set(split.features):
         return source.inputs
-    fits, what = (is_image, "an image column") if kind == "image" else (is_text, "a text column")
+    fits, what = (is_image_feature, "an image column") if kind == "image" else (is_text_feature, "a text column")
     others = (label, _natural_column(split, source, options))
     return (_only(split, "data.inputs", what, [c for c, f in split.features.items() if fits(f) and c not in others]),)
 
