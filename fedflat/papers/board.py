@@ -225,7 +225,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     return text(
         "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=_heads(), best=summary(found),
         methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
-    )  # fmt: skip
+    ) + "\n"  # fmt: skip
 
 
 def html(found: Mapping[str, Any], version: str) -> str:
