@@ -77,10 +77,9 @@ class Settings:
         one_of("--on", self.on, ("test", "train"))
         one_of("--precision", self.precision, ("auto", "float32", "bfloat16"))
         in_range("--rho", self.rho, 0, open_low=True)
-        for name in ("curvature_examples", "draws", "eigenvalues", "trace_draws"):
-            whole(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        if self.examples is not None:
-            whole("--examples", self.examples, 1)
+        for name in ("examples", "curvature_examples", "draws", "eigenvalues", "trace_draws"):
+            if (count := getattr(self, name)) is not None:
+                whole(f"--{name.replace('_', '-')}", count, 1)
         if not self.noise:
             raise wrong("--noise", "nothing", "one or more sizes, for example 0.1,0.2")
         for size in self.noise:
@@ -288,8 +287,8 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
             own = [each for each in chosen if each["group"] == group.label]
             listed.append({
                 "label": group.label, "model": name, "style": group.style, "seeds": [each["seed"] for each in own],
-                "epsilon": _spread(proven_epsilon(run) for run in group.runs), "private": own[0]["private"],
-                "numbers": {key: _spread(each["numbers"][key] for each in own) for key in NUMBERS},
+                "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": own[0]["private"],
+                "numbers": {key: _plain(spread(each["numbers"][key] for each in own)) for key in NUMBERS},
                 "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
                 "line": {"steps": own[0]["line"]["steps"]} | _curves([each["line"] for each in own]),
                 "noise": {"levels": list(settings.noise)} | _curves([_over_draws(each["noise"]) for each in own]),
@@ -298,15 +297,13 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
     return listed
 
 
-def _spread(values: Iterable[float | None]) -> Numbers | None:
-    found = spread(values)
+def _plain(found: Any) -> Numbers | None:
     return None if found is None else asdict(found)
 
 
 def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
     """Return the difference paired over common seeds: mean and 95 % t interval."""
-    found = paired_difference(first, group, lambda run: numbers[str(run.path)][key])
-    return None if found is None else asdict(found)
+    return _plain(paired_difference(first, group, lambda run: numbers[str(run.path)][key]))
 
 
 def _over_draws(noise: Numbers) -> Numbers:

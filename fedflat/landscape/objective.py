@@ -13,13 +13,14 @@ import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import InputError, whole
 from fedflat.core.loss import example_loss
@@ -77,6 +78,15 @@ class Objective:
         for _ in range(self.threads):
             self._modules.put(copy.deepcopy(module).eval())
 
+    @contextmanager
+    def _module(self) -> Iterator[nn.Module]:
+        """Lend a module to the thread that asks."""
+        module = self._modules.get()
+        try:
+            yield module
+        finally:
+            self._modules.put(module)
+
     # ------------------------------------------------------------------------------------------------- values
 
     def value(self, weights: Tensor) -> tuple[float, float]:
@@ -119,14 +129,10 @@ class Objective:
     def _batched(self, points: Points, inputs: Tensor) -> Sequence[Tensor]:
         """Return the examples in batches; as oneDNN's tensors if there are many points and the module runs on such."""
         plain: Sequence[Tensor] = inputs.split(CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
-        if len(points) < MANY or not usable(inputs):
+        if len(points) < MANY:
             return plain
-        module = self._modules.get()
-        try:
-            with torch.no_grad():
-                return batches(module, self.layout, points.base, inputs) or plain
-        finally:
-            self._modules.put(module)
+        with self._module() as module, torch.no_grad():
+            return batches(module, self.layout, points.base, inputs) or plain
 
     def _each(self, module: nn.Module, weights: Tensor, batches: Sequence[Tensor]) -> np.ndarray:
         """Return, point by point, loss and accuracy ``(n, 2)`` at weights ``(n, D)``."""
@@ -183,7 +189,8 @@ class Objective:
         def times(direction: Tensor) -> Tensor:
             def one(module: nn.Module, rows: slice) -> Tensor:
                 vector = weights.detach().requires_grad_()
-                with _twice_differentiable():
+                # The fused kernels of attention have no second derivative.
+                with sdpa_kernel(SDPBackend.MATH):
                     gradient = torch.autograd.grad(self._summed(module, vector, rows), vector, create_graph=True)[0]
                     # The loss is linear in the weights: its Hessian is zero.
                     if not gradient.requires_grad:
@@ -205,26 +212,14 @@ class Objective:
         """Yield ``function(module, task)`` of every task, in the tasks' order; each thread has its own module."""
 
         def run(task: T) -> R:
-            module = self._modules.get()
-            try:
+            with self._module() as module:
                 return function(module, task)
-            finally:
-                self._modules.put(module)
 
         with (
             using_threads(1),
             ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
         ):
             yield from pool.map(run, tasks)
-
-
-def _twice_differentiable() -> AbstractContextManager[object]:
-    """Return the attention by plain matrix products: the fused kernels have no second derivative."""
-    try:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:
-        return nullcontext()
-    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
 
 
 def _mean(sums: Iterable[Tensor], count: int) -> float:
