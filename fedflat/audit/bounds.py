@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
@@ -155,6 +157,12 @@ def one_run_bound(canaries: int, guesses: int, correct: int, delta: float, failu
     while refuted(high):
         high *= 2
     return _halved(refuted, high)[0]
+
+
+def assumptions(kind: str, **numbers: float) -> tuple[str, ...]:
+    """Return what audits of a kind rest on, from ``assumptions.yaml``, with the numbers that the code has."""
+    text = Path(__file__).with_name("assumptions.yaml").read_text(encoding="utf-8")
+    return tuple(sentence.format(**numbers) for sentence in yaml.safe_load(text)[kind])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.audit.bench import linear_message
-from fedflat.audit.bounds import AuditResult, gaussian_pair_epsilon, one_run_bound
+from fedflat.audit.bounds import AuditResult, assumptions, gaussian_pair_epsilon, one_run_bound
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.params import PersonalState
@@ -181,14 +181,7 @@ GUESSED = 0.2
 """Share of the canaries guessed at, fixed beforehand: half of it highest scores "in", half lowest "out", the rest
 abstained from."""
 CONFIDENCE = 0.95
-ONE_RUN_ASSUMES = (
-    "A valid lower bound for add-remove (ε, δ)-DP of the run with the canaries in it, whatever the distribution.",
-    f"Canaries are additional clients, their updates {LOUD:g} C long, at the recipe's q, σ, C, T and δ; m grows with "
-    "them, an adaptive C follows them too; the run is another one than the recipe's, evaluated at its end only.",
-    "The coins are independent of everything else, and the number of guesses was fixed beforehand.",
-    "The adversary sees every released model; random directions in one run, which hide each other where canaries are "
-    "many against d, make the bound valid, not tight.",
-)
+ONE_RUN_ASSUMES = assumptions("one-run", loud=LOUD)
 
 
 def _result(kind: str, job: Job, seen: Observed, canaries: int, details: dict[str, Any], **facts: Any) -> AuditResult:
@@ -230,13 +223,7 @@ def guess(scores: NDArray[np.float64], included: NDArray[np.bool_], share: float
 
 
 BOOTSTRAPS = 200
-ONE_SHOT_ASSUMES = (
-    "An estimate, not a bound: it has no confidence level and may lie on either side of the true ε.",
-    f"Canaries are additional clients, their updates {LOUD:g} C long, at the recipe's q, σ, C, T and δ; m grows with "
-    "them, an adaptive C follows them too; the run is another one than the recipe's, evaluated at its end only.",
-    "The adversary sees every released model and knows the directions, but chooses random ones, not the worst.",
-    "Cosines are taken as Gaussian in both worlds; canaries as independent of each other (d large).",
-)
+ONE_SHOT_ASSUMES = assumptions("canaries", loud=LOUD)
 
 
 def one_shot(job: Job, canaries: int) -> AuditResult:

@@ -1,12 +1,16 @@
-"""Audit one round at σ = 3 through the real server path."""
+"""Audit one round at σ = 3 through the real server path: exactly what one client can change in it, and a bound on ε.
+
+A canary is a pair of neighbours. Contract 2b is held against each of them exactly; then many releases of both worlds
+bound ε from below.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,11 +21,214 @@ from torch import Tensor
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.audit import bench as room
-from fedflat.audit.bench import CLIENTS, CLIP, DELTA, ENTRIES, SIGMA, TENSORS, Bench, Neighbours
-from fedflat.audit.bounds import AuditResult, choose_event, event_bound
-from fedflat.audit.canaries import Canary, canaries_for, contract_violations
+from fedflat.audit.bench import DELTA, Bench, Client, Neighbours, World
+from fedflat.audit.bounds import AuditResult, assumptions, choose_event, event_bound
+from fedflat.audit.worlds import Recorder
 from fedflat.core.checks import in_range, one_of, whole
+from fedflat.engine.job import Job
+from fedflat.engine.reduce import GridAccumulator, PlainSum
+from fedflat.engine.round import accumulator_of, broadcast_of
+from fedflat.engine.train import final_module, train
 from fedflat.privacy.plan import Plan
+
+LOUD = 100.0
+"""Norms before the clip, in units of C: whatever a transform keeps of such an update is still clipped."""
+MANY = 1_000_000
+"""Examples that a greedy client claims, where the others have one."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A pair of neighbours. make: (bench, C) -> (every other client, the canary)."""
+
+    name: str
+    make: Callable[[Bench, float], tuple[Client, Client]]
+
+    def neighbours(self, bench: Bench) -> Neighbours:
+        """Return the pair at the bench's own C, 1 where it has none."""
+        clip = bench.state.clip
+        return Neighbours(bench, *self.make(bench, clip if math.isfinite(clip) else 1.0))
+
+
+def _silence(bench: Bench) -> Client:
+    return Client(torch.zeros_like(bench.state.shared))
+
+
+def _even(bench: Bench, purpose: str) -> Tensor:
+    """Return a random vector with the same norm, 1, in every tensor."""
+    vector = bench.random(purpose)
+    for where in bench.parts.layout.tensors("shared"):
+        vector[where] /= torch.linalg.vector_norm(vector[where])
+    return vector
+
+
+def _direction(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    vector = bench.random("direction")
+    return _silence(bench), Client(vector / torch.linalg.vector_norm(vector) * threshold * LOUD)
+
+
+def _every_tensor(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    return _silence(bench), Client(_even(bench, "every tensor") * threshold * LOUD)
+
+
+def _opposed(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    vector = _even(bench, "opposed") * threshold * LOUD
+    return Client(vector), Client(-vector, MANY)
+
+
+def _apart(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    """Return the others in the first half of every tensor, the canary in the second."""
+    first, second = _even(bench, "apart") * threshold * LOUD, _even(bench, "apart too") * threshold * LOUD
+    for where in bench.parts.layout.tensors("shared"):
+        middle = (where.start + where.stop + 1) // 2
+        second[where.start : middle] = 0
+        first[middle : where.stop] = 0
+    return Client(first), Client(second)
+
+
+def _silent(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    return _silence(bench), _silence(bench)
+
+
+def _sparse(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    """Return one entry of each tensor: a top-k or LUS mask keeps all of it."""
+    vector = torch.zeros_like(bench.state.shared)
+    vector[[where.start for where in bench.parts.layout.tensors("shared")]] = threshold * LOUD
+    return _silence(bench), Client(vector)
+
+
+def _against_direction(bench: Bench, threshold: float) -> tuple[Client, Client]:
+    """Return neighbours through PGN's re-added direction: the canary pulls against the broadcast, the others
+    along it.
+    """
+    vector = bench.state.slots.get("direction", bench.random("direction"))
+    vector = vector / torch.linalg.vector_norm(vector) * threshold * LOUD
+    return Client(vector), Client(-vector)
+
+
+CANARIES = (
+    Canary("random direction at C", _direction), Canary("every tensor at C", _every_tensor),
+    Canary("against the others, far more data", _opposed), Canary("where no other mask is", _apart),
+    Canary("silent client", _silent), Canary("one entry per tensor", _sparse),
+)  # fmt: skip
+AGAINST_DIRECTION = Canary("against the re-added direction", _against_direction)
+
+
+def canaries_for(bench: Bench) -> tuple[Canary, ...]:
+    """Return the canaries of a method: all, and one more against the direction that it broadcasts, if it does."""
+    return (*CANARIES, AGAINST_DIRECTION) if "direction" in bench.state.slots else CANARIES
+
+
+KEYS = 3
+ROUNDING = 1e-5
+"""What float32 arithmetic may add, relative to the sensitivity and absolutely."""
+
+
+def contract_violations(bench: Bench, name: str = "", options: Mapping[str, Any] | None = None,
+                        sections: Mapping[str, Any] | None = None) -> tuple[str, ...]:  # fmt: skip
+    """Return every way in which adversarial neighbours break contract 2b; empty if it holds.
+
+    name, options, sections: as for ``bench_of``; with a name the whole released module is checked as well.
+    """
+    found = [f"{c.name}: {fault}" for c in canaries_for(bench) for fault in _differences(c.neighbours(bench))]
+    found += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
+    if name:
+        found += outside_faults(lambda inputs: room.prepare_job(name, options, sections, inputs))
+    return tuple(found)
+
+
+def _allowed(bench: Bench, broadcast_clip: float) -> float:
+    plan = bench.parts.plan
+    return plan.sensitivity(bench.parts.clip.bound(broadcast_clip)) if plan.private else math.inf
+
+
+def _differences(neighbours: Neighbours) -> list[str]:
+    """Return how sum, noisy mean and noise of two worlds differ under the same keys beyond what is allowed."""
+    bench, faults = neighbours.bench, []
+    key = room.run_key(0, "exact", 0)
+    zero, one = neighbours.world(False, key), neighbours.world(True, key)
+    limit = _allowed(bench, zero.broadcast.clip)
+    # Another key gives another sum only if the messages are random.
+    again = neighbours.world(True, room.run_key(1, "exact", 0)).aggregate.total
+    random = zero.aggregate.exact is not None or not torch.equal(one.aggregate.total, again)
+    moved = float(torch.linalg.vector_norm(one.aggregate.total - zero.aggregate.total))
+    if moved > limit * (1 + ROUNDING) and not random:
+        faults.append(f"the noiseless sum moves by {moved:.4g}, more than the sensitivity {limit:.4g}")
+    # Where clients round or add noise, worlds cannot be coupled; only the sampled audit is left.
+    if random:
+        return faults
+    shifts = [_mean_shift(neighbours, number) for number in range(KEYS)]
+    mean_limit = limit / bench.parts.plan.divisor
+    longest = max(float(torch.linalg.vector_norm(shift)) for shift in shifts)
+    if longest > mean_limit * (1 + ROUNDING) + ROUNDING:
+        faults.append(f"the released mean moves by {longest:.4g}, more than sensitivity/m = {mean_limit:.4g}")
+    spread = max(float((shift - shifts[0]).abs().max()) for shift in shifts)
+    if spread > 4 * ROUNDING or not _same_noise(bench, zero, one):
+        faults.append("the noise is not the same with and without the client")
+    return faults
+
+
+def _mean_shift(neighbours: Neighbours, number: int) -> Tensor:
+    """Return how far the mean that is released moves under one key; server steps come behind it."""
+    recorder = Recorder()
+    bench = replace(neighbours.bench, parts=recorder.in_front_of(neighbours.bench.parts))
+    for present in (True, False):
+        room.single(replace(neighbours, bench=bench), present, room.run_key(number, "coupled", 0))
+    return recorder.means[0] - recorder.means[1]
+
+
+def _same_noise(bench: Bench, zero: World, one: World) -> bool:
+    """Return whether the mechanism draws bit for bit the same noise in both worlds, key by key."""
+    bound, noise = bench.parts.clip.bound(zero.broadcast.clip), bench.parts.mechanism.noise
+    keys = [room.run_key(number, "exact noise", 0) for number in range(KEYS)]
+    return all(
+        torch.equal(*(noise(key, 0, world.broadcast, world.aggregate, bound) for world in (zero, one))) for key in keys
+    )
+
+
+def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
+    """Return the messages that no honest client sends, straight into the accumulator beside an ordinary one."""
+    key, width = room.run_key(0, "hostile", 0), bench.parts.message_length
+    broadcast = broadcast_of(bench.parts, bench.state, bench.seed)
+    ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
+    limit, found = _allowed(bench, broadcast.clip), []
+    if not bench.parts.plan.private:
+        return []
+    hostile = {
+        "NaN": torch.full((1, width), math.nan), "one infinite entry": torch.eye(1, width) * math.inf,
+        "huge": torch.full((1, width), 3e38), "wrong length": torch.ones(1, width + 1),
+        "whole numbers": torch.ones(1, width, dtype=torch.int64),
+    }  # fmt: skip
+    for label, message in hostile.items():
+        totals = []
+        for extra in ([], [message]):
+            accumulator = accumulator_of(bench.parts, broadcast, key)
+            for sent in [ordinary, *extra]:
+                accumulator.add(sent, [1])
+            totals.append(accumulator.result().total)
+        moved = float(torch.linalg.vector_norm((totals[1] - totals[0]).double()))
+        random = not isinstance(accumulator, (PlainSum, GridAccumulator))
+        if not math.isfinite(moved) or (moved > limit * (1 + ROUNDING) and not random):
+            found.append((label, f"a message moves the sum by {moved:.4g}, more than {limit:.4g}"))
+    return found
+
+
+def outside_faults(make: Callable[[Tensor | None], Job]) -> list[str]:
+    """Return the tensors of the released module, besides the shared vector, that are not w^0's bit for bit after a real
+    round.
+
+    make: inputs ``(12,)`` of the last client -> a fresh job.
+    """
+    job = make(torch.full((room.ENTRIES,), 1e6))
+    before = {name: value.clone() for name, value in job.problem.module.state_dict().items()}
+    after = final_module(job, train(job)).state_dict()
+    shared = job.parts.layout.names[: job.parts.layout.shared]
+    return [
+        f"{name} is released and is not w^0's: it depends on clients' data outside the clipped sum"
+        for name, value in after.items()
+        if name not in shared and not (name in before and torch.equal(value, before[name]))
+    ]
+
 
 Floats = NDArray[np.float64]
 
@@ -34,15 +241,14 @@ VOTE_RUNS = 5_000
 GRID_CANARIES = 3
 """Canaries where runs are slow: exact noise on whole numbers."""
 CONFIDENCE = 1 - 1e-6
-ASSUMPTIONS = (
-    f"One round at q = 1, σ = {SIGMA:g}, δ = {DELTA:g}, C as given (else {CLIP:g}), with {CLIENTS} clients, one local "
-    "step of one example at rate 0.1, from random weights and slots, one client after the other on a processor.",
-    f"The model is a small one of {TENSORS} tensors of {ENTRIES} and a head. Of a recipe only the method with its "
-    "options, clip, trust, protocol, secure_rng and server are audited: not its model, data, rounds, sampling, σ, "
-    "local training, simulated cohort or back end.",
-    "The adversary chooses every client's update and sees the whole released state; world 0 lacks the client.",
-    "Event and threshold are chosen on one half of the runs and counted on the other (Clopper–Pearson, split over the "
-    "canaries): no assumption about the distribution.",
+ASSUMPTIONS = assumptions(
+    "mechanism",
+    sigma=room.SIGMA,
+    delta=DELTA,
+    clip=room.CLIP,
+    clients=room.CLIENTS,
+    tensors=room.TENSORS,
+    entries=room.ENTRIES,
 )
 LEARNED = "projection on the learned change"
 ALONE = "Every run is a call of the real path of its own."

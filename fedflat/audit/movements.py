@@ -17,20 +17,9 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, plan_of
-from fedflat.audit.bounds import AuditResult
-from fedflat.audit.hostile import Case, Maker, federation
-from fedflat.audit.worlds import (
-    BATCH,
-    CLIENTS,
-    SLACK,
-    STEPS,
-    Engine,
-    Movement,
-    Scenario,
-    Worlds,
-    recorded_run,
-    world_recipe,
-)
+from fedflat.audit import worlds as room
+from fedflat.audit.bounds import AuditResult, assumptions
+from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
@@ -45,14 +34,7 @@ SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
 FEW = 4
 """Cases of back ends that start processes for each world."""
-ASSUMPTIONS = (
-    f"{CLIENTS} clients of at most a few made-up examples, all in the cohort, one round: the recipe's own model, "
-    "method, clip, trust, server and data shapes. It moves by C at most, or accounting is about another mechanism.",
-    f"Changed: no noise (or the same, σ = 1), Poisson cohorts of everybody, at most {STEPS} local steps and batches of "
-    f"{BATCH} (1 and 64 in some cases), no epochs, budget, simulated cohort or held-back examples; public examples are "
-    "test data, never clients'; in some cases the last layer starts at zero, or the round is the second.",
-    "It shows that a bound is broken; that no data tried here breaks it is no proof.",
-)
+ASSUMPTIONS = assumptions("worlds", clients=room.CLIENTS, steps=room.STEPS, batch=room.BATCH)
 
 STARTED = "Of a recipe with start: the rounds after round 0, whose own movement is that of algorithm: class-statistics."
 
@@ -214,10 +196,9 @@ def shared_noise(stage: Scenario) -> tuple[str, ...]:
 
 
 def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Tensor:
-    maker, case = Maker(stage.template), Case(kind, noise=noise)
+    case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, stage.clients)
     recipe = Recipe.of(world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, case), changes)
-    data = federation(stage.template, [maker.make(kind, client) for client in range(stage.clients)], maker.public())
-    found = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=data).mean
+    found = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=everybody).mean
     return torch.zeros(1) if found is None else found
 
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
-from fedflat.audit.bounds import AuditResult
-from fedflat.audit.hostile import Case, Maker, federation
-from fedflat.audit.worlds import CLIENTS, Engine, Recorder, recorded_run, world_recipe
+from fedflat.audit.bounds import AuditResult, assumptions
+from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
 from fedflat.core.rng import digest
@@ -50,11 +49,8 @@ TOO_MUCH = 1.03
 ALIKE = 0.9
 """Correlation from which two noises are one; it is found with a handful of coordinates already."""
 COHORT_CLIENTS, COHORT_ROUNDS = 40, 20
-ASSUMPTIONS = (
-    f"{CLIENTS} clients without data, all in the cohort, {ROUNDS} rounds, repeated under several noise keys: what is "
-    "released is noise alone. The recipe's own model, method, clip, mechanism, σ and server path.",
-    f"Each test blames sound noise with probability {FAILURE:g}. Cohorts: the recipe's sampler, {COHORT_CLIENTS} "
-    f"clients, {COHORT_ROUNDS} rounds, under two keys.",
+ASSUMPTIONS = assumptions(
+    "noise", clients=CLIENTS, rounds=ROUNDS, failure=FAILURE, cohort_clients=COHORT_CLIENTS, cohort_rounds=COHORT_ROUNDS
 )
 
 
@@ -133,10 +129,9 @@ def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
 def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
     """Return the recipe for a few clients that all take part, and their federation, which holds no data."""
     small = world_recipe(recipe, CLIENTS, Engine("sequential"), ROUNDS, Case("empty", noise=True))
-    own, maker = recipe.privacy, Maker(data)
+    own = recipe.privacy
     kept = [f"privacy.noise_multiplier={own.noise_multiplier or 1.0}", f"privacy.randomness={own.randomness}"]
-    empty = federation(data, [maker.make("empty", client) for client in range(CLIENTS)], maker.public())
-    return Recipe.of(small, kept), empty
+    return Recipe.of(small, kept), Maker(data).everybody("empty", CLIENTS)
 
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:

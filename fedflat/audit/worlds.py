@@ -1,8 +1,9 @@
 """Run pairs of worlds through the real path, one client present or absent, and measure how far the release moves.
 
-``prepare`` and ``engine.train.train`` run a recipe's own model, method, clip, server and back ends on a few
-clients, without noise (or with the same noise) and with everybody in the cohort. The released mean may then move by
-C/m at most, whatever finite data the client has: that is what the noise is made for, in the arithmetic that ran.
+``prepare`` and ``engine.train.train`` run a recipe's own model, method, clip, server and back ends on a few clients,
+without noise (or with the same noise) and with everybody in the cohort. Their data are finite and made to break a
+bound, in the shape and classes of the recipe's examples. The released mean may then move by C/m at most: that is what
+the noise is made for, in the arithmetic that ran.
 """
 
 from __future__ import annotations
@@ -11,24 +12,206 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import yaml
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, server_of
-from fedflat.audit.hostile import Case, Maker, Pair, cases_for, federation
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear, zero
 from fedflat.core.process import using_threads
+from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.round import RoundParts
 from fedflat.engine.train import train
 from fedflat.simulation import run as simulation
+
+Pair = tuple[Tensor, Tensor]
+"""One client's inputs ``(n, …)`` and targets ``(n,)`` or ``(n, T)``."""
+ROWS = 4
+"""Examples of a client, at most: rounding is found with few of them, and many worlds are run."""
+PIXELS = 255
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the client whose data is present in one world only has, and what the others have: names of ``kinds``.
+
+    start: the released state before the round; ``w0``, ``even`` (the last linear layer is zero, so that every class is
+    as likely, and there is one local step on everything, so that gradients cancel) or ``later`` (after a round of
+    ordinary data: memory, momentum).
+    noise: whether both worlds add the same noise. last: whether the client is the last of the cohort, not the first.
+    """
+
+    client: str
+    others: str = "ordinary"
+    start: str = "w0"
+    noise: bool = False
+    last: bool = False
+
+    @property
+    def name(self) -> str:
+        """The case's name in a table of movements."""
+        said = self.client if self.others == "ordinary" else f"{self.client} | {self.others}"
+        said += {"w0": "", "even": ", even", "later": ", round 2"}[self.start]
+        return said + (", last" if self.last else "") + (", same noise" if self.noise else "")
+
+
+def cases_for(data: FederatedData) -> tuple[Case, ...]:
+    """Return the cases of ``cases.yaml`` that mean something for a federation's examples."""
+    text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
+    kind = "numbers" if data.inputs.is_floating_point() else "tokens"
+    return tuple(Case(**each) for each in yaml.safe_load(text)[kind])
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes clients' data for the examples ``template`` has: their shape, kind, classes and vocabulary."""
+
+    template: FederatedData
+
+    def make(self, kind: str, client: int) -> Pair:
+        """Return the data of ``kind`` for a client; clients other than 0 have fewer examples, one of them a single
+        one."""
+        x, y = self.ordinary(client)
+        if kind == "ordinary":
+            return x, y
+        # A client without data is the world in which it is absent.
+        if kind == "empty":
+            return x[:0], y[:0]
+        made = _KINDS[kind](self, x, y, client)
+        return made[0].to(x.dtype), made[1]
+
+    def everybody(self, kind: str, clients: int) -> FederatedData:
+        """Return a federation whose clients all have data of one kind."""
+        return self.federation([self.make(kind, client) for client in range(clients)])
+
+    def federation(self, pairs: Sequence[Pair]) -> FederatedData:
+        """Return the template's federation with other clients: one pair each."""
+        inputs, targets = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
+        ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
+        parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends))
+        empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
+        test, labels = self.public()
+        return replace(
+            self.template, inputs=inputs, targets=targets, parts=parts, held_back=empty, test_inputs=test,
+            test_targets=labels, name="worlds",
+        )  # fmt: skip
+
+    def ordinary(self, client: int) -> Pair:
+        """Return the examples of the recipe's own training data, different ones for each client."""
+        held = np.concatenate(self.template.parts)
+        count = max(1, ROWS - client % ROWS)
+        rows = torch.from_numpy(held[np.arange(client * ROWS, client * ROWS + count) % len(held)])
+        return self.template.inputs[rows], self.template.targets[rows]
+
+    def public(self) -> Pair:
+        """Return a few test examples, the last of the last class: it says how many classes there are."""
+        x, y = self.ordinary(0)
+        x, y = (torch.cat([t, t, t])[:8] for t in (x, y))
+        y[-1] = self.template.classes - 1
+        return x, y
+
+    def direction(self, client: int) -> Tensor:
+        """Return a standard normal example ``(…)``, always the same one for a client."""
+        draw = stream(0, "audit: hostile example", client).standard_normal(self.template.input_shape)
+        return torch.from_numpy(draw).float()
+
+    def label(self, number: int, like: Tensor) -> Tensor:
+        """Return the targets of the form of ``like`` ``(n, …)``, all of class ``number`` (counted round)."""
+        return torch.full_like(like, number % self.template.classes)
+
+    def with_all_labels(self, example: Tensor, y: Tensor) -> Pair:
+        """Return one example once for each class (at most 64 of them)."""
+        count = min(self.template.classes, 64)
+        targets = torch.arange(count).reshape(-1, *(1 for _ in y.shape[1:])).expand(count, *y.shape[1:])
+        return example.expand(count, *example.shape).clone(), targets.clone()
+
+    def opposite(self, first: Tensor, second: Tensor, y: Tensor) -> Pair:
+        """Return two examples of the first and the last class."""
+        return torch.stack([first, second]), torch.cat([self.label(0, y[:1]), self.label(-1, y[:1])])
+
+
+Kind = Callable[[Maker, Tensor, Tensor, int], Pair]
+
+
+def _cancelling(scale: float) -> Kind:
+    """Nearly equal inputs, one of each class: where classes are about as likely, large rows of the gradient cancel."""
+
+    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
+        u, (same, labels) = maker.direction(client), maker.with_all_labels(maker.direction(client) * scale, y)
+        return same + scale * 1e-6 * torch.arange(len(same)).reshape(-1, *(1 for _ in u.shape)) * u.flip(0), labels
+
+    return make
+
+
+def _opposite(scale: float) -> Kind:
+    """Return two nearly equal inputs, of the first and the last class."""
+
+    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
+        u = maker.direction(client) * scale
+        return maker.opposite(u, u * (1 + 1e-6), y)
+
+    return make
+
+
+def _huge(scale: float) -> Kind:
+    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
+        u = maker.direction(client)
+        return (u / u.abs().max().clamp_min(1e-30) * scale).expand(len(x), *u.shape).clone(), y
+
+    return make
+
+
+def _pixels(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
+    """Return two raw images, whole numbers to 255, that differ in one pixel by 1, of opposite classes."""
+    draw = stream(0, "audit: pixels", client).integers(0, PIXELS, maker.template.input_shape)
+    image = torch.from_numpy(draw).float()
+    other = image.clone()
+    other.view(-1)[0] += 1
+    return maker.opposite(image, other, y)
+
+
+def _no_gradient(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
+    """Return one huge input with every label: from a head of zeros its rows cancel, and the message is zero (or
+    rounding).
+    """
+    if not x.is_floating_point():
+        return maker.with_all_labels(x[0], y)
+    # With powers of two all products are exact.
+    return maker.with_all_labels(maker.direction(client).sign() * 2.0**46, y)
+
+
+def _token(number: int) -> Kind:
+    """Return the texts of one token; -1 for padding."""
+
+    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
+        token = maker.template.padding if number < 0 else min(number, max(maker.template.vocabulary - 1, 0))
+        return torch.full_like(x, token), y
+
+    return make
+
+
+_KINDS: Mapping[str, Kind] = {
+    **{f"cancelling {scale}": _cancelling(float(scale)) for scale in ("1e6", "1e14")}, "opposite 1e6": _opposite(1e6),
+    **{f"huge {scale}": _huge(float(scale)) for scale in ("1e6", "1e14", "3e38")},
+    "tiny 1e-30": lambda maker, x, y, client: (maker.direction(client).expand(x.shape) * 1e-30, y),
+    "duplicated": lambda maker, x, y, client: (x[:1].expand(x.shape).clone(), y[:1].expand(y.shape).clone()),
+    "one class": lambda maker, x, y, client: (x, maker.label(0, y)),
+    "constant": lambda maker, x, y, client: (torch.ones_like(x), maker.label(0, y)), "pixels": _pixels,
+    "no gradient": _no_gradient, "one text, all labels": lambda maker, x, y, client: maker.with_all_labels(x[0], y),
+    "one token": _token(5), "padding": _token(-1),
+}  # fmt: skip
+
 
 SLACK = 0.002
 """What rounding may add to C, relatively."""
@@ -221,8 +404,8 @@ class Worlds:
         state = self._after_a_round() if case.start == "later" else None
         others = [self.maker.make(case.others, client) for client in range(1, self.stage.clients)]
         recorder = Recorder()
-        pairs = [*others, mine] if case.last else [mine, *others]
-        outcome, parts = self._run(engine, pairs, recorder, case, state)
+        data = self.maker.federation([*others, mine] if case.last else [mine, *others])
+        outcome, parts = self._run(engine, data, recorder, case, state)
         if recorder.mean is None:
             raise Aborted("the round was aborted, so nothing was released")
         # What accounting takes for the longest message, the rounding to a grid included.
@@ -232,19 +415,18 @@ class Worlds:
     def _after_a_round(self) -> RoundState:
         """Return the released state after a round of ordinary data."""
         if self._later is None:
-            pairs = [self.maker.make("ordinary", client) for client in range(self.stage.clients)]
-            outcome, _ = self._run(Engine("sequential"), pairs, Recorder(), Case("ordinary"), None, planted=False)
+            data = self.maker.everybody("ordinary", self.stage.clients)
+            outcome, _ = self._run(Engine("sequential"), data, Recorder(), Case("ordinary"), None, planted=False)
             self._later = outcome.state
         return self._later
 
     def _run(
-        self, engine: Engine, pairs: Sequence[Pair], recorder: Recorder, case: Case, state: RoundState | None, *,
+        self, engine: Engine, data: FederatedData, recorder: Recorder, case: Case, state: RoundState | None, *,
         planted: bool = True,
     ) -> tuple[Outcome, RoundParts]:  # fmt: skip
         stage = self.stage
         rounds = 1 if state is None else state.round + 1
         recipe = world_recipe(stage.recipe, stage.clients, engine, rounds, case)
-        data = federation(stage.template, pairs, self.maker.public())
         module = headless(stage.module) if case.start == "even" else stage.module
         job = prepare(recipe, module, algorithm=stage.algorithm, data=data)
         # Both worlds draw with one key, so only the client's data differ.

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fedflat.audit.bench import DELTA, SIGMA, AuditModel, Bench, bench_of, prepare_job
 from fedflat.audit.bounds import bound_of
-from fedflat.audit.canaries import CANARIES, contract_violations, outside_faults
-from fedflat.audit.mechanism import CONFIDENCE, audit_bench
+from fedflat.audit.mechanism import CANARIES, CONFIDENCE, audit_bench, contract_violations, outside_faults
 from fedflat.backends.sequential import Sequential
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism

@@ -25,10 +25,8 @@ from fedflat.audit.bench import (
     single,
     world_of,
 )
-from fedflat.audit.canaries import CANARIES, canaries_for, contract_violations
-from fedflat.audit.hostile import Case
-from fedflat.audit.mechanism import audit_bench, audit_votes, epsilons
-from fedflat.audit.worlds import Engine, world_recipe
+from fedflat.audit.mechanism import CANARIES, audit_bench, audit_votes, canaries_for, contract_violations, epsilons
+from fedflat.audit.worlds import Case, Engine, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import Mechanism

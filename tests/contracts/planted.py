@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.audit.hostile import Case
 from fedflat.audit.movements import faults, shared_noise
-from fedflat.audit.worlds import CLIENTS, Engine, Movement, Scenario, Worlds
+from fedflat.audit.worlds import CLIENTS, Case, Engine, Movement, Scenario, Worlds
 from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import Layout, PersonalState, layout_of

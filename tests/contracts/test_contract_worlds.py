@@ -18,9 +18,8 @@ from small_federation import PRIVATE
 from torch import nn
 
 from fedflat.algorithms import ALGORITHMS
-from fedflat.audit.hostile import Case
 from fedflat.audit.movements import shared_noise
-from fedflat.audit.worlds import SLACK, Engine, Scenario, Worlds
+from fedflat.audit.worlds import SLACK, Case, Engine, Scenario, Worlds
 from fedflat.config.recipe import Recipe
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm

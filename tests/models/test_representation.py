@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import fedflat
 from fedflat.assembly.jobs import prepare
-from fedflat.audit.hostile import Case
-from fedflat.audit.worlds import Engine, Scenario, Worlds
+from fedflat.audit.worlds import Case, Engine, Scenario, Worlds
 from fedflat.backends import features
 from fedflat.backends.features import computed, with_features
 from fedflat.config.recipe import Recipe
