@@ -29,17 +29,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import ClientContext, Layout
 from fedflat.core.rng import digest, stream
-from fedflat.core.types import (
-    Aggregate,
-    Algorithm,
-    Broadcast,
-    Local,
-    MeanView,
-    Optimizer,
-    Part,
-    RoundState,
-    ServerView,
-)
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, Local, Part, RoundState, ServerView
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.problem import Batch, Gradient
@@ -289,7 +279,9 @@ def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) 
     bench = neighbours.bench
     method, mask = bench.parts.algorithm, world.broadcast.mask
     algorithm = replace(method, server=tuple(_EachStep(step, copies) for step in method.server))
-    parts = replace(bench.parts, algorithm=algorithm, optimizer=_each_optimizer(bench.parts.optimizer, copies))
+    # The real server optimiser on each of the copies.
+    each = replace(bench.parts, optimizer=lambda view: functools.partial(_each, bench.parts.optimizer(view), copies))
+    parts = replace(each, algorithm=algorithm)
     slots = {name: value.repeat(copies) for name, value in bench.state.slots.items()}
     state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
@@ -387,11 +379,6 @@ class _EachStep:
             return found
 
         return _each(one, self.copies, mean, view.slots)
-
-
-def _each_optimizer(optimizer: Callable[[MeanView], Optimizer], copies: int) -> Callable[[MeanView], Optimizer]:
-    """Return the real server optimiser on each of ``copies`` copies."""
-    return lambda view: functools.partial(_each, optimizer(view), copies)
 
 
 def _each(function: Callable[..., Stepped], copies: int, *given: Any) -> Stepped:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.plans import algorithm_of, plan_of
@@ -35,22 +36,14 @@ from fedflat.report.progress import RunEvent
 from fedflat.simulation.experiment import compare, data_for
 from fedflat.simulation.settings import expand
 
-RESNETS = {name: {"name": name, "width": 4, "groups": 2} for name in ("resnet10", "resnet18")}
-SMALL: dict[str, dict[str, Any]] = {
-    **RESNETS, "cnn": {"name": "cnn", "hidden": 64}, "cnn-2-layers": {"name": "cnn-2-layers", "hidden": 32},
-    "cnn-3": {"name": "cnn", "hidden": 64}, "vit-base": RESNETS["resnet10"], "roberta-base": {"name": "bow"},
-}  # fmt: skip
-"""The nearest small network of the same kind that a processor trains in seconds a round."""
 SHARES = 30
 """Expected cohort that ddgauss needs at least."""
-TINY = {
-    name: {"name": "bow", "embedding": 4} if name == "roberta-base" else {"name": "mlp", "hidden": 16} for name in SMALL
-}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """At most so many of everything; None keeps the recipe's. models: what stands for the paper's networks.
+    """At most so many of everything; None keeps the recipe's. models: what stands for the paper's networks, at scale
+    ``small`` the nearest network of the same kind that a processor trains in seconds a round.
 
     least_cohort: clients are as many as this expected cohort needs at the paper's q.
     """
@@ -67,11 +60,8 @@ class Scale:
     seeds: int | None = None
 
 
-SCALES: dict[str, Scale] = {
-    "smoke": Scale(20, 5, 2, 2, 8, 600, 200, 10, TINY, 1),
-    "small": Scale(100, 10, 150, 2, 16, 10_000, 1_000, 200, SMALL, 3),
-    "full": Scale(),
-}
+_DATA = yaml.safe_load(Path(__file__).with_name("scales.yaml").read_text(encoding="utf-8"))
+SCALES = {name: Scale(**entry) for name, entry in _DATA.items()}
 
 
 def scaled(recipe: Recipe, name: str) -> Recipe:
