@@ -88,8 +88,55 @@ class Maker:
         # A client without data is the world in which it is absent.
         if kind == "empty":
             return x[:0], y[:0]
-        made = _KINDS[kind](self, x, y, client)
-        return made[0].to(x.dtype), made[1]
+        inputs, targets = self._hostile(kind, client, x, y)
+        return inputs.to(x.dtype), targets
+
+    def _hostile(self, kind: str, client: int, x: Tensor, y: Tensor) -> Pair:
+        """Return inputs and targets of a kind, which may end with a scale; x, y: the client's ordinary ones."""
+        name, _, number = kind.rpartition(" ")
+        name, scale = (name, float(number)) if number[0].isdigit() else (kind, 1.0)
+        u = self.direction(client)
+        match name:
+            case "cancelling":
+                return self._cancelling(u, scale, y)
+            case "opposite":
+                return self.opposite(u * scale, u * scale * (1 + 1e-6), y)
+            case "huge":
+                return (u / u.abs().max().clamp_min(1e-30) * scale).expand(len(x), *u.shape).clone(), y
+            case "tiny":
+                return u.expand(x.shape) * scale, y
+            case "pixels":
+                return self._pixels(client, y)
+            case "duplicated":
+                return x[:1].expand(x.shape).clone(), y[:1].expand(y.shape).clone()
+            case "one class":
+                return x, self.label(0, y)
+            case "constant":
+                return torch.ones_like(x), self.label(0, y)
+            case "no gradient" if x.is_floating_point():
+                # From a head of zeros its rows cancel; with powers of two all products are exact.
+                return self.with_all_labels(u.sign() * 2.0**46, y)
+            case "no gradient" | "one text, all labels":
+                return self.with_all_labels(x[0], y)
+            case "one token":
+                return torch.full_like(x, min(5, max(self.template.vocabulary - 1, 0))), y
+            case "padding":
+                return torch.full_like(x, self.template.padding), y
+        raise ValueError(kind)
+
+    def _cancelling(self, u: Tensor, scale: float, y: Tensor) -> Pair:
+        """Nearly equal inputs, one of each class: where classes are about as likely, large rows of the gradient
+        cancel."""
+        same, labels = self.with_all_labels(u * scale, y)
+        return same + scale * 1e-6 * torch.arange(len(same)).reshape(-1, *(1 for _ in u.shape)) * u.flip(0), labels
+
+    def _pixels(self, client: int, y: Tensor) -> Pair:
+        """Return two raw images, whole numbers to 255, that differ in one pixel by 1, of opposite classes."""
+        draw = stream(0, "audit: pixels", client).integers(0, PIXELS, self.template.input_shape)
+        image = torch.from_numpy(draw).float()
+        other = image.clone()
+        other.view(-1)[0] += 1
+        return self.opposite(image, other, y)
 
     def everybody(self, kind: str, clients: int) -> FederatedData:
         """Return a federation whose clients all have data of one kind."""
@@ -139,78 +186,6 @@ class Maker:
     def opposite(self, first: Tensor, second: Tensor, y: Tensor) -> Pair:
         """Return two examples of the first and the last class."""
         return torch.stack([first, second]), torch.cat([self.label(0, y[:1]), self.label(-1, y[:1])])
-
-
-Kind = Callable[[Maker, Tensor, Tensor, int], Pair]
-
-
-def _cancelling(scale: float) -> Kind:
-    """Nearly equal inputs, one of each class: where classes are about as likely, large rows of the gradient cancel."""
-
-    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-        u, (same, labels) = maker.direction(client), maker.with_all_labels(maker.direction(client) * scale, y)
-        return same + scale * 1e-6 * torch.arange(len(same)).reshape(-1, *(1 for _ in u.shape)) * u.flip(0), labels
-
-    return make
-
-
-def _opposite(scale: float) -> Kind:
-    """Return two nearly equal inputs, of the first and the last class."""
-
-    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-        u = maker.direction(client) * scale
-        return maker.opposite(u, u * (1 + 1e-6), y)
-
-    return make
-
-
-def _huge(scale: float) -> Kind:
-    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-        u = maker.direction(client)
-        return (u / u.abs().max().clamp_min(1e-30) * scale).expand(len(x), *u.shape).clone(), y
-
-    return make
-
-
-def _pixels(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-    """Return two raw images, whole numbers to 255, that differ in one pixel by 1, of opposite classes."""
-    draw = stream(0, "audit: pixels", client).integers(0, PIXELS, maker.template.input_shape)
-    image = torch.from_numpy(draw).float()
-    other = image.clone()
-    other.view(-1)[0] += 1
-    return maker.opposite(image, other, y)
-
-
-def _no_gradient(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-    """Return one huge input with every label: from a head of zeros its rows cancel, and the message is zero (or
-    rounding).
-    """
-    if not x.is_floating_point():
-        return maker.with_all_labels(x[0], y)
-    # With powers of two all products are exact.
-    return maker.with_all_labels(maker.direction(client).sign() * 2.0**46, y)
-
-
-def _token(number: int) -> Kind:
-    """Return the texts of one token; -1 for padding."""
-
-    def make(maker: Maker, x: Tensor, y: Tensor, client: int) -> Pair:
-        token = maker.template.padding if number < 0 else min(number, max(maker.template.vocabulary - 1, 0))
-        return torch.full_like(x, token), y
-
-    return make
-
-
-_KINDS: Mapping[str, Kind] = {
-    **{f"cancelling {scale}": _cancelling(float(scale)) for scale in ("1e6", "1e14")}, "opposite 1e6": _opposite(1e6),
-    **{f"huge {scale}": _huge(float(scale)) for scale in ("1e6", "1e14", "3e38")},
-    "tiny 1e-30": lambda maker, x, y, client: (maker.direction(client).expand(x.shape) * 1e-30, y),
-    "duplicated": lambda maker, x, y, client: (x[:1].expand(x.shape).clone(), y[:1].expand(y.shape).clone()),
-    "one class": lambda maker, x, y, client: (x, maker.label(0, y)),
-    "constant": lambda maker, x, y, client: (torch.ones_like(x), maker.label(0, y)), "pixels": _pixels,
-    "no gradient": _no_gradient, "one text, all labels": lambda maker, x, y, client: maker.with_all_labels(x[0], y),
-    "one token": _token(5), "padding": _token(-1),
-}  # fmt: skip
 
 
 SLACK = 0.002

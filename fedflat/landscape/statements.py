@@ -56,30 +56,30 @@ def cost_of(method: Algorithm, dimension: int, steps: int, batches: int = 1) -> 
 
 def count_passes(phase: Phase, method: Algorithm) -> int:
     """Return how often one local step of a phase asks for the minibatch's gradient."""
-    counted, gradient = _counter()
     if phase.rule is None:
         return 1
+    gradient = _Counter()
     phase.rule(gradient, _view(method))(torch.ones(_SMALL))
-    return len(counted)
+    return gradient.asked
 
 
 def _transform_gradients(method: Algorithm) -> int:
-    counted, gradient = _counter()
-    view = replace(_view(method), gradient=lambda: gradient(torch.ones(_SMALL)), examples=lambda: torch.ones(1))
+    gradient = _Counter()
+    view = replace(_view(method), gradient=gradient, examples=lambda: torch.ones(1))
     update = torch.ones(_SMALL)
     for transform in method.transforms:
         update = transform(update, view)
-    return len(counted)
+    return gradient.asked
 
 
-def _counter() -> tuple[list[int], Callable[[Tensor], Tensor]]:
-    counted: list[int] = []
+class _Counter:
+    """A gradient of ones that counts how often it is asked for, at given weights or at the view's own."""
 
-    def gradient(weights: Tensor) -> Tensor:
-        counted.append(1)
-        return torch.ones_like(weights)
+    asked = 0
 
-    return counted, gradient
+    def __call__(self, weights: Tensor | None = None) -> Tensor:
+        self.asked += 1
+        return torch.ones(_SMALL) if weights is None else torch.ones_like(weights)
 
 
 def _view(method: Algorithm) -> ClientView:

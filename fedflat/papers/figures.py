@@ -15,7 +15,7 @@ import numpy as np
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.papers.outcome import UNSEEN, Row
-from fedflat.papers.rows import accounted, finished, lacking, measured, planned
+from fedflat.papers.rows import accounted, lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named
 from fedflat.report.figures import (
@@ -31,8 +31,6 @@ from fedflat.report.figures import (
 from fedflat.report.groups import Group, flatten, spread, styles
 from fedflat.report.metrics import FATES, Run, column, fate, plain
 from fedflat.report.progress import RunEvent
-from fedflat.simulation.experiment import compare
-from fedflat.simulation.settings import expand
 
 FILE = Path(__file__).parent / "figures.yaml"
 SIZES = ("local.steps", "local.epochs", "data.clients", "cohort.size")
@@ -249,12 +247,9 @@ def draw(
             missing |= dict.fromkeys(absent.values())
             continue
         count = seeds or SCALES[scale].seeds or panel.table.seeds
-        where = folder_of(folder, panel)
-        found = compare(recipes, (), count, where, processes, update)
-        missing |= dict.fromkeys(f"{name}: {why}" for name, why in found.failed.items())
-        settings = expand(recipes, (), count)
-        ran = [(line, list(finished(where / s.slug, s.seeds).values())) for line, s in zip(panel.lines, settings)]
-        ran = [(line, runs) for line, runs in ran if runs]
+        found, failed = trained(recipes, count, folder_of(folder, panel), processes, update)
+        missing |= dict.fromkeys(failed)
+        ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, found) if runs]
         every += [run for _, runs in ran for run in runs]
         remarks |= dict.fromkeys(_remarks(panel, recipes, ran))
         if panel.draw == "landscape" and ran:

@@ -13,7 +13,7 @@ from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
-from fedflat.core.params import Layout, layout_of
+from fedflat.core.params import layout_of
 from fedflat.methods.published import CITED, PAPERS, Published, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.scales import SCALES, at, choose, differences, scaled
@@ -112,28 +112,20 @@ def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Account:
 # Hundreds of cells share a few dozen plans, and an account takes seconds.
 @lru_cache(maxsize=512)
 def _account(text: str, shape: tuple[int, ...], classes: int) -> Account:
+    from fedflat.models import build
+
     recipe = Recipe.model_validate_json(text)
     method, clients = algorithm_of(recipe), recipe.data.clients or 1
-    layout = _layout(recipe, shape, classes) if _needs_model(recipe, method.kind) else None
+    released, layout = recipe.privacy.protocol == "published", None
+    # The account asks for d, or for the number of tensors that are clipped one by one; but a median of the clients'
+    # norms proves nothing, whatever the model.
+    if method.kind == "ddgauss" or (released and recipe.privacy.clipping.kind != "median"):
+        module = build(recipe.model.name, shape, classes, 0, **recipe.model.options)
+        layout = layout_of(module, method.head)
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
     if isinstance(plan.mechanism, Published) and layout is not None:
         plan = with_tensors(plan, layout.shared)
     return plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon()
-
-
-def _needs_model(recipe: Recipe, kind: str) -> bool:
-    """Return whether the account asks for the model: for d, or for the number of tensors that are clipped one by
-    one."""
-    # A median of the clients' norms proves nothing, whatever the model.
-    own_median = recipe.privacy.clipping.kind == "median"
-    return kind == "ddgauss" or (recipe.privacy.protocol == "published" and not own_median)
-
-
-def _layout(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Layout:
-    from fedflat.models import build
-
-    module = build(recipe.model.name, shape, classes, 0, **recipe.model.options)
-    return layout_of(module, algorithm_of(recipe).head)
 
 
 def train(
@@ -149,18 +141,14 @@ def train(
     """
     plan = dry(table, scale, protocol, overrides)
     absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
-    if tuned:
-        plan = _tuned(plan, set(absent), folder, seeds or SCALES[scale].seeds or table.seeds, processes, update)
-    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     count = seeds or SCALES[scale].seeds or table.seeds
-    missing = list(absent.values())
-    runs: dict[tuple[str, str], dict[int, Run]] = {}
-    if chosen:
-        recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
-        found = compare(list(recipes.values()), (), count, folder, processes, update)
-        missing += [f"{name}: {why}" for name, why in found.failed.items()]
-        for key, setting in zip(recipes, expand(list(recipes.values()), (), count)):
-            runs[key] = finished(folder / setting.slug, setting.seeds)
+    if tuned:
+        plan = _tuned(plan, set(absent), folder, count, processes, update)
+    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
+    recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
+    found, missing = trained(list(recipes.values()), count, folder, processes, update)
+    runs = dict(zip(recipes, found))
+    missing = [*absent.values(), *missing]
     rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
     spent += sum(one.seconds for one in plan.chosen.values())
@@ -188,10 +176,20 @@ def _tuned(
     return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen, tuned=True)
 
 
-def finished(folder: Path, seeds: Sequence[int]) -> dict[int, Run]:
-    """Return the runs in a setting's folder that have ended, by seed."""
-    places = {seed: folder / f"seed-{seed}" for seed in seeds}
-    return {seed: metrics.read_run(place) for seed, place in places.items() if (place / "privacy.json").is_file()}
+def trained(
+    recipes: Sequence[Recipe], count: int, folder: Path, processes: int | None,
+    update: Callable[[RunEvent], None] | None,
+) -> tuple[list[dict[int, Run]], list[str]]:  # fmt: skip
+    """Train what is not done yet in ``folder``; return each recipe's runs that ended, by seed, and why others did
+    not."""
+    if not recipes:
+        return [], []
+    found = compare(recipes, (), count, folder, processes, update)
+    runs: list[dict[int, Run]] = []
+    for setting in expand(recipes, (), count):
+        places = {seed: folder / setting.slug / f"seed-{seed}" for seed in setting.seeds}
+        runs.append({s: metrics.read_run(place) for s, place in places.items() if (place / "privacy.json").is_file()})
+    return runs, [f"{name}: {why}" for name, why in found.failed.items()]
 
 
 def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
