@@ -240,6 +240,13 @@ def test_a_figure_trained_on_digits_kept_and_shown_again(tmp_path: Path, monkeyp
         write_pages(again, tmp_path / "000-figure-4.json")
 
 
+@pytest.mark.parametrize("file", sorted(measured.FOLDER.glob("*figure*.json")), ids=lambda file: file.stem)
+def test_every_record_of_a_figure_can_be_shown(file: Path) -> None:
+    """Records of older versions have fields that a figure has no more."""
+    found = measured.drawings(find_figure(*file.stem.split("-", 1)))
+    assert found and all(drawn.figures or drawn.landscapes for _, drawn in found)
+
+
 @pytest.mark.usefixtures("quick_workers")
 def test_a_table_kept_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
