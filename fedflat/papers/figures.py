@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,9 @@ from fedflat.papers.outcome import UNSEEN, Row
 from fedflat.papers.rows import accounted, lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named
-from fedflat.report.figures import (
-    Figure,
-    Series,
-    by_round,
-    declared,
-    figures_of_groups,
-    figures_of_run,
-    quantiles,
-    thin,
-)
+from fedflat.report.figures import Figure, Series, declared, figures_of_groups, figures_of_run, quantiles, thin
 from fedflat.report.groups import Group, flatten, spread, styles
-from fedflat.report.metrics import FATES, Run, column, fate, plain
+from fedflat.report.metrics import FATES, Run, fate, plain
 from fedflat.report.progress import RunEvent
 
 FILE = Path(__file__).parent / "figures.yaml"
@@ -318,14 +308,16 @@ def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
 
 def _spread(panel: Panel, ran: Ran) -> list[Figure]:
     """Return update norms by round: the mean over clients, with a band of one standard deviation over clients."""
-    series = []
+    import pandas
+
+    series, kept = [], ["update_norm_mean", "update_norm_sd"]
     for (line, runs), style in zip(ran, _styles(ran)):
-        means, sds = (_by_round(runs, key) for key in ("update_norm_mean", "update_norm_sd"))
-        turns = [turn for turn in means if turn in sds]
-        turns = [turns[at] for at in thin(len(turns))]
-        y, sd = tuple(means[turn] for turn in turns), [sds[turn] for turn in turns]
-        low, high = (tuple(a + sign * b for a, b in zip(y, sd)) for sign in (-1, 1))
-        series.append(Series(line.label, {"round": tuple(map(float, turns))}, y, low, high, style))
+        records = pandas.DataFrame([record for run in runs for record in run.private])
+        found = records.groupby("round")[kept].mean().dropna()
+        found = found.iloc[thin(len(found))]
+        y, sd = (found[key] for key in kept)
+        middle, low, high = (tuple(each.tolist()) for each in (y, y - sd, y + sd))
+        series.append(Series(line.label, {"round": tuple(map(float, found.index))}, middle, low, high, style))
     note = "Mean over the cohort with one standard deviation over clients, before the clip; means over seeds."
     return [replace(declared("run", "norms"), note=note, series=tuple(series), y_title="Update norm")]
 
@@ -333,12 +325,6 @@ def _spread(panel: Panel, ran: Ran) -> list[Figure]:
 def _styles(ran: Ran) -> list[int]:
     """Return the lines' colours and dashes: their methods' own, as on every page."""
     return styles([runs[0].algorithm for _, runs in ran])
-
-
-def _by_round(runs: Sequence[Run], key: str) -> dict[int, float]:
-    """Return the mean over seeds at each round."""
-    found = by_round(column(run.private, key) for run in runs)
-    return {turn: math.fsum(values) / len(values) for turn, values in found.items()}
 
 
 def _norms(panel: Panel, ran: Ran) -> list[Figure]:
