@@ -78,19 +78,14 @@ def stem_of(found: Table | PaperFigure) -> str:
 
 def check_keep(path: Path) -> None:
     """Raise InputError for a file that could take no record, before anything runs."""
-    if path.is_dir() or not (path.exists() or path.parent.is_dir() or _made(path.parent)):
-        raise wrong("--keep", str(path), "a file in a folder that can be written to")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
         raise wrong("--keep", f"{path}, which cannot be written to", "a file in a folder that can be written to")
     _read(path)
-
-
-def _made(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True)
-    except OSError:
-        return False
-    return True
 
 
 def keep(path: Path, command: str, found: Outcome | Drawn, overrides: Sequence[str], seconds: float) -> str:
