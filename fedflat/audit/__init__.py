@@ -69,14 +69,14 @@ def audit_run(
     if "mechanism" in chosen:
         privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
         sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
-        method = parsed.algorithm
-        found.append(audit_method(method.name, options=method.options, sections=sections, runs=runs))
+        named = parsed.algorithm
+        found.append(audit_method(named.name, options=named.options, sections=sections, runs=runs))
     for name, audited in {"canaries": one_shot, "one-run": one_run}.items():
         if name in chosen:
             job = prepare(parsed, **given)
             if not job.parts.plan.private:
-                found_method = f"{job.parts.algorithm.name}, which is not private"
-                raise wrong("audit", found_method, "a private method for canary audits")
+                method = f"{job.parts.algorithm.name}, which is not private"
+                raise wrong("audit", method, "a private method for canary audits")
             found.append(audited(job, canaries))
     return found
 

@@ -261,11 +261,7 @@ def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
     said = [f"Changed: {', '.join(shared)}."] if shared else []
     for kind, words in FATES.items():
         lost = [(line, sum(fate(run) == kind for run in runs), len(runs)) for line, runs in ran]
-        named = [
-            f"{line.label}{'' if line.x is None else f' at {panel.x} = {line.x:g}'} ({some} of {of} runs)"
-            for line, some, of in lost
-            if some
-        ]
+        named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
         if named:
             said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
     said += _moved(panel, recipes)
@@ -284,6 +280,11 @@ def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
             if f"{room}.{name}" != key or section[name] != line.x:
                 pairs[f"{line.x:g} is {room}.{name} = {section[name]:g}"] = None
     return [f"On the axis are the paper's values; here {', '.join(pairs)}."] if pairs else []
+
+
+def _place(panel: Panel, line: Line) -> str:
+    """Return a line in words: its method, and its place where it is a point on an axis."""
+    return line.label if line.x is None else f"{line.label} at {panel.x} = {line.x:g}"
 
 
 def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> str:
