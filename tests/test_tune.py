@@ -26,8 +26,8 @@ from fedflat.core.params import layout_of
 from fedflat.core.rng import stream
 from fedflat.data.sources import load, load_validation
 from fedflat.privacy import tuning as account
-from fedflat.privacy.accounting.selection import Trials
 from fedflat.privacy.ledger import read
+from fedflat.privacy.tuning import Trials
 from fedflat.privacy.verify import verify
 from fedflat.records import keys
 from fedflat.report import card

@@ -27,7 +27,7 @@ from fedflat.methods import noise as noising
 from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
 from fedflat.methods.published import Published
-from fedflat.privacy.accounting.steps import Step, steps_epsilon
+from fedflat.privacy.accounting.curves import Step, steps_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import PRIORS, TEXTS, multipliers, rounds_charged, statement

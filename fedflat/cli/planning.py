@@ -131,8 +131,8 @@ def _private(
     recipe: Any, varied: list[str], mean: float, law: str, folder: Path, processes: int | None, as_json: bool
 ) -> None:
     from fedflat.privacy import tuning as account
-    from fedflat.privacy.accounting.selection import Trials
-    from fedflat.privacy.accounting.selection import law as law_of
+    from fedflat.privacy.tuning import Trials
+    from fedflat.privacy.tuning import law as law_of
     from fedflat.simulation.tuning import ask, tune
 
     asked = ask(recipe, varied, Trials(mean, law_of(law)), _clients(recipe))

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError
+from fedflat.privacy.accounting.curves import Step, alone, alone_by_delta, gaussians_in_one, step, steps_epsilon
 from fedflat.privacy.accounting.gaussian import gaussian_distance, gaussian_epsilon
-from fedflat.privacy.accounting.steps import Step, alone, alone_by_delta, gaussians_in_one, step, steps_epsilon
 from fedflat.privacy.ledger import CHAIN, REASONS, event
 from fedflat.privacy.schedules import OWN, gaussians
 from fedflat.privacy.verify import drawn, multiplier, recompute

@@ -16,9 +16,8 @@ from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.cohorts import CyclicPoisson, Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon, proving, refusal
+from fedflat.privacy.accounting.curves import Step, compose_epsilon, proving, refusal, step, steps_epsilon
 from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
-from fedflat.privacy.accounting.steps import Step, step, steps_epsilon
 
 TRUSTS = ("central", "distributed", "local")
 NOISE = (1e-12, 1e8)

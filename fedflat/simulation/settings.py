@@ -28,10 +28,9 @@ from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import InputError, nearest, wrong
 from fedflat.privacy.accounting.epsilon import calibrate
-from fedflat.privacy.accounting.selection import LAWS, Trials
 from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.tuning import Selection, check
+from fedflat.privacy.tuning import LAWS, Selection, Trials, check
 from fedflat.records.folder import RECIPE, check_name
 
 REQUESTED = "setting.yaml"

@@ -32,9 +32,9 @@ from fedflat.core.rng import digest, fresh_key, noise_key, stream
 from fedflat.data.sources import load_validation
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.epsilon import calibrate
-from fedflat.privacy.accounting.selection import Trials
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
+from fedflat.privacy.tuning import Trials
 from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening

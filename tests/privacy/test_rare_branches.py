@@ -19,11 +19,10 @@ from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteN
 from fedflat.methods.noise import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.privacy.accounting.budget import needed_table
-from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.curves import Step, alone, alone_by_delta, compose_epsilon
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
-from fedflat.privacy.accounting.steps import Step, alone, alone_by_delta
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.schedules import contradictions
 from fedflat.privacy.statement import checksum, is_whole, not_covered, statement

@@ -17,10 +17,10 @@ from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.curves import RDP_ORDERS, renyi
-from fedflat.privacy.accounting.selection import Trials, law, negative_binomial_mean
 from fedflat.privacy.ledger import seal
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.statement import TEXTS, statement
+from fedflat.privacy.tuning import Trials, law, negative_binomial_mean
 from fedflat.privacy.verify import recompute, verify
 
 ORDERS = np.array(RDP_ORDERS)

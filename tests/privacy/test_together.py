@@ -14,12 +14,11 @@ from safetensors.numpy import save_file
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.methods.published import published_plan
 from fedflat.privacy.accounting import composition
-from fedflat.privacy.accounting import steps as module
+from fedflat.privacy.accounting import curves as module
 from fedflat.privacy.accounting.composition import LossDistribution
-from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.curves import Step, compose_epsilon, steps_epsilon
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds
-from fedflat.privacy.accounting.steps import Step, steps_epsilon
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.together import Published, release_digest, total
 

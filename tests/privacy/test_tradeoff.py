@@ -14,12 +14,21 @@ from scipy.stats import norm
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.methods.plans import DDGaussPlan
-from fedflat.privacy.accounting import tradeoff
+from fedflat.privacy import attacker as tradeoff
 from fedflat.privacy.accounting.curves import by_delta, compose_epsilon
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds
-from fedflat.privacy.accounting.tradeoff import gaussian_mu, positives_at, true_positives
-from fedflat.privacy.attacker import GAUSSIAN, PROVEN, STATED, attacker, attacker_of, gaussian_positives
+from fedflat.privacy.attacker import (
+    GAUSSIAN,
+    PROVEN,
+    STATED,
+    attacker,
+    attacker_of,
+    gaussian_mu,
+    gaussian_positives,
+    positives_at,
+    true_positives,
+)
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.together import Published, curve
 
