@@ -171,12 +171,8 @@ def read(path: str | Path) -> list[Entry]:
 
     Raises ``InputError`` if there is no ledger and ``LedgerError`` if it was edited.
     """
-    return _scan_file(Path(path)).entries
-
-
-def _scan_file(path: Path) -> Scan:
     try:
-        return scan(path, path.read_bytes())
+        return scan(path, Path(path).read_bytes()).entries
     except OSError as error:
         raise wrong(str(path), str(error.strerror), "a readable ledger.jsonl") from error
 
@@ -253,16 +249,14 @@ class Ledger:
         return [entry for entry in last if entry["line"] >= start]
 
     @classmethod
-    def open(cls, path: str | Path, *, exclusive: bool = True, key_id: str | None = None) -> Ledger:
+    def open(cls, path: str | Path, *, key_id: str | None = None) -> Ledger:
         """Open or create a ledger, verifying every line.
 
-        ``exclusive=False`` opens it for reading only. ``key_id`` is a public fingerprint of the noise key, stored
+        ``key_id`` is a public fingerprint of the noise key, stored
         with each event: only an event drawn with the same key counts as the same event when a run is resumed.
         Raises ``RunError`` if another process holds it or the disk refuses, ``LedgerError`` if it was edited.
         """
         path = Path(path)
-        if not exclusive:
-            return cls(path, None, None, _scan_file(path), key_id)
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -315,11 +309,6 @@ class Ledger:
     def tip(self, events: int) -> str:
         """SHA-256 (hex) that a line after the first ``events`` lines is chained to."""
         return str(self.entries[events]["previous"]) if events < len(self.entries) else self._tip
-
-    def contains(self, payload: Mapping[str, Any]) -> bool:
-        """Whether an event with exactly this payload (and this ledger's key) is already recorded."""
-        wanted = self._normal(payload)
-        return any(event(entry) == wanted for entry in self.entries)
 
     def _normal(self, payload: Mapping[str, Any]) -> Entry:
         plain: Entry = {**plain_json("ledger event", payload), **self._key}

@@ -23,7 +23,7 @@ from fedflat.privacy.accounting.curves import Step, alone, alone_by_delta, gauss
 from fedflat.privacy.accounting.gaussian import gaussian_distance, gaussian_epsilon
 from fedflat.privacy.ledger import CHAIN, REASONS, event
 from fedflat.privacy.schedules import OWN, gaussians
-from fedflat.privacy.verify import drawn, multiplier, recompute
+from fedflat.privacy.verify import drawn, multiplier, recompute, too_few
 
 Entry = Mapping[str, Any]
 
@@ -75,10 +75,13 @@ class _Spent:
     lost: float = 0.0
 
     def add(self, run: Published) -> bool:
-        """Add a run's lines; False, and nothing is added, where they are of no law that is known here.
+        """Add a run's lines; False, and nothing is added, where they are none, or not of a law that is known here."""
+        try:
+            return bool(run.entries) and self._add(run)
+        except FAULTS:
+            return False
 
-        One of ``FAULTS``, and nothing is added either, for lines that are not as their law has them.
-        """
+    def _add(self, run: Published) -> bool:
         entries = run.entries
         laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust"), e.get("relation")) for e in entries}
         # A ledger of several laws is none that this program writes, so nothing is concluded from it.
@@ -105,7 +108,9 @@ class _Spent:
         if sampling not in ("poisson", "truncated", "fixed", "full"):
             return False
         kind = "known" if trust == "distributed" else str(sampling)
-        rounds, lost = [_step(kind, e) for e in entries], _aborts(entries) if trust == "distributed" else 0.0
+        rounds = [_step(kind, e) for e in entries]
+        # The plan takes the chance of any aborted round out of δ.
+        lost = min(1.0, len(entries) * too_few(entries[0])) if trust == "distributed" else 0.0
         self.steps.update(rounds)
         self.lost += lost
         return True
@@ -157,17 +162,6 @@ def _step(kind: str, entry: Entry) -> Step:
     return step(kind, q, sigma, int(entry["clients"]), int(limit))
 
 
-def _aborts(entries: Sequence[Entry]) -> float:
-    """Chance that a round has fewer honest shares than the minimum cohort, as the plan takes it out of δ."""
-    from scipy.stats import binom
-
-    first, minimum = entries[0], entries[0].get("cohort_min")
-    if minimum is None or first["sampling"] == "fixed":
-        return 0.0
-    short = float(binom.cdf(minimum - 1, first["clients"] - int(first.get("colluders") or 0), first["q"]))
-    return min(1.0, len(entries) * short)
-
-
 def total(runs: Sequence[Published]) -> Total:
     """What publishing all of ``runs`` costs somebody who is the same client in each; see the module.
 
@@ -185,13 +179,8 @@ def total(runs: Sequence[Published]) -> Total:
         return Total(names, unbounded, math.inf, delta, relation, (broken,))
     if len(relations) > 1 and "replace-one" in relations:
         reasons.append("Runs with replace-one accounts count for zero-out neighbours, which those accounts bound too.")
-    spent, added = _Spent(), []
-    for run in counted:
-        try:
-            known = bool(run.entries) and spent.add(run)
-        except FAULTS:
-            known = False
-        added += [] if known else [run]
+    spent = _Spent()
+    added = [run for run in counted if not spent.add(run)]
     found = _composed(spent, delta, reasons) if len(added) < len(counted) else 0.0
     at = delta if len(added) < len(counted) else 0.0
     if added:
@@ -219,13 +208,8 @@ def curve(runs: Sequence[Published]) -> Curve | None:
     spent = _Spent()
     if broken or not counted:
         return None
-    for run in counted:
-        try:
-            known = run.epsilon is not None and math.isfinite(run.epsilon) and run.entries and spent.add(run)
-        except FAULTS:
-            known = False
-        if not known:
-            return None
+    if not all(run.epsilon is not None and math.isfinite(run.epsilon) and spent.add(run) for run in counted):
+        return None
     if any(step.sigma == 0 for step in spent.steps):
         return None
     if spent.discrete or spent.lost:

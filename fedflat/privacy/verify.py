@@ -113,7 +113,13 @@ def _digits(sigma: float) -> float:
 
 
 def _events(steps: Steps) -> list[tuple[Any, int]]:
-    return [(_poisson_event(q, sigma), count) for (q, sigma), count in steps.items()]
+    import dp_accounting as dp
+
+    plain = {sigma: dp.GaussianDpEvent(sigma) for _, sigma in steps}
+    return [
+        (plain[sigma] if q >= 1 else dp.PoissonSampledDpEvent(q, plain[sigma]), count)
+        for (q, sigma), count in steps.items()
+    ]
 
 
 def _not_shortened(found: Recomputed, events: Sequence[tuple[Any, int]], delta: float, accountant: str) -> Recomputed:
@@ -149,7 +155,7 @@ def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recompute
         ((q, sigma), rounds) = next(iter(steps.items()))
         low, high = epsilon_bounds(q, sigma, rounds, delta)
         return Recomputed((low + high) / 2, low, "own integration of the privacy loss")
-    return _library([(_poisson_event(q, sigma), count) for (q, sigma), count in steps.items()], delta)
+    return _library(_events(steps), delta)
 
 
 def _hardly_noised(steps: Steps, delta: float) -> Recomputed:
@@ -178,13 +184,6 @@ def _prv(steps: Steps, delta: float) -> Recomputed | None:
     except (RuntimeError, ValueError):  # "Discrete mean differs from continuous mean significantly" and the like
         return None
     return Recomputed(float(estimate), float(low), "prv-accountant")
-
-
-def _poisson_event(q: float, sigma: float) -> Any:
-    import dp_accounting
-
-    plain = dp_accounting.GaussianDpEvent(sigma)
-    return plain if q >= 1 else dp_accounting.PoissonSampledDpEvent(q, plain)
 
 
 def _library(events: Sequence[tuple[Any, int]], delta: float) -> Recomputed:
@@ -250,17 +249,20 @@ def _counted(entries: Entries) -> dict[float, int]:
 
 def _distributed(entries: Entries, delta: float) -> Recomputed:
     """Towards the server, which knows the cohorts; the chance of an aborted round is taken from δ."""
+    short = too_few(entries[0])
+    left = delta + math.expm1(len(entries) * math.log1p(-short)) if short < 1 else 0.0
+    found = participations(_counted(entries), float(entries[0]["q"]), left)
+    return Recomputed(found, found, "mixture over participations, direct sum")
+
+
+def too_few(entry: Mapping[str, Any]) -> float:
+    """Return the chance that a round of trust distributed has fewer honest shares than its minimum cohort."""
     from scipy.stats import binom
 
-    first, rounds = entries[0], len(entries)
-    minimum, colluders = first.get("cohort_min"), int(first.get("colluders") or 0)
-    honest = first["clients"] - colluders
-    short = 0.0
-    if minimum is not None and first["sampling"] != "fixed":
-        short = float(binom.cdf(minimum - 1, honest, first["q"]))
-    left = delta + math.expm1(rounds * math.log1p(-short)) if short < 1 else 0.0
-    found = participations(_counted(entries), float(first["q"]), left)
-    return Recomputed(found, found, "mixture over participations, direct sum")
+    minimum = entry.get("cohort_min")
+    if minimum is None or entry["sampling"] == "fixed":
+        return 0.0
+    return float(binom.cdf(minimum - 1, entry["clients"] - int(entry.get("colluders") or 0), entry["q"]))
 
 
 def _local(entries: Entries, delta: float) -> Recomputed:

@@ -57,9 +57,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     programs: makes further files, after all checks and before anything is written.
     """
     found = read_run(source)
-    for name in (LEDGER, STATEMENT):
-        if not (source / name).is_file():
-            raise wrong("export", f"{source} without {name}", "the folder of a run that released something")
+    _check_ended("export", source, "the folder of a run that released something")
     if locked(source):
         raise wrong("export", f"{source}, and {LOCKED}, where its records' seals lie", "the account that owns the run")
     refuse_damage(source)
@@ -68,8 +66,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     refuse_seeded("export", found.privacy)
     weights, facts = _weights(source)
     public, left = _public(found)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise wrong("export", f"{target}, which already exists", "a new folder")
+    _check_new("export", target)
     made = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -83,6 +80,19 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
     (target / SUMS).write_text(sums, encoding="utf-8")
     return Exported(target, (*sorted(kept), SUMS), left, proven_epsilon(found) is not None)
+
+
+def _check_ended(where: str, source: Path, allowed: str) -> None:
+    """Raise InputError where a folder lacks a ledger or a statement."""
+    for name in (LEDGER, STATEMENT):
+        if not (source / name).is_file():
+            raise wrong(where, f"{source} without {name}", allowed)
+
+
+def _check_new(where: str, target: Path) -> None:
+    """Raise InputError where a folder that is to be written holds something already."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise wrong(where, f"{target}, which already exists", "a new folder")
 
 
 def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -236,13 +246,10 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
         InputError: no statement, a record that is wrong, or ``out`` holds something already.
     """
     source, target = Path(run), Path(out)
-    for name in (LEDGER, STATEMENT):
-        if not (source / name).is_file():
-            raise wrong("attest", f"{source} without {name}", "the folder of a run that ended, or an exported one")
+    _check_ended("attest", source, "the folder of a run that ended, or an exported one")
     refuse_damage(source)
     refuse_seeded("attest", json.loads((source / STATEMENT).read_bytes()))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise wrong("attest", f"{target}, which already exists", "a new folder")
+    _check_new("attest", target)
     public = key if key is not None else own_key(source)
     try:
         target.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from fedflat.engine.job import Job
 from fedflat.engine.reduce import RoundSum
 from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round
 from fedflat.engine.train import train
-from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import read
 from fedflat.privacy.verify import verify_run
 
 SIZES = (7, 3, 12, 1, 5)
@@ -184,7 +184,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(ended: int, tmp_path: Path) -> Non
     for a, b in zip(whole.model.parameters(), again.model.parameters()):
         assert torch.equal(a, b)
     assert again.privacy["proven_epsilon"] == whole.privacy["proven_epsilon"]
-    assert [line["round"] for line in Ledger.open(tmp_path / "run" / "ledger.jsonl", exclusive=False).entries] == [
+    assert [line["round"] for line in read(tmp_path / "run" / "ledger.jsonl")] == [
         0,
         1,
         2,

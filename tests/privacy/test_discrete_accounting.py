@@ -96,11 +96,9 @@ def test_poisson_curve_bounds_both_exact_directions(rate, shares, variance, shif
     orders = np.array([2.0, 3.0, 6.0, 10.0])
     plain = sum_curve(shift, shares, variance, 1)
     bound = poisson_curve(plain, rate)(orders)
-    general = poisson_curve(plain, rate, symmetric=False)(orders)
-    for order, tight, loose in zip(orders, bound, general, strict=True):
+    for order, tight in zip(orders, bound, strict=True):
         assert renyi(mixture, law, order) <= tight * (1 + 1e-9) + 1e-15
         assert renyi(law, mixture, order) <= tight
-        assert tight <= loose
     assert bound[0] < plain(orders[:1])[0]
 
 
@@ -193,13 +191,6 @@ def test_why_the_noise_of_unfilled_cohorts_hides_nobody():
     threshold = 50.5 * share
     correct = sum(e < threshold for e in energies[50]) + sum(e > threshold for e in energies[51])
     assert correct >= 14
-
-
-def test_replace_one_doubles_the_bound_and_is_not_amplified():
-    ours = account(relation="replace-one", n_max=90)
-    assert ours.epsilon(10) >= ours.epsilon(10, "server") * 0.2
-    same = account(clip=2.0, noise_multiplier=0.475, granularity=1e-6)  # twice the update, the same noise
-    assert account(relation="replace-one", granularity=1e-6).epsilon(10) == pytest.approx(same.epsilon(10), rel=1e-3)
 
 
 def test_aborted_rounds_are_taken_out_of_delta():

@@ -112,17 +112,8 @@ def calibrate_table(
     where nothing applies.
     """
     base = {"clients": clients, "cohort": cohort, "rounds": rounds, **setting}
-    return [_calibrated_row(target, base, *names) for names in _combinations(only) if names[2] in ("pld", "rdp")]
-
-
-def _calibrated_row(target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
-    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant}
-    try:
-        own = _own_setting(base, trust, sampling, accountant)
-        sigma = noise_multiplier(epsilon=target, **own)
-        return row | {"noise_multiplier": sigma, "epsilon": epsilon(noise_multiplier=sigma, **own), "reason": ""}
-    except InputError as error:
-        return row | {"noise_multiplier": None, "epsilon": None, "reason": str(error)}
+    names = [each for each in _combinations(only) if each[2] in ("pld", "rdp")]
+    return [_solved_row("noise_multiplier", target, base, *each) for each in names]
 
 
 def needed_table(
@@ -141,19 +132,23 @@ def needed_table(
     find: rounds, cohort or clients; ``setting``: the others, noise_multiplier, and what else epsilon takes. Rows are as
     in :func:`calibrate_table`, with ``find`` for noise_multiplier; None where nothing applies or reaches the target.
     """
-    solve: Row = {"rounds": rounds_for, "cohort": cohort_for, "clients": clients_for}
-    one_of("find", find, solve)
+    one_of("find", find, [name for name in SOLVERS if name != "noise_multiplier"])
     base = {name: value for name, value in setting.items() if name != find}
     every = ("pld", "rdp") if trust != "distributed" else ("pld",)
     chosen = [(trust, sampling, name) for name in every if accountant in (None, name)]
-    return [_needed_row(find, solve[find], target, base, *names) for names in chosen]
+    return [_solved_row(find, target, base, *names) for names in chosen]
 
 
-def _needed_row(find: str, solve: Any, target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
+SOLVERS: dict[str, Any] = {
+    "noise_multiplier": noise_multiplier, "rounds": rounds_for, "cohort": cohort_for, "clients": clients_for,
+}  # fmt: skip
+
+
+def _solved_row(find: str, target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
     row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant, find: None, "epsilon": None}
     try:
         own = _own_setting(base, trust, sampling, accountant)
-        found = solve(epsilon=target, **own)
+        found = SOLVERS[find](epsilon=target, **own)
         if not found:
             return row | {find: found, "reason": f"no number of {find} stays within ε = {target:g}"}
         return row | {find: found, "epsilon": epsilon(**{**own, find: found}), "reason": ""}

@@ -11,8 +11,7 @@ another one. What is used, and why it holds, for n shares N_Z(0, s²) with s ≥
   D_α ≤ α‖a‖²/2 + τd, and by Hölder's and Hoeffding's inequalities D_α ≤ (α/2)(‖a‖₂ + τ√d)².
 - Poisson sampling of an even, coordinatewise noise: the worse direction is mixture against base (Mironov et
   al. 2019, theorem 5: reflecting at v/2 swaps the two laws), which the binomial theorem expands into the unsampled
-  curve at whole orders. `symmetric=False` is Zhu and Wang 2019 "Poisson Subsampled Rényi Differential Privacy",
-  theorem 5, for any mechanism: the same sum with the terms l ≥ 3 times three.
+  curve at whole orders.
   Shares and merged draws give noise laws within τd/2 of N_Z(0, n·s²)^d, so the theorem is applied to that ideal and
   both mixtures' distance to it costs at most τd(2α−1)/(2(α−1)) ≤ 3τd/2 at orders ≥ 2.
 - Rényi to (ε, δ): Canonne et al. 2020, proposition 12.
@@ -30,7 +29,6 @@ from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole
 from fedflat.core.discrete import MIN_SHARE_STD, inflated_bound
-from fedflat.core.types import Relation
 from fedflat.privacy.trust import Guarantee
 
 Floats = NDArray[np.float64]
@@ -65,11 +63,10 @@ def sum_curve(bound: float, shares: int, share_variance: float, dimension: int) 
     return curve
 
 
-def poisson_curve(curve: Curve, rate: float, *, symmetric: bool = True) -> Curve:
+def poisson_curve(curve: Curve, rate: float) -> Curve:
     """The Rényi curve, at whole orders ≥ 2, of a mechanism applied to a Poisson sample of the clients (add-remove).
 
-    symmetric=True needs a noise that is even around each output, as here (Mironov et al. 2019, theorem 5);
-    symmetric=False is theorem 5 of Zhu and Wang 2019 for every mechanism. `rate`: sampling probability in (0, 1].
+    The noise has to be even around each output, as here (Mironov et al. 2019, theorem 5). `rate`: in (0, 1].
     """
     from scipy import special  # where it is used: it takes longer to load than most runs need it
 
@@ -79,8 +76,6 @@ def poisson_curve(curve: Curve, rate: float, *, symmetric: bool = True) -> Curve
         level = np.arange(2, order + 1, dtype=np.float64)
         log_binomial = special.gammaln(order + 1) - special.gammaln(level + 1) - special.gammaln(order - level + 1)
         terms = log_binomial + level * math.log(rate) + (order - level) * math.log1p(-rate) + (level - 1) * curve(level)
-        if not symmetric:
-            terms[1:] += math.log(3)
         first = (order - 1) * math.log1p(-rate) + math.log1p((order - 1) * rate)
         return float(special.logsumexp(np.append(terms, first))) / (order - 1)
 
@@ -144,8 +139,8 @@ class DDGaussAccount:
     and what joint convexity proves for recipients is exactly the server's figure.
     colluders: clients whose shares do not count; subtracted from n_max, and added to min_cohort in the abort rule.
     delta, beta, bits: δ of the whole run, β of the rounding, modulus 2^bits (the sum mod 2^bits is post-processing).
-    "Remove" means that the slot sends a zero update, still noised (zero-out). replace-one doubles Δ₂ and has no
-    amplification theorem here. Raises InputError on impossible values.
+    "Remove" means that the slot sends a zero update, still noised (zero-out).
+    Raises InputError on impossible values.
     """
 
     clients: int
@@ -160,7 +155,6 @@ class DDGaussAccount:
     bits: int = 16
     n_max: int | None = None
     colluders: int = 0
-    relation: Relation = "add-remove"
 
     def __post_init__(self) -> None:
         whole("clients", self.clients, 1)
@@ -174,7 +168,6 @@ class DDGaussAccount:
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         in_range("beta", self.beta, 0, 1, open_high=True)
         whole("bits", self.bits, 2, 48)
-        one_of("relation", self.relation, ("add-remove", "replace-one"))
         if self.n_max is not None:
             whole("cohort.max", self.n_max, self.min_cohort + self.colluders)
 
@@ -194,8 +187,7 @@ class DDGaussAccount:
     def curve(self, shares: int) -> Curve:
         """The unsampled Rényi curve of one round whose sum holds that many honest shares."""
         bound = inflated_bound(self.clip, self.granularity, self.padded, self.beta) / self.granularity
-        factor = 1 if self.relation == "add-remove" else 2
-        return sum_curve(factor * bound, shares, self.share_variance, self.padded)
+        return sum_curve(bound, shares, self.share_variance, self.padded)
 
     def amplified(self, shares: int) -> Floats:
         """Rényi values at `WHOLE_ORDERS` of one Poisson-sampled round, every sum topped up to that many shares."""
@@ -238,13 +230,13 @@ class DDGaussAccount:
         if not amplification:
             return curve_epsilon(ORDERS, rounds * curve(ORDERS), delta)
         known = participation_epsilon(curve, rounds, self.rate, delta)
-        if not completed or self.relation == "replace-one":
+        if not completed:
             return known
         return min(known, curve_epsilon(WHOLE_ORDERS, rounds * self.amplified(shares), delta))
 
     def guarantees(self, rounds: int) -> tuple[Guarantee, ...]:
         """Towards recipients, the server, and the server for a client drawn in every round."""
-        hidden = self.n_max is not None and self.relation == "add-remove"
+        hidden = self.n_max is not None
         how = "Poisson amplification, noise topped up to cohort.max" if hidden else "participation counts, Bin(T, q)"
         rule = "Renyi, sum of discrete Gaussians (Kairouz et al. 2021)"
         amplified = rule + (", Poisson (Mironov et al. 2019, thm 5)" if hidden else ", joint convexity")
@@ -254,6 +246,6 @@ class DDGaussAccount:
             ("server, worst case", "the same, for a client drawn in every round", "server", False, rule),
         ]
         return tuple(
-            Guarantee(name, text, self.relation, self.epsilon(rounds, who, amplify), self.delta, accountant)
+            Guarantee(name, text, "add-remove", self.epsilon(rounds, who, amplify), self.delta, accountant)
             for name, text, who, amplify, accountant in kinds
         )
