@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,8 @@ def check_selection(path: Path) -> Iterator[Check]:
         found = faults(path)
     except InputError as error:
         found = [str(error)]
-    yield from (Check(CHARGE, "wrong", fault) for fault in found)
-    if not found:
-        yield Check(CHARGE, "ok", "one charge of the selection that selection.yaml describes, not below the winner's ε")
+    about = "one charge of the selection that selection.yaml describes, not below the winner's ε"
+    yield from _outcome(CHARGE, found, about)
     hidden = "how many there were and which scored best is secret, and the losers deleted"
     yield Check("the trials", "unchecked", hidden)
 
@@ -238,40 +237,28 @@ def check_statement(run: Records) -> Iterator[Check]:
 
 
 def check_fields(run: Records) -> Iterator[Check]:
-    """Check every figure and sentence of privacy.json against the statement that recipe, ledger and code give."""
+    """Check every figure and sentence of privacy.json, and each round's ε and clip, by recipe, ledger and code."""
     complete = run.statement is not None and run.statement.get("rounds") == run.finished_rounds
     if not (run.folder / STATEMENT).is_file() or run.going or (_unfinished(run) and not complete):
         return
-    record = f"{STATEMENT}, every field"
+    shown = bool(run.metrics and run.entries)
     try:
         different, unchecked = remade(run)
+        faults_shown = list(metrics_faults(run)) if shown and run.terms else []
     except UNREADABLE as error:
         about = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
-        yield Check(record, "wrong" if run.terms else "unchecked", about)
+        yield Check(FIELDS, "wrong" if run.terms else "unchecked", about)
         return
-    yield from (Check(record, "unchecked", each) for each in unchecked)
-    yield from (Check(record, "wrong", str(difference)) for difference in different[:5])
-    if not different:
-        yield Check(record, "ok", "as recipe, ledger, metrics and this code give it")
+    yield from (Check(FIELDS, "unchecked", each) for each in unchecked)
+    yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
+    if shown and run.terms:
+        yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
+    elif shown:
+        yield Check(SHOWN, "unchecked", "of a run of fedflat 0.2, which that version compares")
     yield from _check_weights(run, run.statement or {})
 
 
-def check_metrics(run: Records) -> Iterator[Check]:
-    """Check ε and clip of every line of metrics.jsonl, made again from recipe, ledger and code."""
-    if not run.metrics or run.going or not run.entries:
-        return
-    record = f"{METRICS}, ε and clip"
-    if not run.terms:
-        yield Check(record, "unchecked", "of a run of fedflat 0.2, which that version compares")
-        return
-    try:
-        found = list(metrics_faults(run))
-    except UNREADABLE as error:
-        yield Check(record, "wrong", f"cannot be made again ({' '.join(str(error).split())})")
-        return
-    yield from (Check(record, "wrong", fault) for fault in found[:3])
-    if not found:
-        yield Check(record, "ok", "as recipe, ledger and this code give them")
+FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
 
 
 def _check_weights(run: Records, stated: Mapping[str, Any]) -> Iterator[Check]:
@@ -315,6 +302,13 @@ def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
         missing = f"; no sound line for round {gaps[0]}" if gaps else ""
         return Check(name, "wrong", f"{lines} lines, {len(sealed)} as they were written{missing}")
     return Check(name, "ok", f"{_count(lines, 'line')}, as written")
+
+
+def _outcome(record: str, faults: Sequence[object], about: str) -> Iterator[Check]:
+    """Yield the first faults of a record, or that there are none."""
+    yield from (Check(record, "wrong", str(fault)) for fault in faults[:5])
+    if not faults:
+        yield Check(record, "ok", about)
 
 
 def _count(number: int, what: str) -> str:
@@ -374,9 +368,7 @@ def check_tips(run: Records) -> Iterator[Check]:
     if found and run.going:
         yield Check(TIPS, "unchecked", WRITING)
         return
-    yield from (Check(TIPS, "wrong", fault) for fault in found[:3])
-    if not found:
-        yield Check(TIPS, "ok", f"{_count(len(run.tips), 'round')}, each with the ledger's tip")
+    yield from _outcome(TIPS, found, f"{_count(len(run.tips), 'round')}, each with the ledger's tip")
 
 
 def check_mark(run: Records) -> Iterator[Check]:
@@ -576,7 +568,7 @@ def check_modes(run: Records) -> Iterator[Check]:
 
 
 CHECKS: tuple[Callable[[Records], Iterable[Check]], ...] = (
-    check_opening, check_recipe, check_body, check_privacy, check_fields, check_metrics, check_rounds,
+    check_opening, check_recipe, check_body, check_privacy, check_fields, check_rounds,
     check_checkpoints, check_tips, check_mark, check_sums, check_pages, check_strangers, check_modes,
 )  # fmt: skip
 UNASKED = (check_privacy, check_mark, check_pages, check_strangers, check_modes)
